@@ -1,0 +1,1 @@
+"""From float weights to codes, one decoder layer at a time. Imports neither qkernels nor qserve."""

@@ -1,0 +1,1 @@
+"""What the bytes of a quantized checkpoint mean. Knows torch, numpy, safetensors and json; no GPU code, no model code."""

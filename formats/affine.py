@@ -1,0 +1,113 @@
+"""The one rounding rule: float weights <-> codes. Every other part of the project calls it.
+
+    w ~ s * (q - z)        q = clamp(round(w / s) + z, 0, 2^b - 1)
+
+Legend: N outputs, K inputs, G groups, L = K / G inputs of a group. Rounding is half to even, in float32.
+Scales are rounded to float16 first, since that is what a checkpoint stores, and codes are chosen for the
+stored scale. Symmetric scales may be negative: the extreme weight then takes code 0, the longer side.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from formats.errors import CheckpointError
+from formats.scheme import QuantSpec
+
+SCALE_DTYPE = torch.float16
+# Smallest magnitude a scale may have: 16 steps of float16's smallest number, so that rounding the scale
+# moves it by less than 1/32. Largest: float16's largest.
+MIN_SCALE = 2.0**-20
+MAX_SCALE = 65504.0
+# Fractions of the full range that the search tries. A smaller range clips the extreme weights of a
+# group and rounds all others finer.
+SHRINK_FACTORS = tuple(1 - 0.03 * i for i in range(13))
+# Rows are searched in blocks of about this many weights, so that memory stays bounded.
+BLOCK_ELEMENTS = 2**22
+
+
+def choose_scales(
+    weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each group's scale and zero point by least squared error. Returns (scales_NG, zeros_NG).
+
+    Scales are float16 and never zero; zeros are uint8 in code units, 2^(b-1) throughout for a symmetric
+    spec. An all-zero group gets scale 1. Raises CheckpointError, with `name`, on NaN or infinity.
+    """
+    out_features, in_features = weight_NK.shape
+    spec.check_shape(name, out_features, in_features)
+    rows = max(1, BLOCK_ELEMENTS // in_features)
+    scales, zeros = [], []
+    for block in weight_NK.split(rows):
+        groups_NGL = block.float().unflatten(1, (spec.num_groups(in_features), -1))
+        if not torch.isfinite(groups_NGL).all():
+            raise CheckpointError(name, "its weights contain NaN or infinity", "mend the model")
+        candidates = _symmetric if spec.symmetric else _asymmetric
+        best_scale, best_zero, best_error = None, None, None
+        for scale_NG, zero_NG in candidates(groups_NGL, spec):
+            stored_NG = _storable(scale_NG)
+            step_NG1, zero_NG1 = stored_NG.float()[..., None], zero_NG[..., None]
+            codes = (groups_NGL / step_NG1).round_().add_(zero_NG1).clamp_(0, spec.max_code)
+            error_NG = codes.sub_(zero_NG1).mul_(step_NG1).sub_(groups_NGL).square_().sum(-1)
+            if best_error is None:
+                best_scale, best_zero, best_error = stored_NG, zero_NG, error_NG
+                continue
+            better_NG = error_NG < best_error
+            best_scale = torch.where(better_NG, stored_NG, best_scale)
+            best_zero = torch.where(better_NG, zero_NG, best_zero)
+            best_error = torch.where(better_NG, error_NG, best_error)
+        scales.append(best_scale)
+        zeros.append(best_zero.to(torch.uint8))
+    return torch.cat(scales), torch.cat(zeros)
+
+
+def _storable(scale_NG: torch.Tensor) -> torch.Tensor:
+    """Round scales to what a checkpoint stores; an all-zero group (scale 0) gets 1."""
+    magnitude = scale_NG.abs().clamp(MIN_SCALE, MAX_SCALE)
+    stored = torch.where(scale_NG < 0, -magnitude, magnitude)
+    return torch.where(scale_NG == 0, 1.0, stored).to(SCALE_DTYPE)
+
+
+def _symmetric(
+    groups_NGL: torch.Tensor, spec: QuantSpec
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ranges around the middle code: the extreme weight on the long side (code 0) or on the short one."""
+    half = spec.symmetric_zero
+    position = groups_NGL.abs().argmax(-1, keepdim=True)
+    extreme_NG = groups_NGL.gather(-1, position).squeeze(-1)
+    zero_NG = torch.full_like(extreme_NG, half)
+    for shrink in SHRINK_FACTORS:
+        yield -extreme_NG * (shrink / half), zero_NG
+        yield extreme_NG * (shrink / (half - 1)), zero_NG
+
+
+def _asymmetric(
+    groups_NGL: torch.Tensor, spec: QuantSpec
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ranges from the smallest to the largest weight, always with 0 inside."""
+    low_NG = groups_NGL.amin(-1).clamp(max=0)
+    high_NG = groups_NGL.amax(-1).clamp(min=0)
+    for shrink in SHRINK_FACTORS:
+        scale_NG = (high_NG - low_NG) * (shrink / spec.max_code)
+        step_NG = _storable(scale_NG).float()
+        zero_NG = (-low_NG * shrink / step_NG).round().clamp(0, spec.max_code)
+        yield scale_NG, zero_NG
+
+
+def quantize(
+    weight_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor, spec: QuantSpec
+) -> torch.Tensor:
+    """Round weights to uint8 codes [N, K] on the given grid."""
+    groups_NGL = weight_NK.float().unflatten(1, (scales_NG.shape[1], -1))
+    codes = (groups_NGL / scales_NG.float()[..., None]).round_()
+    codes.add_(zeros_NG[..., None]).clamp_(0, spec.max_code)
+    return codes.to(torch.uint8).flatten(1)
+
+
+def dequantize(
+    codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor
+) -> torch.Tensor:
+    """Codes to float32 weights [N, K]: s * (q - z), exact but for one rounding."""
+    groups_NGL = codes_NK.float().unflatten(1, (scales_NG.shape[1], -1))
+    groups_NGL.sub_(zeros_NG.float()[..., None]).mul_(scales_NG.float()[..., None])
+    return groups_NGL.flatten(1)

@@ -1,0 +1,273 @@
+"""Reading and writing a model folder: config.json, safetensors shards, their index.
+
+The reader is lazy: it opens headers, and bytes only when asked. The writer streams shards into a hidden
+folder beside the target and renames it at the end, so that a killed run never leaves a folder that looks
+complete. Knows nothing of layers, schemes or models.
+"""
+
+import json
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from formats.errors import CheckpointError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
+# What a model folder holds besides weights and config: tokenizer, template, generation defaults.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# safetensors dtype -> (torch dtype, bits)
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor as a header describes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: Path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError where it is missing or not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(str(path), "not found", "is this a model folder?") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(str(path), f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path), f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors that a safetensors file declares, checked against its size. Reads no tensor data.
+
+    Layout: 8 bytes header length (little-endian), the JSON header, the data, without gaps.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    str(path), "is not a safetensors file, or is truncated", "fetch it again"
+                )
+            header = json.loads(file.read(length))
+        entries = {}
+        for name, item in header.items():
+            if name == "__metadata__":
+                continue
+            if item["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name}", f"unknown dtype {item['dtype']!r}")
+            dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])
+            begin, end = item["data_offsets"]
+            count = 1
+            for extent in shape:
+                count *= extent
+            if min(shape, default=0) < 0 or begin < 0 or end - begin != count * dtype.itemsize:
+                raise CheckpointError(
+                    f"{path}: {name}", f"{end - begin} bytes do not hold {list(shape)} {dtype}"
+                )
+            if 8 + length + end > size:
+                raise CheckpointError(
+                    str(path),
+                    f"truncated: {name} ends at byte {8 + length + end}, the file has {size}",
+                    "fetch it again",
+                )
+            entries[name] = TensorEntry(
+                name=name, dtype=dtype, shape=shape, num_bytes=end - begin, file=path
+            )
+    except FileNotFoundError:
+        raise CheckpointError(str(path), "not found", "the checkpoint is incomplete") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(str(path), f"its safetensors header is damaged: {error}") from None
+    return entries
+
+
+class CheckpointReader:
+    """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read config.json and every shard's header. Raises CheckpointError."""
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
+        self.config = read_json(self.folder / CONFIG)
+        self.entries: dict[str, TensorEntry] = {}
+        index_path = self.folder / INDEX
+        listed = self._listed_files(index_path) if index_path.exists() else {SINGLE: set()}
+        for file_name, expected in listed.items():
+            entries = read_header(self.folder / file_name)
+            for name in expected - entries.keys():
+                raise CheckpointError(str(self.folder / file_name), f"holds no {name!r}")
+            for name in entries.keys() & self.entries.keys():
+                raise CheckpointError(name, f"stands in two shards, one of them {file_name}")
+            self.entries.update(entries)
+        self._open_files: dict[Path, Any] = {}
+
+    @staticmethod
+    def _listed_files(index_path: Path) -> dict[str, set[str]]:
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(str(index_path), "has no weight_map")
+        files: dict[str, set[str]] = {}
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or Path(file_name).name != file_name:
+                raise CheckpointError(str(index_path), f"{file_name!r} is not a plain file name")
+            files.setdefault(file_name, set()).add(name)
+        return files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def get(self, name: str, device: str = "cpu") -> torch.Tensor:
+        """One tensor. Raises CheckpointError where there is none of that name."""
+        if name not in self.entries:
+            raise CheckpointError(f"tensor {name!r}", f"is not in {self.folder}")
+        path = self.entries[name].file
+        try:
+            if path not in self._open_files:
+                self._open_files[path] = safe_open(path, framework="pt")
+            return self._open_files[path].get_tensor(name).to(device)
+        except SafetensorError as error:
+            raise CheckpointError(str(path), f"cannot be read: {error}") from None
+
+    def children(self, prefix: str) -> dict[str, TensorEntry]:
+        """Entries below `prefix` + ".", by what follows it."""
+        start = prefix + "."
+        return {n[len(start) :]: e for n, e in self.entries.items() if n.startswith(start)}
+
+
+class CheckpointWriter:
+    """Write a model folder shard by shard; it appears under its name only with `publish()`.
+
+    Use as a context manager: leaving it without `publish()` deletes what was staged.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    ) -> None:
+        """Raises CheckpointError where `folder` exists and holds anything."""
+        self.folder = Path(folder)
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise CheckpointError(
+                str(folder), "already exists and is not empty", "give a new folder or empty it"
+            )
+        self.staging = self.folder.absolute().parent / f".{self.folder.name}.partial"
+        if self.staging.exists():  # a killed run's
+            shutil.rmtree(self.staging)
+        self.staging.mkdir(parents=True)
+        self.max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.staging.exists():
+            shutil.rmtree(self.staging)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Queue one tensor; a full shard goes to disk at once."""
+        size = tensor.nbytes
+        if self._pending and self._pending_bytes() + size > self.max_shard_bytes:
+            self._flush()
+        if name in self._pending or any(name in shard for shard in self._shards):
+            raise ValueError(f"{name} was added twice")
+        self._pending[name] = tensor.detach().cpu().contiguous()
+        self._total_bytes += size
+
+    def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
+        """Write the rest: last shard, index, config, side files. Returns the staged folder, readable."""
+        if self._pending:
+            self._flush()
+        count = len(self._shards)
+        weight_map = {}
+        for number, names in enumerate(self._shards, 1):
+            file_name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            self._staged_shard(number).rename(self.staging / file_name)
+            weight_map.update(dict.fromkeys(names, file_name))
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            self.write_json(INDEX, index)
+        for name in SIDE_FILES:
+            if (side_files_from / name).is_file():
+                shutil.copyfile(side_files_from / name, self.staging / name)
+        self.write_json(CONFIG, config)
+        return self.staging
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Add a JSON file to the staged folder."""
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        (self.staging / name).write_text(text, encoding="utf-8")
+
+    def publish(self) -> None:
+        """Put the sealed folder under its name: synced to disk, then one rename."""
+        for path in self.staging.iterdir():
+            _sync(path)
+        _sync(self.staging)
+        self.staging.rename(self.folder)
+        _sync(self.folder.absolute().parent)
+
+    def _pending_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._pending.values())
+
+    def _staged_shard(self, number: int) -> Path:
+        return self.staging / f"shard-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        self._shards.append(list(self._pending))
+        # Readers such as transformers refuse a file without this metadata.
+        save_file(self._pending, self._staged_shard(len(self._shards)), metadata={"format": "pt"})
+        self._pending = {}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,22 @@
+"""The errors that a user can cause and mend. Knows nothing of what raised them.
+
+Every message names the object, says what was expected and what was found, and gives the remedy.
+"""
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used. The command line prints it as one line and exits with 1."""
+
+    def __init__(self, subject: str, problem: str, remedy: str = "") -> None:
+        self.subject = subject
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{subject}: {problem}" + (f" ({remedy})" if remedy else ""))
+
+
+class SchemeError(InputError):
+    """A quantization scheme is unknown, or does not fit a tensor's shape."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint's files, names, shapes or bytes are not what they must be."""

@@ -1,0 +1,149 @@
+"""The one in-memory form of a quantized weight. Knows no file format and no kernel.
+
+Every on-disk format is decoded into it once, and encoded from it. Zero points are the true ones, always
+present, constant where symmetric. Legend: N outputs, K inputs, G groups, W words of a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from formats import affine
+from formats.bits import pack, packed_length, unpack
+from formats.errors import CheckpointError
+from formats.scheme import QuantSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedWeight:
+    """A quantized weight [N, K]: W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), g = k // group."""
+
+    words_NW: torch.Tensor  # int32 [N, K * bits / 32], each row packed along K (formats/bits.py)
+    scales_NG: torch.Tensor  # floating point [N, G], finite, never zero, may be negative
+    zeros_NG: torch.Tensor  # uint8 [N, G], in code units
+    spec: QuantSpec
+    in_features: int
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes_NK: torch.Tensor,
+        scales_NG: torch.Tensor,
+        zeros_NG: torch.Tensor | None,
+        spec: QuantSpec,
+        name: str = "weight",
+    ) -> "PackedWeight":
+        """Pack a solver's integer codes [N, K] untouched. `zeros_NG` None means symmetric.
+
+        Raises CheckpointError, with `name`, on wrong shapes, codes or zeros out of range, bad scales.
+        """
+        if codes_NK.ndim != 2 or codes_NK.is_floating_point():
+            raise CheckpointError(
+                name,
+                f"expected integer codes [N, K], found {codes_NK.dtype} {list(codes_NK.shape)}",
+            )
+        if codes_NK.numel() and (codes_NK.min() < 0 or codes_NK.max() > spec.max_code):
+            raise CheckpointError(
+                name,
+                f"expected codes in 0..{spec.max_code}, found {int(codes_NK.min())}"
+                f"..{int(codes_NK.max())}",
+                "signed codes need the zero point added first",
+            )
+        if zeros_NG is None:
+            if not spec.symmetric:
+                raise CheckpointError(name, "an asymmetric scheme needs zero points")
+            zeros_NG = torch.full_like(scales_NG, spec.symmetric_zero, dtype=torch.uint8)
+        elif ((zeros_NG < 0) | (zeros_NG > spec.max_code)).any():
+            raise CheckpointError(name, f"expected zero points in 0..{spec.max_code}")
+        packed = cls(
+            words_NW=pack(codes_NK, spec.bits),
+            scales_NG=scales_NG.contiguous(),
+            zeros_NG=zeros_NG.to(torch.uint8).contiguous(),
+            spec=spec,
+            in_features=codes_NK.shape[1],
+        )
+        packed.check(name)
+        return packed
+
+    @classmethod
+    def from_float(
+        cls, weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
+    ) -> "PackedWeight":
+        """Round to nearest with the scales that affine.choose_scales picks."""
+        scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, name)
+        codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
+        return cls.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)
+
+    @property
+    def out_features(self) -> int:
+        return self.words_NW.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.spec.num_groups(self.in_features)
+
+    @property
+    def device(self) -> torch.device:
+        return self.words_NW.device
+
+    def check(self, name: str = "weight") -> None:
+        """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
+        self.spec.check_shape(name, self.out_features, self.in_features)
+        expected = {
+            "words": (self.words_NW, torch.int32, packed_length(self.in_features, self.spec.bits)),
+            "scales": (self.scales_NG, None, self.num_groups),
+            "zeros": (self.zeros_NG, torch.uint8, self.num_groups),
+        }
+        for field, (tensor, dtype, width) in expected.items():
+            if tensor.shape != (self.out_features, width) or dtype not in (None, tensor.dtype):
+                raise CheckpointError(
+                    f"{name} {field}",
+                    f"expected {dtype or 'floating point'} [{self.out_features}, {width}],"
+                    f" found {tensor.dtype} {list(tensor.shape)}",
+                )
+        if not self.scales_NG.is_floating_point():
+            raise CheckpointError(f"{name} scales", f"not floating point: {self.scales_NG.dtype}")
+        if not torch.isfinite(self.scales_NG).all() or (self.scales_NG == 0).any():
+            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero")
+        if self.spec.symmetric and (self.zeros_NG != self.spec.symmetric_zero).any():
+            raise CheckpointError(
+                f"{name} zeros",
+                f"a symmetric scheme has {self.spec.symmetric_zero} throughout,"
+                f" found {self.zeros_NG.unique().tolist()[:8]}",
+            )
+
+    def codes(self) -> torch.Tensor:
+        """uint8 codes [N, K]."""
+        return unpack(self.words_NW, self.spec.bits)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Weights [N, K] in `dtype`, computed in float32."""
+        return affine.dequantize(self.codes(), self.scales_NG, self.zeros_NG).to(dtype)
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        return PackedWeight(
+            words_NW=self.words_NW.to(device),
+            scales_NG=self.scales_NG.to(device),
+            zeros_NG=self.zeros_NG.to(device),
+            spec=self.spec,
+            in_features=self.in_features,
+        )
+
+    @staticmethod
+    def merge(parts: "list[PackedWeight]", name: str = "weight") -> "PackedWeight":
+        """Stack outputs, in order: q, k, v become one matrix. Raises CheckpointError where they differ."""
+        first = parts[0]
+        for part in parts[1:]:
+            if (part.spec, part.in_features) != (first.spec, first.in_features):
+                raise CheckpointError(
+                    name,
+                    f"its parts differ: {first.spec} with {first.in_features} inputs"
+                    f" against {part.spec} with {part.in_features}",
+                )
+        return PackedWeight(
+            words_NW=torch.cat([part.words_NW for part in parts]),
+            scales_NG=torch.cat([part.scales_NG for part in parts]),
+            zeros_NG=torch.cat([part.zeros_NG for part in parts]),
+            spec=first.spec,
+            in_features=first.in_features,
+        )

@@ -1,0 +1,60 @@
+"""Settings, each one a field, a flag and its documentation. Loads no torch: `qserve --help` reads it.
+
+A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the field's metadata. Names
+follow vLLM where the meaning is the same.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("auto", "cuda", "cpu")
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that the engine is told."""
+
+    model: str  # the model folder; a positional argument on the command line
+    dtype: str = setting(
+        "auto", "activation dtype; auto: the checkpoint's on a GPU, float32 on a CPU", DTYPES
+    )
+    device: str = setting("auto", "where to run; auto: the GPU if there is one", DEVICES)
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output, in tokens; default: the model's own limit"
+    )
+    max_num_seqs: int = setting(256, "most requests in one step")
+    max_num_batched_tokens: int = setting(
+        8192, "token budget of one step; smaller: steadier inter-token times, larger: throughput"
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the GPU's memory for weights, activations and KV pages"
+    )
+    block_size: int = setting(16, "tokens of one KV page")
+    num_gpu_blocks_override: int | None = setting(
+        None, "number of KV pages, in place of what the memory allows"
+    )
+    cpu_kv_cache_memory: float = setting(1.0, "GiB for KV pages when running on a CPU")
+    enforce_eager: bool = setting(False, "never use CUDA graphs")
+    load_format: str = setting(
+        "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
+    )
+    seed: int = setting(0, "seed of requests that give none, and of dummy weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Everything that the HTTP server is told."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = setting(8000, "port to listen on; 0: any free one")
+    served_model_name: str | None = setting(
+        None, "name that clients give; default: the model folder as typed"
+    )
+    api_key: str | None = setting(None, "require this key as a Bearer token on every /v1 route")

@@ -1,0 +1,1 @@
+"""The engine: requests, KV pages, the scheduler, one step after another. Knows no HTTP."""

@@ -1,0 +1,1 @@
+"""The model: layers, their weights and how a checkpoint becomes them. Knows no requests."""

@@ -1,0 +1,73 @@
+"""SamplingParams: what a request asks of the sampler. Loads no torch; field names are vLLM's."""
+
+import math
+from dataclasses import dataclass
+
+from formats.errors import InputError
+
+MAX_STOP_STRINGS = 4
+MAX_N = 128
+
+
+class ParameterError(InputError):
+    """A sampling parameter is out of range; `subject` is its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to pick tokens and when to stop. temperature 0 is greedy. Raises ParameterError.
+
+    A filter applies to the probabilities after temperature, in the order top_k, top_p, min_p. A `seed` makes
+    the output depend on the seed, the weights and the prompt alone, whatever else is in the batch;
+    output i of `n` uses seed + i.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0  # keep the likeliest tokens until their probabilities sum to this
+    top_k: int = 0  # keep the k likeliest; 0 or -1: all
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: up to the model's limit
+    min_tokens: int = 0  # no stop token or end token before so many
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._require("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
+        self._require(
+            "temperature", math.isfinite(self.temperature) and 0 <= self.temperature <= 2, "0 to 2"
+        )
+        self._require(
+            "top_p", math.isfinite(self.top_p) and 0 < self.top_p <= 1, "more than 0, up to 1"
+        )
+        self._require("top_k", self.top_k >= -1, "-1 or more")
+        self._require("min_p", math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "0 to 1")
+        self._require(
+            "seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"
+        )
+        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        self._require("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
+        self._require(
+            "stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"
+        )
+        self._require("stop", all(self.stop), "no empty string")
+        self._require(
+            "stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "ids of 0 or more"
+        )
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ParameterError(name, f"expected {expected}, found {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server. Owns no GPU; speaks to the engine process in messages."""
