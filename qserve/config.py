@@ -1,15 +1,18 @@
-"""Settings, each one a field, a flag and its documentation. Loads no torch: `qserve --help` reads it.
+"""Settings, each one a field, a flag and its documentation. Loads no torch.
 
-A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the field's metadata. Names
-follow vLLM where the meaning is the same.
+A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the field's metadata.
+Names follow vLLM where the meaning is the same.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+
+
+REQUIRED = MISSING  # as a default: the flag must be given
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -58,3 +61,48 @@ class ServerConfig:
         None, "name that clients give; default: the model folder as typed"
     )
     api_key: str | None = setting(None, "require this key as a Bearer token on every /v1 route")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeConfig:
+    """What `qserve quantize` is told beside the model."""
+
+    output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
+    scheme: str = setting(
+        "w4a16-sym", "numerics of the linear layers, such as w4a16-sym, w8a16-sym"
+    )
+    format: str = setting("gptq", "layout on disk", ("gptq",))
+    recipe: str = setting("rtn", "how codes are chosen; rtn: round to nearest", ("rtn",))
+    group_size: int | None = setting(
+        None, "inputs that share a scale; -1: one scale for each output (default: 128)"
+    )
+    device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig:
+    """What `qserve generate` is told beside the engine's settings."""
+
+    prompt: str = setting(REQUIRED, "text to continue, or the user's message with --chat")
+    chat: bool = setting(False, "apply the model's chat template")
+    max_tokens: int = setting(128, "most tokens to generate")
+    temperature: float = setting(0.0, "0: always the likeliest token")
+    top_p: float = setting(1.0, "keep the likeliest tokens up to this probability")
+    top_k: int = setting(0, "keep this many of the likeliest tokens; 0: all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """What `qserve eval` is told beside the engine's settings."""
+
+    text: str = setting(REQUIRED, "file to measure on: .jsonl with a text field, or plain text")
+    sequence_length: int = setting(1024, "tokens of a window")
+    windows: int | None = setting(None, "number of windows; default: all that the file fills")
+    json: bool = setting(False, "print the result as JSON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectConfig:
+    """What `qserve inspect` is told beside the folder."""
+
+    json: bool = setting(False, "print the findings as JSON")

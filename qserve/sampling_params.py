@@ -17,9 +17,9 @@ class ParameterError(InputError):
 class SamplingParams:
     """How to pick tokens and when to stop. temperature 0 is greedy. Raises ParameterError.
 
-    A filter applies to the probabilities after temperature, in the order top_k, top_p, min_p. A `seed` makes
-    the output depend on the seed, the weights and the prompt alone, whatever else is in the batch;
-    output i of `n` uses seed + i.
+    Filters apply to the probabilities after temperature, in the order min_p, top_k, top_p. With a
+    `seed` the random numbers depend on the seed and the token's position alone, whatever else is
+    in the batch; output i of `n` uses seed + i.
     """
 
     n: int = 1

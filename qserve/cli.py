@@ -1,0 +1,217 @@
+"""The command line: one table of commands, flags made from the settings. Loads torch only to work.
+
+A command's flags are the fields of its settings classes (qserve/config.py).
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import qserve
+from formats.errors import InputError
+from qserve.config import (
+    EngineConfig,
+    EvalConfig,
+    GenerateConfig,
+    InspectConfig,
+    QuantizeConfig,
+    ServerConfig,
+)
+
+SHORT_FLAGS = {"output": "-o"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand: `run` gets the model folder and its settings, and returns the exit code."""
+
+    help: str
+    settings: tuple[type, ...]
+    run: Callable[..., int]
+
+
+def quantize(model: str, config: QuantizeConfig) -> int:
+    from calibrate.pipeline import quantize_checkpoint
+    from formats.scheme import Scheme
+
+    report = quantize_checkpoint(
+        model,
+        config.output,
+        scheme=Scheme.parse(config.scheme, config.group_size),
+        recipe=config.recipe,
+        output_format=config.format,
+        device=_device(config.device),
+        quantizer=f"qserve-kit:{qserve.__version__}",
+    )
+    print(report.to_text())
+    print(f"Wrote and verified {config.output}")
+    return 0
+
+
+def serve(model: str, engine: EngineConfig, server: ServerConfig) -> int:
+    from qserve.server.app import serve as serve_http
+
+    return serve_http(engine, server)
+
+
+def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
+    from qserve.llm import LLM
+    from qserve.sampling_params import SamplingParams
+
+    llm = LLM(**dataclasses.asdict(engine))
+    params = SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens,
+    )
+    if config.chat:
+        message = {"role": "user", "content": config.prompt}
+        output = llm.chat([message], params, use_tqdm=False)[0]
+    else:
+        output = llm.generate(config.prompt, params, use_tqdm=False)[0]
+    print(output.outputs[0].text)
+    return 0
+
+
+def inspect(model: str, config: InspectConfig) -> int:
+    from formats.inspect import inspect_checkpoint
+
+    inspection = inspect_checkpoint(model)
+    print(json.dumps(inspection.to_dict(), indent=2) if config.json else inspection.to_text())
+    return 0 if inspection.ok else 1
+
+
+def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
+    from calibrate.evaluate import make_windows, perplexity, read_texts
+    from qserve.llm import LLM
+
+    texts = read_texts(config.text)
+    llm = LLM(**dataclasses.asdict(engine))
+    tokenizer = llm.get_tokenizer()
+    windows = make_windows(
+        texts,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.bos_token_id,
+        config.sequence_length,
+        config.windows,
+    )
+    result = perplexity(windows, lambda window: llm.logits(window.tolist()))
+    if config.json:
+        print(json.dumps({"model": model, "text": config.text, **dataclasses.asdict(result)}))
+    else:
+        print(
+            f"perplexity {result.value:.4f} on {result.windows} windows"
+            f" of {config.sequence_length} tokens"
+        )
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "quantize": Command(
+        help="write a quantized copy of a float model",
+        settings=(QuantizeConfig,),
+        run=quantize,
+    ),
+    "serve": Command(
+        help="serve a model behind an OpenAI-compatible endpoint",
+        settings=(EngineConfig, ServerConfig),
+        run=serve,
+    ),
+    "generate": Command(
+        help="continue one prompt and print the text",
+        settings=(EngineConfig, GenerateConfig),
+        run=generate,
+    ),
+    "inspect": Command(
+        help="show what a checkpoint holds and what is wrong with it",
+        settings=(InspectConfig,),
+        run=inspect,
+    ),
+    "eval": Command(
+        help="measure perplexity on a text",
+        settings=(EngineConfig, EvalConfig),
+        run=evaluate,
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the console script. A user's mistake is one line on stderr and exit code 1."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = build_parser().parse_args([_with_dashes(argument) for argument in argv])
+    command = COMMANDS[arguments.command]
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    settings = []
+    try:
+        for cls in command.settings:
+            values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
+            settings.append(cls(**values))
+        return command.run(arguments.model, *settings)
+    except (InputError, OSError) as error:
+        print(f"qserve {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="qserve", description="Quantize a language model, prove the file right, serve it."
+    )
+    parser.add_argument("--version", action="version", version=qserve.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.help.capitalize())
+        sub.add_argument("model", metavar="MODEL", help="model folder")
+        for cls in command.settings:
+            hints = typing.get_type_hints(cls)
+            for field in dataclasses.fields(cls):
+                if field.name != "model":
+                    _add_flag(sub, field, hints[field.name])
+    return parser
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: object) -> None:
+    names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
+    names.append("--" + field.name.replace("_", "-"))
+    help_text = field.metadata["help"]
+    if hint is bool:
+        parser.add_argument(*names, action="store_true", help=help_text)
+        return
+    required = field.default is dataclasses.MISSING
+    if not required and field.default is not None:
+        help_text += " (default: %(default)s)"
+    if isinstance(hint, types.UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    parser.add_argument(
+        *names,
+        type=hint,
+        required=required,
+        default=None if required else field.default,
+        choices=field.metadata["choices"],
+        help=help_text,
+    )
+
+
+def _with_dashes(argument: str) -> str:
+    """--max_model_len and --max-model-len are the same flag."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

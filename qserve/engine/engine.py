@@ -1,0 +1,211 @@
+"""The engine: requests in, events out, one step after another. Knows no text and no HTTP.
+
+`Engine.step()` is its table of contents. On a GPU one step stays in flight while the next is planned,
+so that the GPU never waits for Python; a sampled token reaches the host one step late.
+"""
+
+import logging
+import time
+from collections import deque
+
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.model_runner import (
+    GIB,
+    ModelRunner,
+    StepHandle,
+    num_pages_on_cpu,
+    num_pages_on_gpu,
+)
+from qserve.engine.request import Request, RequestEvent
+from qserve.engine.scheduler import Scheduler, StepPlan, whole_chunk
+from qserve.model.loader import DummySource, WeightSource, load
+from qserve.model.model_config import ModelConfig
+from qserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model, its scheduler and its runner in one process."""
+
+    def __init__(self, config: EngineConfig, *, steps_in_flight: int | None = None) -> None:
+        """Load the model. `steps_in_flight`: 1 on a GPU, 0 on a CPU unless given. Raises InputError."""
+        self.config = config
+        self.model_config = ModelConfig.from_folder(config.model)
+        device = _pick_device(config.device)
+        self.max_model_len = _pick_length(config, self.model_config)
+        self.model_config.rope.check_length(self.max_model_len)
+        started = time.perf_counter()
+        if config.load_format == "dummy":
+            source = DummySource(self.model_config, device, config.seed)
+        else:
+            source = WeightSource(CheckpointReader(config.model), self.model_config)
+        decoder = load(
+            self.model_config,
+            source,
+            device=device,
+            dtype=_pick_dtype(config.dtype, self.model_config, device),
+            max_model_len=self.max_model_len,
+        )
+        logger.info("Loading the model took %.1f s", time.perf_counter() - started)
+        self.runner = ModelRunner(decoder, config, device)
+        num_pages = self._pick_num_pages()
+        self.runner.allocate_pages(num_pages)
+        logger.info(
+            "KV cache: %d tokens in %d pages, %.2f GiB",
+            num_pages * config.block_size,
+            num_pages,
+            num_pages * self.runner.bytes_per_page / GIB,
+        )
+        self.scheduler = Scheduler(
+            PagePool(num_pages, config.block_size),
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[StepHandle] = deque()
+        self._max_in_flight = steps_in_flight
+        if steps_in_flight is None:
+            self._max_in_flight = 1 if device.type == "cuda" else 0
+        self._seeds = torch.Generator().manual_seed(config.seed)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.num_requests > 0
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
+        """Queue a request. Raises InputError where it is empty, too long, or can never run."""
+        subject = f"request {request_id}"
+        length = len(prompt_token_ids)
+        if request_id in self._requests:
+            raise InputError(subject, "is running already", "give each request its own id")
+        if params.n != 1:
+            raise ValueError("the engine runs one output for each request; callers fan out n")
+        if not 0 < length < self.max_model_len:
+            raise InputError(
+                subject,
+                f"expected a prompt of 1 to {self.max_model_len - 1} tokens, found {length}",
+                "shorten it" if length else "give at least one token",
+            )
+        for token in prompt_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise InputError(subject, f"token id {token} is not in 0..{self.vocab_size - 1}")
+        room = self.max_model_len - length
+        seed = params.seed
+        if seed is None:
+            seed = int(torch.randint(2**62, (), generator=self._seeds))
+        request = Request(
+            request_id=request_id,
+            token_ids=list(prompt_token_ids),
+            num_prompt_tokens=length,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            params=params,
+            seed=seed,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            eos_token_ids=frozenset() if params.ignore_eos else self.model_config.eos_token_ids,
+        )
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.finish(request)
+
+    def step(self) -> list[RequestEvent]:
+        """Plan and launch a step, then take the results that are due. Returns their events."""
+        plan = self.scheduler.schedule()
+        for request in plan.preempted:
+            logger.warning(
+                "KV pages ran out: %s gives its pages back and computes %d tokens again",
+                request.request_id,
+                request.num_known,
+            )
+        if plan.chunks:
+            self._in_flight.append(self.runner.launch(plan))
+        events: list[RequestEvent] = []
+        due = self._max_in_flight if plan.chunks else 0
+        while len(self._in_flight) > due:
+            handle = self._in_flight.popleft()
+            events += self.scheduler.update(handle.plan, handle.result())
+        for event in events:
+            if event.finish_reason is not None:
+                self._requests.pop(event.request_id, None)
+        return events
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits [S, V] in float32 after each of S tokens. Raises InputError; needs an idle engine."""
+        if self.has_work():
+            raise RuntimeError("Engine.logits needs an idle engine")
+        pool, page_size = self.scheduler.pool, self.config.block_size
+        longest = min(self.max_model_len, pool.num_pages * page_size)
+        if not 0 < len(token_ids) <= longest:
+            raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
+        return self.runner.logits(token_ids, list(range(pool.pages_for(len(token_ids)))))
+
+    def _pick_num_pages(self) -> int:
+        config, pool_cap = self.config, self.config.num_gpu_blocks_override
+        if pool_cap is not None:
+            return pool_cap
+        if self.runner.device.type == "cuda":
+            fits = num_pages_on_gpu(self.runner, self._largest_step())
+        else:
+            fits = num_pages_on_cpu(self.runner)
+        # More than this can never be in use.
+        return min(fits, config.max_num_seqs * -(-self.max_model_len // config.block_size))
+
+    def _largest_step(self) -> StepPlan:
+        """A step that fills the token budget and samples as many rows as a step may."""
+        budget, page_size = self.config.max_num_batched_tokens, self.config.block_size
+        rows = min(self.config.max_num_seqs, budget)
+        count = min(budget // rows, self.max_model_len)
+        pages = list(range(-(-count // page_size)))  # shared: nobody reads the result
+        return StepPlan(
+            chunks=tuple(
+                whole_chunk([0] * count, pages, SamplingParams(top_p=0.9)) for _ in range(rows)
+            )
+        )
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda", "torch finds no CUDA GPU", "use --device cpu")
+    return torch.device(name)
+
+
+def _pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return getattr(torch, name)
+    # A CPU computes float32 at least as fast, and exactly as the reference does.
+    return torch.float32 if device.type == "cpu" else model.dtype
+
+
+def _pick_length(config: EngineConfig, model: ModelConfig) -> int:
+    length = model.max_position if config.max_model_len is None else config.max_model_len
+    if not 2 <= length <= model.max_position:
+        raise InputError(
+            "--max-model-len",
+            f"expected 2 to {model.max_position} (the model's limit), found {length}",
+        )
+    return length

@@ -1,0 +1,139 @@
+"""The runner: a planned step becomes device work. Knows batches and pages, not the queue.
+
+`launch()` returns at once with a handle; `StepHandle.result()` waits for the sampled tokens. Tokens
+that the host does not know yet are taken on the device from the samples of the step in flight.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.batch import Batch, build
+from qserve.engine.request import Request
+from qserve.engine.sampler import INVALID_TOKEN, sample
+from qserve.engine.scheduler import StepPlan, whole_chunk
+from qserve.engine.transfer import HostCopy, to_device
+from qserve.model.attention import LayerCache
+from qserve.model.decoder import Decoder
+from qserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHandle:
+    """A step in flight."""
+
+    plan: StepPlan
+    tokens: HostCopy | None  # None: no row of the step samples
+
+    def result(self) -> list[int | str]:
+        """Wait; then one token for each sampling chunk, or the reason why there is none."""
+        if self.tokens is None:
+            return []
+        return [
+            "the model's logits contain NaN" if token == INVALID_TOKEN else token
+            for token in self.tokens.wait().tolist()
+        ]
+
+
+class ModelRunner:
+    """A decoder, its KV pages, and the step in flight."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, device: torch.device) -> None:
+        self.decoder = decoder
+        self.config = config
+        self.device = device
+        self.caches: list[LayerCache] = []
+        self._last_samples: torch.Tensor | None = None
+        self._last_rows: dict[Request, int] = {}
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Keys and values of one page, all layers."""
+        model = self.decoder.config
+        values = 2 * self.config.block_size * model.num_kv_heads * model.head_dim
+        return values * model.num_layers * self.decoder.dtype.itemsize
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """Make the KV pages. They start at zero: padding rows may read a page before it is written."""
+        model = self.decoder.config
+        shape = (num_pages, self.config.block_size, model.num_kv_heads, model.head_dim)
+        self.caches = [
+            LayerCache(
+                keys=torch.zeros(shape, dtype=self.decoder.dtype, device=self.device),
+                values=torch.zeros(shape, dtype=self.decoder.dtype, device=self.device),
+            )
+            for _ in range(model.num_layers)
+        ]
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start a step on the device. Does not wait for it."""
+        host = build(plan, self.config.block_size, self._last_rows)
+        batch = host.to(self.device)
+        if len(host.pending_index):
+            index, rows = (
+                to_device(array, self.device) for array in (host.pending_index, host.pending_row)
+            )
+            batch.token_ids_T[index] = self._last_samples[rows]
+        hidden_TC = self.forward(batch)
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        if not sampling:
+            self._last_samples, self._last_rows = None, {}
+            return StepHandle(plan=plan, tokens=None)
+        logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
+        samples_S = sample(logits_SV, host.sampling)
+        # A failed row's request may be in the next step already: its token must be a valid index.
+        self._last_samples = samples_S.clamp(min=0)
+        self._last_rows = {request: row for row, request in enumerate(sampling)}
+        return StepHandle(plan=plan, tokens=HostCopy(samples_S))
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], pages: list[int]) -> torch.Tensor:
+        """Logits [S, V] in float32 after each of S tokens, computed in one step on `pages`."""
+        plan = StepPlan(chunks=(whole_chunk(token_ids, pages, SamplingParams()),))
+        batch = build(plan, self.config.block_size, {}).to(self.device)
+        return self.decoder.logits(self.forward(batch)).float()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, C] of a batch."""
+        return self.decoder(batch.token_ids_T, batch, self.caches)
+
+
+def num_pages_on_cpu(runner: ModelRunner) -> int:
+    """KV pages that `cpu_kv_cache_memory` holds."""
+    return int(runner.config.cpu_kv_cache_memory * GIB) // runner.bytes_per_page
+
+
+def num_pages_on_gpu(runner: ModelRunner, largest_step: StepPlan) -> int:
+    """KV pages that fit beside the weights and the activations of the largest step.
+
+    Runs that step once on a few pages to see its peak. Raises InputError where nothing is left.
+    """
+    device = runner.device
+    runner.allocate_pages(max(len(c.request.block_table) for c in largest_step.chunks))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.launch(largest_step).result()
+    runner.caches = []
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    # Beside torch's own: the CUDA context, other processes.
+    outside = total - free - stats["reserved_bytes.all.current"]
+    peak = stats["allocated_bytes.all.peak"] + outside
+    budget = total * runner.config.gpu_memory_utilization
+    num_pages = int(budget - peak) // runner.bytes_per_page
+    if num_pages < 1:
+        raise InputError(
+            "--gpu-memory-utilization",
+            f"weights and activations take {peak / GIB:.1f} GiB of the {budget / GIB:.1f} GiB"
+            " it allows, which leaves nothing for KV pages",
+            "raise it, lower --max-num-batched-tokens, or use a smaller model",
+        )
+    return num_pages

@@ -1,0 +1,88 @@
+"""One request inside the engine, and the events it emits. Knows no scheduler and no tensors."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from qserve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEvent:
+    """What one step did for one request: its new tokens, and how it ended if it did."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # new tokens in order, with the end or stop token that ended it
+    finish_reason: str | None = None  # "stop", "length" or "error"
+    stop_token: int | None = None  # the one of params.stop_token_ids that ended it
+    ended_by_token: bool = False  # the last of token_ids is an end or stop token: not shown
+    error: str = ""  # the reason, where finish_reason is "error"
+
+
+class Status(Enum):
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"  # holds the pages of its computed tokens
+    FINISHED = "finished"  # holds no pages and takes part in no further step
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A request's tokens and how far the model has got through them. The scheduler changes it.
+
+    While a step is in flight the host does not know the tokens it samples: they count in
+    `num_pending` and follow `token_ids` in position.
+    """
+
+    request_id: str
+    token_ids: list[int]  # prompt, then output as far as the host knows it
+    num_prompt_tokens: int
+    max_tokens: int  # most output tokens, already limited by the model's length
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]  # of the request
+    eos_token_ids: frozenset[int]  # of the model; empty with ignore_eos
+    status: Status = Status.WAITING
+    num_computed: int = 0  # positions whose keys and values are written, or are by steps in flight
+    num_pending: int = 0  # tokens sampled by steps in flight
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)  # its KV pages, in order of position
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, tokens in flight included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens, those in flight included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that the next step may compute: 0 when all the output it may have is under way."""
+        if self.num_output_tokens >= self.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    def append(self, token_id: int) -> RequestEvent:
+        """Take a sampled token that has reached the host. Returns the event, final or not."""
+        self.token_ids.append(token_id)
+        self.num_pending -= 1
+        num_output = self.num_known - self.num_prompt_tokens
+        reason, stop_token, by_token = None, None, False
+        if num_output >= self.params.min_tokens and token_id in self.stop_token_ids:
+            reason, stop_token, by_token = "stop", token_id, True
+        elif num_output >= self.params.min_tokens and token_id in self.eos_token_ids:
+            reason, by_token = "stop", True
+        elif num_output >= self.max_tokens:
+            reason = "length"
+        return RequestEvent(
+            request_id=self.request_id,
+            token_ids=(token_id,),
+            finish_reason=reason,
+            stop_token=stop_token,
+            ended_by_token=by_token,
+        )

@@ -1,0 +1,77 @@
+"""Attention over paged keys and values. Knows pages, not requests."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from qkernels import ops
+from qserve.model.linear import Linear
+from qserve.model.model_config import ModelConfig
+
+
+class StepInputs(Protocol):
+    """What attention needs to know of a step (engine/batch.py makes it)."""
+
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    block_tables_RX: torch.Tensor
+    query_starts_R1: torch.Tensor
+    context_lengths_R: torch.Tensor
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """One layer's KV pages, each [P, B, J, D]: pages, tokens of a page, KV heads, head dim."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Attention(torch.nn.Module):
+    """Grouped-query attention of one layer; q, k and v come from one merged matrix."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        window: int | None,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
+        self.register_buffer("q_norm", q_norm)
+        self.register_buffer("k_norm", k_norm)
+
+    def forward(
+        self, x_TC: torch.Tensor, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend from the step's tokens [T, C] to all of their requests'; writes their keys."""
+        heads = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None:
+            q = ops.rms_norm(q, self.q_norm, self.eps)
+            k = ops.rms_norm(k, self.k_norm, self.eps)
+        q, k = ops.apply_rope(q, k, cos_sin, step.positions_T)
+        ops.write_kv_(k, v, cache.keys, cache.values, step.slots_T)
+        out_THD = ops.paged_attention(
+            q,
+            cache.keys,
+            cache.values,
+            step.block_tables_RX,
+            step.query_starts_R1,
+            step.context_lengths_R,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+            max_query_len=step.max_query_len,
+            max_context_len=step.max_context_len,
+        )
+        return self.o_proj(out_THD.flatten(1))

@@ -1,0 +1,111 @@
+"""Rotary position embedding: the table of cosines and sines. Knows the scaling types, not the layers.
+
+Legend: D rotated dimensions of a head. Half-rotation order (NeoX): dimension i pairs with i + D/2.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from formats.errors import InputError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """`rope_parameters` of config.json."""
+
+    type: str
+    theta: float
+    dim: int
+    max_position: int  # max_position_embeddings
+    parameters: dict[str, Any]  # of the scaling type
+
+    @classmethod
+    def from_dict(cls, rope: dict[str, Any], *, dim: int, max_position: int) -> "RopeConfig":
+        """Raises InputError on a scaling type that is not supported."""
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise InputError(
+                "config.json rope_type", f"expected one of {', '.join(ROPE_TYPES)}, found {kind!r}"
+            )
+        return cls(
+            type=kind,
+            theta=float(rope["rope_theta"]),
+            dim=int(dim * rope.get("partial_rotary_factor", 1.0)),
+            max_position=max_position,
+            parameters=dict(rope),
+        )
+
+    def check_length(self, max_model_len: int) -> None:
+        """Raise InputError for positions at which "dynamic" would change keys already cached."""
+        if self.type == "dynamic" and max_model_len > self.max_position:
+            raise InputError(
+                "--max-model-len",
+                f"dynamic rope scaling recomputes earlier keys beyond {self.max_position} tokens,"
+                " which a KV cache cannot hold",
+                f"use --max-model-len {self.max_position}",
+            )
+
+
+def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> torch.Tensor:
+    """float32 [length, D]: cosines of D/2 frequencies, then their sines, for each position."""
+    frequencies, scale = inverse_frequencies(rope)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return torch.cat([angles.cos() * scale, angles.sin() * scale], -1).to(device)
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Angle per position of each of D/2 pairs, and the factor on cosines and sines."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.type == "linear":
+        return plain / rope.parameters["factor"], 1.0
+    if rope.type == "llama3":
+        return _llama3(plain, rope.parameters), 1.0
+    if rope.type == "yarn":
+        return _yarn(plain, rope)
+    return plain, 1.0  # "dynamic" is "default" up to max_position (RopeConfig.check_length)
+
+
+def _llama3(plain: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are divided by the factor, short ones stay, a ramp between."""
+    factor = parameters["factor"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * plain / factor + smooth * plain
+
+
+def _yarn(plain: torch.Tensor, rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), with the DeepSeek mscale keys."""
+    parameters = rope.parameters
+    factor = parameters["factor"]
+    original = parameters.get("original_max_position_embeddings") or rope.max_position
+
+    def pair_of(turns: float) -> float:
+        """The pair that makes `turns` full turns over the original length."""
+        span = original / (turns * 2 * math.pi)
+        return rope.dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low = pair_of(parameters.get("beta_fast") or 32)
+    high = pair_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = plain / factor * ramp + plain * (1 - ramp)
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return frequencies, float(parameters["attention_factor"])
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        scale = magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
+        return frequencies, scale
+    return frequencies, magnitude(1.0)

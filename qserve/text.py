@@ -1,0 +1,296 @@
+"""Text to tokens and back: the tokenizer, the chat template, streamed text and stop strings.
+
+Knows no HTTP and no engine internals; it reads the engine's `RequestEvent` and nothing else of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from formats.errors import InputError
+from qserve.engine.request import RequestEvent
+from qserve.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are not, or not yet, a character
+MAX_PENDING = 8  # tokens: one character is at most 4 bytes, so twice what can still become one
+NUM_CONTEXT = 12  # tokens of the prompt that the first output tokens are decoded with
+
+
+class TextError(InputError):
+    """A tokenizer cannot be loaded, or a text or conversation cannot be made into tokens."""
+
+
+class Tokenizer:
+    """The tokenizer and chat template of a model folder. Runs no code from the folder.
+
+    `encode` and `render_chat` may run in several threads at once.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = str(folder)
+        if not Path(folder).is_dir():
+            raise TextError(self.folder, "is not a folder", "give the folder of a model")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=False, local_files_only=True
+            )
+        # A broken file raises whatever its parser raises, up to a bare Exception from Rust.
+        except Exception as error:
+            raise TextError(
+                self.folder,
+                f"has no tokenizer that transformers can load: {_one_line(error)}",
+                "copy tokenizer.json and tokenizer_config.json from the original model",
+            ) from error
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        added = self._tokenizer.added_tokens_decoder.items()
+        self.special_token_ids = frozenset(token for token, info in added if info.special)
+        self.special_token_ids |= frozenset(self._tokenizer.all_special_ids)
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._tokenizer.eos_token_id
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._tokenizer.bos_token_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text to token ids. Raises TextError for text that is not Unicode (a lone surrogate)."""
+        try:
+            if self._backend is None:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            # Of the backend's methods this one alone releases the interpreter lock.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return encoding.ids
+        except (TypeError, UnicodeError) as error:
+            raise TextError("text", "is not valid Unicode", "remove lone surrogates") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Token ids to text, without clean-up of spaces. Ids outside the vocabulary give none."""
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token not in self.special_token_ids]
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The conversation as the model's chat template writes it, in transformers' sandbox."""
+        if not self._tokenizer.chat_template:
+            raise TextError("chat template", "the model has none", "send a plain prompt instead")
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        # A template fails by its own raise_exception, or as any expression can.
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise TextError(
+                "messages", f"the model's chat template refuses them: {_one_line(error)}"
+            ) from error
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of the rendered conversation; the template itself writes the special tokens."""
+        text = self.render_chat(messages, add_generation_prompt, continue_final_message)
+        return self.encode(text, add_special_tokens=False)
+
+
+class IncrementalDetokenizer:
+    """Text of a growing token sequence, given out as soon as later tokens cannot change it.
+
+    The text of a token depends on its neighbours: a character may be split over tokens, a leading
+    space may be dropped. So a window of tokens is decoded, from a place where characters were whole
+    to the end, and what of its text was not shown before is new. The window is a few tokens long,
+    whatever the output's length.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        prompt = [token for token in prompt_token_ids[-NUM_CONTEXT:] if token not in self._skipped]
+        self._window, self._num_whole = self._whole_context(prompt)
+        # A half character at the prompt's end is text only together with the output's first bytes.
+        self._text = self._decode(self._window[: self._num_whole])
+        self._num_shown = len(self._text)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Add tokens; returns the text that became final."""
+        return "".join([self._push(token) for token in token_ids if token not in self._skipped])
+
+    def flush(self) -> str:
+        """The text held back so far, for when no more tokens come."""
+        text = self._text[self._num_shown :]
+        self._num_shown = len(self._text)
+        return text
+
+    def _push(self, token: int) -> str:
+        self._window.append(token)
+        self._text = self._decode(self._window)
+        num_pending = len(self._window) - self._num_whole
+        num_held = len(self._text) - len(self._text.rstrip(REPLACEMENT))
+        if num_pending > MAX_PENDING:
+            # These bytes never became text; the last 3 may still begin a character.
+            num_held = min(num_held, 3)
+        end = len(self._text) - num_held
+        new = self._text[self._num_shown : end]
+        self._num_shown = max(self._num_shown, end)
+        if new and not num_held:
+            self._move_window(self._num_whole)
+            self._num_whole = len(self._window)
+        elif num_pending > MAX_PENDING:
+            self._move_window(len(self._window) - MAX_PENDING // 2)
+            self._num_whole = 0
+        return new
+
+    def _move_window(self, start: int) -> None:
+        num_unshown = len(self._text) - self._num_shown
+        self._window = self._window[start:]
+        self._text = self._decode(self._window)
+        self._num_shown = len(self._text) - num_unshown
+
+    def _whole_context(self, prompt: list[int]) -> tuple[list[int], int]:
+        """The longest tail of the prompt that starts with a whole character, and how many of its
+        tokens come before a half character at its end."""
+        for end in range(len(prompt), max(len(prompt) - 4, 0), -1):
+            for start in range(end):
+                text = self._decode(prompt[start:end])
+                if text and REPLACEMENT not in text:
+                    return prompt[start:], end - start
+        return (prompt, 0) if len(prompt) < 4 else ([], 0)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What one event added to an output's text, and how the output ended if it did."""
+
+    text: str
+    token_ids: tuple[int, ...]  # tokens generated, those of hidden or held text included
+    finish_reason: str | None = None  # "stop", "length" or "error"
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+
+
+class TextStream:
+    """The visible text of one request: detokenized, ended at stop strings, never shown too early.
+
+    Text that may be the start of a stop string is held back until it is known. Where several stop
+    strings occur, the one that is complete first ends the text, however the text was cut into
+    tokens. After a stop string `finished` is true but the engine still runs: the caller aborts.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, params.skip_special_tokens
+        )
+        self._params = params
+        self._held = ""  # not shown: may begin a stop string
+        self._num_free = 0  # leading characters of held that are too early to end a stop string
+        self._num_tokens = 0
+        self.finished = False
+
+    def push(self, event: RequestEvent) -> TextDelta:
+        """Take an event of the engine; returns what to show for it."""
+        if self.finished:
+            return TextDelta(text="", token_ids=())
+        hidden = event.ended_by_token and not self._params.include_stop_str_in_output
+        num_visible = len(event.token_ids) - 1 if hidden else len(event.token_ids)
+        shown = []
+        for index, token in enumerate(event.token_ids[:num_visible]):
+            self._num_tokens += 1
+            text, stop = self._take(self._detokenizer.push((token,)))
+            shown.append(text)
+            if stop is not None:
+                return self._end_at(stop, shown, event.token_ids[: index + 1])
+        if event.finish_reason is None:
+            return TextDelta(text="".join(shown), token_ids=event.token_ids)
+        text, stop = self._take(self._detokenizer.flush())
+        shown.append(text)
+        if stop is not None and event.finish_reason != "error":
+            return self._end_at(stop, shown, event.token_ids)
+        shown.append(self._held)
+        self.finished = True
+        return TextDelta(
+            text="".join(shown),
+            token_ids=event.token_ids,
+            finish_reason=event.finish_reason,
+            stop_reason=event.stop_token,
+        )
+
+    def _end_at(self, stop: str, shown: list[str], token_ids: tuple[int, ...]) -> TextDelta:
+        self.finished = True
+        return TextDelta(
+            text="".join(shown), token_ids=token_ids, finish_reason="stop", stop_reason=stop
+        )
+
+    def _take(self, new: str) -> tuple[str, str | None]:
+        """Add text; returns what can be shown, and the stop string that was completed."""
+        if not self._params.stop:
+            return new, None
+        self._held += new
+        if self._num_tokens < self._params.min_tokens:
+            self._num_free = len(self._held)
+        elif new and (found := self._first_stop()) is not None:
+            end, stop = found
+            if not self._params.include_stop_str_in_output:
+                end -= len(stop)
+            return self._held[:end], stop
+        start = self._start_of_partial_stop()
+        text, self._held = self._held[:start], self._held[start:]
+        self._num_free = max(0, self._num_free - start)
+        return text, None
+
+    def _first_stop(self) -> tuple[int, str] | None:
+        """The stop string that ends first in the held text, the longest of equals, and its end."""
+        found = []
+        for stop in self._params.stop:
+            start = self._held.find(stop, max(0, self._num_free - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), stop))
+        return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=None)
+
+    def _start_of_partial_stop(self) -> int:
+        """Where the longest tail of the held text begins that a stop string begins with."""
+        longest = max(map(len, self._params.stop)) - 1
+        for start in range(max(0, len(self._held) - longest), len(self._held)):
+            tail = self._held[start:]
+            if any(stop.startswith(tail) for stop in self._params.stop):
+                return start
+        return len(self._held)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

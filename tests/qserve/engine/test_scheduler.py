@@ -1,0 +1,234 @@
+"""Properties of the scheduler over random schedules: no GPU, no model, no clock."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.errors import InputError
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.request import Request, Status
+from qserve.engine.scheduler import Scheduler
+from qserve.sampling_params import SamplingParams
+
+EOS = 7
+
+
+def make_request(name, prompt=4, max_tokens=4, **params):
+    return Request(
+        request_id=name,
+        token_ids=[1] * prompt,
+        num_prompt_tokens=prompt,
+        max_tokens=max_tokens,
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        seed=0,
+        stop_token_ids=frozenset(params.get("stop_token_ids", ())),
+        eos_token_ids=frozenset([EOS]),
+    )
+
+
+def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8):
+    return Scheduler(
+        PagePool(num_pages, page_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+
+
+class Simulation:
+    """Drives a scheduler as the engine does, with `depth` steps in flight, and checks each step."""
+
+    def __init__(self, scheduler, depth, tokens):
+        self.scheduler, self.depth, self.tokens = scheduler, depth, tokens
+        self.in_flight = deque()
+        self.done = {}
+        self.memory = {}  # (page, offset) -> (request, position): what a step wrote there
+
+    def step(self):
+        scheduler = self.scheduler
+        had_work = bool(scheduler.num_requests)
+        running_before = [r for r in scheduler.running if r.num_uncomputed]
+        plan = scheduler.schedule()
+        scheduler.check_integrity()
+        self.check_plan(plan, running_before)
+        if plan.chunks:
+            self.in_flight.append(plan)
+        due = self.depth if plan.chunks else 0
+        progress = bool(plan.chunks or self.in_flight)
+        assert progress or not had_work, "a step neither ran nor finished anything"
+        while len(self.in_flight) > due:
+            old = self.in_flight.popleft()
+            sampled = [next(self.tokens) for chunk in old.chunks if chunk.samples]
+            for event in scheduler.update(old, sampled):
+                if event.finish_reason:
+                    assert event.request_id not in self.done
+                    self.done[event.request_id] = event.finish_reason
+            scheduler.check_integrity()
+
+    def check_plan(self, plan, running_before):
+        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(plan.chunks) <= self.scheduler.max_num_seqs
+        requests = [chunk.request for chunk in plan.chunks]
+        assert len(set(map(id, requests))) == len(requests)
+        for chunk in plan.chunks:
+            assert chunk.count > 0
+            assert chunk.request.status is Status.RUNNING
+            table = chunk.request.block_table
+            assert len(table) * self.scheduler.pool.page_size >= chunk.end
+            assert chunk.end <= chunk.request.num_tokens
+            assert chunk.request.num_computed == chunk.end
+            self.check_memory(chunk)
+        order = [int(r.request_id[1:]) for r in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert order == sorted(order), "first come, first served"
+        for request in running_before:
+            scheduled = request in requests
+            assert scheduled or request in plan.preempted, "a running request skipped a step"
+
+    def check_memory(self, chunk):
+        """Write the chunk's keys; then every key that its last row reads must be its own."""
+        size, table = self.scheduler.pool.page_size, chunk.request.block_table
+        name = chunk.request.request_id
+        for position in range(chunk.start, chunk.end):
+            self.memory[table[position // size], position % size] = (name, position)
+        for position in range(chunk.end):
+            slot = (table[position // size], position % size)
+            assert self.memory.get(slot) == (name, position), "a key was lost or overwritten"
+
+    def run_out(self, limit=20_000):
+        for _ in range(limit):
+            if not self.scheduler.num_requests and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError("requests did not finish")
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_random_schedules_keep_every_promise(data):
+    draw = data.draw
+    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    num_pages = draw(st.integers(2, 24))
+    max_num_seqs = draw(st.integers(1, 6))
+    scheduler = make_scheduler(
+        num_pages, page_size, max_num_seqs, budget=max_num_seqs + draw(st.integers(0, 20))
+    )
+    random = draw(st.randoms(use_true_random=False))
+    tokens = iter(lambda: random.choice([1, 2, 3, 4, 5, 6, EOS]), None)
+    simulation = Simulation(scheduler, depth=draw(st.sampled_from([0, 1])), tokens=tokens)
+    admitted, aborted = {}, set()
+    for number in range(draw(st.integers(1, 12))):
+        request = make_request(
+            f"r{number}",
+            prompt=draw(st.integers(1, 40)),
+            max_tokens=draw(st.integers(1, 20)),
+            ignore_eos=False,
+        )
+        try:
+            scheduler.add(request)
+            admitted[request.request_id] = request
+        except InputError as error:
+            needed = scheduler.pool.pages_for(request.num_prompt_tokens + request.max_tokens - 1)
+            assert needed > num_pages
+            assert request.request_id in str(error)
+        for _ in range(draw(st.integers(0, 4))):
+            simulation.step()
+        if admitted and draw(st.booleans()):
+            name = draw(st.sampled_from(sorted(admitted)))
+            if admitted[name].status is not Status.FINISHED:
+                scheduler.finish(admitted[name])
+                aborted.add(name)
+    simulation.run_out()
+    assert simulation.done.keys() | aborted == admitted.keys()
+    assert not simulation.done.keys() & aborted
+    assert scheduler.pool.num_free == num_pages
+    for name, reason in simulation.done.items():
+        request = admitted[name]
+        output = request.token_ids[request.num_prompt_tokens :]
+        assert len(output) <= request.max_tokens
+        assert EOS not in output[:-1]
+        assert (reason == "stop") == (output[-1] == EOS)
+        assert reason == "stop" or len(output) == request.max_tokens
+
+
+def test_decode_rides_with_the_chunks_of_a_long_prompt():
+    scheduler = make_scheduler(num_pages=64, budget=8)
+    simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
+    short, long = make_request("r0", 2, 20), make_request("r1", 50, 2)
+    scheduler.add(short)
+    simulation.step()
+    scheduler.add(long)
+    plan = scheduler.schedule()
+    assert [(c.request.request_id, c.start, c.count) for c in plan.chunks] == [
+        ("r0", 2, 1),
+        ("r1", 0, 7),
+    ]
+    assert [chunk.samples for chunk in plan.chunks] == [True, False]
+
+
+def test_youngest_gives_way_and_keeps_its_tokens():
+    scheduler = make_scheduler(num_pages=4, page_size=2, max_num_seqs=4, budget=16)
+    old, young = make_request("r0", 3, 6), make_request("r1", 3, 6)
+    scheduler.add(old)
+    scheduler.add(young)
+    simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
+    while not young.num_preemptions:
+        simulation.step()
+    assert young.status is Status.WAITING
+    assert young.token_ids[:3] == [1, 1, 1] and len(young.token_ids) > 3
+    assert old.num_preemptions == 0
+    simulation.run_out()
+    assert simulation.done == {"r0": "length", "r1": "length"}
+
+
+def test_token_in_flight_counts_towards_max_tokens():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("one", prompt=3, max_tokens=1))
+    assert scheduler.schedule().chunks[0].samples
+    assert scheduler.schedule().chunks == ()  # its only token is under way
+
+
+def test_end_token_discovered_late_drops_the_token_after_it():
+    scheduler = make_scheduler()
+    request = make_request("one", prompt=3, max_tokens=5)
+    scheduler.add(request)
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    (event,) = scheduler.update(first, [EOS])
+    assert (event.finish_reason, event.ended_by_token) == ("stop", True)
+    assert scheduler.update(second, [3]) == []
+    assert request.token_ids == [1, 1, 1, EOS]
+    assert scheduler.pool.num_free == scheduler.pool.num_pages
+
+
+def test_failed_row_ends_its_request_alone():
+    scheduler = make_scheduler()
+    bad, good = make_request("bad"), make_request("good")
+    scheduler.add(bad)
+    scheduler.add(good)
+    events = scheduler.update(scheduler.schedule(), ["NaN", 3])
+    assert [(e.request_id, e.finish_reason) for e in events] == [("bad", "error"), ("good", None)]
+    assert events[0].error == "NaN"
+    scheduler.check_integrity()
+
+
+def test_stop_token_and_min_tokens():
+    scheduler = make_scheduler()
+    request = make_request("one", max_tokens=9, stop_token_ids=(5,), min_tokens=2)
+    scheduler.add(request)
+    events = []
+    for token in (5, 5):
+        events += scheduler.update(scheduler.schedule(), [token])
+    assert [e.finish_reason for e in events] == [None, "stop"]
+    assert events[1].stop_token == 5
+
+
+def test_budget_below_the_number_of_requests_is_refused():
+    with pytest.raises(InputError, match="max_num_batched_tokens.*at least max_num_seqs"):
+        make_scheduler(max_num_seqs=9, budget=8)
+
+
+def test_pool_detects_a_page_owned_twice():
+    pool = PagePool(4, 2)
+    table = []
+    pool.grow_(table, 4)
+    with pytest.raises(AssertionError):
+        pool.check_integrity([table, table])
