@@ -69,7 +69,7 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     invalid_S = logits_SV.isnan().any(-1)
     if len(rows.banned_row):
         index = (to_device(rows.banned_row, device), to_device(rows.banned_token, device))
-        logits_SV = logits_SV.indexto_device(index, logits_SV.new_tensor(-torch.inf))
+        logits_SV = logits_SV.index_put(index, logits_SV.new_tensor(-torch.inf))
     tokens_S = logits_SV.argmax(-1)
     if not rows.all_greedy:
         temperature_S = to_device(rows.temperature, device)
@@ -90,7 +90,7 @@ def filter_logits(
 ) -> torch.Tensor:
     """Set to -inf what min_p, then top_k, then top_p exclude. The likeliest token always stays."""
     vocabulary = logits_SV.shape[1]
-    sorted_SV, order_SV = logits_SV.sort(-1, descending=True, stable=True)
+    sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     # p >= min_p * p_max, in logits
     dropped_SV = sorted_SV < sorted_SV[:, :1] + min_p_S.log()[:, None]
     rank_V = torch.arange(vocabulary, device=logits_SV.device)

@@ -1,0 +1,258 @@
+"""EngineClient: the server's end of the engine process. Runs on one asyncio loop; owns no GPU.
+
+Knows tokens and events, no text and no HTTP.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine import messages
+from qserve.engine.messages import (
+    Abort,
+    Add,
+    EngineDied,
+    Events,
+    FromEngine,
+    Ready,
+    Refused,
+    Start,
+    StartFailed,
+)
+from qserve.engine.process import ENGINE
+from qserve.engine.request import RequestEvent
+from qserve.sampling_params import SamplingParams
+
+EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
+
+logger = logging.getLogger(__name__)
+
+
+class RefusedError(InputError):
+    """The engine says that a request can never run."""
+
+
+class _Output:
+    """The events of one request that nobody has taken yet, merged into one.
+
+    However slowly they are taken, this holds at most the tokens of one output.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._last: RequestEvent | None = None
+        self._refusal: RefusedError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, event: RequestEvent) -> None:
+        if self._last is not None and self._last.finish_reason is not None:
+            return
+        self._token_ids += event.token_ids
+        self._last = event
+        self._changed.set()
+
+    def refuse(self, refusal: RefusedError) -> None:
+        self._refusal = refusal
+        self._changed.set()
+
+    async def take(self) -> RequestEvent:
+        await self._changed.wait()
+        self._changed.clear()
+        if self._refusal is not None:
+            raise self._refusal
+        last, token_ids, self._token_ids = self._last, tuple(self._token_ids), []
+        return RequestEvent(
+            request_id=last.request_id,
+            token_ids=token_ids,
+            finish_reason=last.finish_reason,
+            stop_token=last.stop_token,
+            ended_by_token=last.ended_by_token,
+            error=last.error,
+        )
+
+
+class EngineClient:
+    """A running engine process. Made by `EngineClient.start`, ended by `close`."""
+
+    max_model_len: int
+    vocab_size: int
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._outputs: dict[str, _Output] = {}
+        self._read_task: asyncio.Task | None = None
+        self._dead = asyncio.Event()
+        self._cause_of_death = ""
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, engine: str = ENGINE) -> "EngineClient":
+        """Start the process and wait for its model to load. Raises InputError if it cannot."""
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        with theirs, _closed_on_error(writer):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                # Without -P a folder named formats/ where the user stands would hide our own.
+                "-P",
+                "-m",
+                "qserve.engine.process",
+                f"--fd={theirs.fileno()}",
+                f"--engine={engine}",
+                pass_fds=(theirs.fileno(),),
+                env=_environment(),
+                # Ctrl-C in the terminal goes to the server, which ends the engine in good order.
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        client = cls(process, reader, writer)
+        try:
+            writer.write(messages.encode(Start(config=config)))
+            await client._wait_until_ready()
+        except BaseException:
+            await client.close()
+            raise
+        client._read_task = asyncio.create_task(client._read())
+        return client
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._dead.is_set()
+
+    async def wait_until_dead(self) -> str:
+        """Returns the cause when the engine is gone, whatever the reason."""
+        await self._dead.wait()
+        return self._cause_of_death
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncIterator[RequestEvent]:
+        """Run one request; the last of its events has a finish_reason, "error" if the engine dies.
+
+        Events that are taken slowly come merged. Closing the generator early aborts the request.
+        Raises RefusedError when the engine can never run it.
+        """
+        if request_id in self._outputs:
+            raise ValueError(f"request id {request_id!r} is in use")
+        if not self.is_alive:
+            yield self._death_event(request_id)
+            return
+        output = self._outputs[request_id] = _Output()
+        try:
+            add = Add(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params)
+            self._writer.write(messages.encode(add))
+            # A lost connection is reported by the reader, to all requests at once.
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+            finished = False
+            while not finished:
+                event = await output.take()
+                finished = event.finish_reason is not None
+                if finished:
+                    self._outputs.pop(request_id, None)
+                yield event
+        except RefusedError:
+            self._outputs.pop(request_id, None)
+            raise
+        finally:
+            self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request that has not finished; an unknown id is ignored."""
+        if self._outputs.pop(request_id, None) is not None and self.is_alive:
+            self._writer.write(messages.encode(Abort(request_id=request_id)))
+
+    async def close(self) -> None:
+        """End the process: it leaves when the socket closes; else it is told to, then killed."""
+        if self._read_task is not None:
+            self._read_task.cancel()
+        self._die("the engine was closed")
+        self._writer.close()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+    async def _wait_until_ready(self) -> None:
+        try:
+            message = await messages.read(self._reader, FromEngine)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            code = await self._process.wait()
+            raise InputError(
+                "engine process",
+                f"ended with exit code {code} while it was starting",
+                "its own messages are above",
+            ) from error
+        if isinstance(message, StartFailed):
+            raise InputError(message.subject, message.problem, message.remedy)
+        if not isinstance(message, Ready):
+            raise messages.MessageError(f"expected Ready, found {type(message).__name__}")
+        self.max_model_len, self.vocab_size = message.max_model_len, message.vocab_size
+
+    async def _read(self) -> None:
+        cause = ""
+        try:
+            while not cause:
+                message = await messages.read(self._reader, FromEngine)
+                if isinstance(message, Events):
+                    for event in message.events:
+                        if event.request_id in self._outputs:
+                            self._outputs[event.request_id].put(event)
+                elif isinstance(message, Refused) and message.request_id in self._outputs:
+                    refusal = RefusedError(message.subject, message.problem, message.remedy)
+                    self._outputs[message.request_id].refuse(refusal)
+                elif isinstance(message, EngineDied):
+                    cause = message.message
+        except (asyncio.IncompleteReadError, ConnectionError):
+            cause = f"the engine process ended with exit code {await self._process.wait()}"
+        except messages.MessageError as error:
+            cause = str(error)
+        logger.error("The engine died: %s", cause)
+        self._die(cause)
+
+    def _die(self, cause: str) -> None:
+        if not self.is_alive:
+            return
+        self._cause_of_death = cause
+        self._dead.set()
+        for request_id, output in self._outputs.items():
+            output.put(self._death_event(request_id))
+
+    def _death_event(self, request_id: str) -> RequestEvent:
+        return RequestEvent(
+            request_id=request_id,
+            token_ids=(),
+            finish_reason="error",
+            error=self._cause_of_death,
+        )
+
+
+@contextlib.contextmanager
+def _closed_on_error(writer: asyncio.StreamWriter) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with which the engine imports the same packages as we do."""
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}

@@ -1,0 +1,70 @@
+"""Cosines and sines against transformers' own, for every scaling type that is supported."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from formats.errors import InputError
+from qserve.model.rope import ROPE_TYPES, RopeConfig, cos_sin_table
+
+CASES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_table_equals_transformers(kind, theta):
+    parameters = {"rope_type": kind, "rope_theta": theta, **CASES[kind]}
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        max_position_embeddings=256,
+        rope_parameters=parameters,
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(256)[None])
+    rope = RopeConfig.from_dict(config.rope_parameters, dim=64, max_position=256)
+    table = cos_sin_table(rope, 256, torch.device("cpu"))
+    assert table.shape == (256, 64)
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], atol=1e-5, rtol=0)
+    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], atol=1e-5, rtol=0)
+
+
+def test_yarn_mscale_keys():
+    parameters = {**CASES["yarn"], "mscale": 1.0, "mscale_all_dim": 0.5}
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **parameters},
+    )
+    cos, _ = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(9)[None])
+    rope = RopeConfig.from_dict(config.rope_parameters, dim=64, max_position=256)
+    got = cos_sin_table(rope, 9, torch.device("cpu"))
+    torch.testing.assert_close(got[:, :32], cos[0, :, :32], atol=1e-5, rtol=0)
+
+
+def test_unknown_type_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match="longrope") as error:
+        RopeConfig.from_dict({"rope_type": "longrope", "rope_theta": 1e4}, dim=64, max_position=64)
+    assert "llama3" in str(error.value)
+
+
+def test_dynamic_beyond_the_trained_length_is_refused():
+    rope = RopeConfig.from_dict(
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, dim=64, max_position=128
+    )
+    rope.check_length(128)
+    with pytest.raises(InputError, match="--max-model-len 128"):
+        rope.check_length(129)

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Run the tests in the project's own environment. Arguments go to pytest: tests/run.sh tests/formats -k gptq
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. tests/environment.sh "[test]"
+ruff check .
+ruff format --check .
+# Each worker computes on its own core.
+export OMP_NUM_THREADS=1
+exec python -m pytest --numprocesses auto "$@"

@@ -1,0 +1,101 @@
+"""The import rules: which package may import which, and what an import may load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = {"formats", "qkernels", "calibrate", "qserve"}
+# package -> our packages that it may import
+MAY_IMPORT = {
+    "formats": {"formats"},
+    "qkernels": {"formats", "qkernels"},
+    "calibrate": {"formats", "calibrate"},
+    "qserve": {"formats", "qkernels", "qserve"},
+}
+# inside qserve: server -> engine -> model
+MAY_IMPORT_INSIDE = {
+    "qserve.model": {"qserve.model"},
+    "qserve.engine": {"qserve.model", "qserve.engine"},
+}
+# what may not be in sys.modules after an import, and in no line of the package
+MUST_NOT_LOAD = {
+    "formats": {"triton", "transformers", "fastapi"},
+    "formats.checkpoint": {"triton", "transformers", "fastapi"},
+    "qkernels": {"triton", "transformers", "fastapi"},
+    "qkernels.linear": {"triton", "transformers", "fastapi", "qserve"},
+    "calibrate.pipeline": {"qkernels", "qserve", "fastapi"},
+    "qserve": {"torch", "transformers", "fastapi"},
+    "qserve.cli": {"torch", "transformers", "fastapi"},
+    "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "calibrate"},
+}
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_packages_import_one_way(package):
+    files = list((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        for name in imports_of(path):
+            top = name.partition(".")[0]
+            if top not in OURS:
+                continue
+            from_cli = path == ROOT / "qserve" / "cli.py" and top == "calibrate"
+            assert top in MAY_IMPORT[package] or from_cli, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT_INSIDE))
+def test_engine_and_model_do_not_look_up(package):
+    for path in (ROOT / package.replace(".", "/")).rglob("*.py"):
+        for name in imports_of(path):
+            parent = ".".join(name.split(".")[:2])
+            if parent in ("qserve.server", "qserve.engine", "qserve.model", "qserve.llm"):
+                assert parent in MAY_IMPORT_INSIDE[package], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("module", sorted(MUST_NOT_LOAD))
+def test_import_loads_only_what_it_needs(module):
+    code = f"import sys, {module}; print(' '.join(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
+    assert not MUST_NOT_LOAD[module] & set(loaded)
+
+
+def test_nothing_third_party_reads_pickles_or_remote_code():
+    for package in OURS:
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            for banned in ("import pickle", "torch.load(", "trust_remote_code=True", "eval("):
+                assert banned not in text.replace("model.eval()", ""), f"{path}: {banned}"
+
+
+def test_shadowed_sibling_is_named(tmp_path):
+    (tmp_path / "formats").mkdir()
+    (tmp_path / "formats" / "__init__.py").write_text("")
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.path.append(sys.argv[1]); import qserve",
+            str(ROOT),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert run.returncode != 0
+    assert "ImportError: qserve needs its own package 'formats'" in run.stderr
+    assert str(tmp_path) in run.stderr
