@@ -14,7 +14,7 @@ _LAZY = {"LLM": "qserve.llm", "SamplingParams": "qserve.sampling_params"}
 
 
 def _check_siblings() -> None:
-    """Raise ImportError where another package of the same name would be imported for one of ours."""
+    """Raise ImportError where another package of the same name shadows one of ours."""
     home = Path(__file__).resolve().parent.parent
     for name in _SIBLINGS:
         spec = importlib.util.find_spec(name)
@@ -22,8 +22,8 @@ def _check_siblings() -> None:
         if origin is None or Path(origin).resolve().parent != home / name:
             found = origin or (list(spec.submodule_search_locations) if spec else "nothing")
             raise ImportError(
-                f"qserve needs its own package {name!r} from {home / name}, but Python finds {found}"
-                f" (uninstall or rename the package that shadows it, or start from another folder)"
+                f"qserve needs its own package {name!r} from {home / name}, but Python finds"
+                f" {found} (uninstall or rename what shadows it, or start from another folder)"
             )
 
 

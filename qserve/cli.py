@@ -143,7 +143,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the console script. A user's mistake is one line on stderr and exit code 1."""
+    """Run one command. A user's mistake is one line on stderr and exit code 1."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args([_with_dashes(argument) for argument in argv])
     command = COMMANDS[arguments.command]
@@ -215,3 +215,7 @@ def _device(name: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Models for the tests: the bundled one, its quantized form, and tiny random ones of each family."""
+"""Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ class HostBatch:
 
 
 def build(plan: StepPlan, page_size: int, rows_in_flight: dict[Request, int]) -> HostBatch:
-    """Lay a plan out. `rows_in_flight`: each request's row among the samples not yet on the host."""
+    """Lay a plan out. `rows_in_flight`: each request's row among the samples in flight."""
     chunks = plan.chunks
     num_tokens, num_requests = plan.num_tokens, len(chunks)
     token_ids = np.zeros(num_tokens, np.int64)

@@ -1,7 +1,7 @@
 """The engine: requests in, events out, one step after another. Knows no text and no HTTP.
 
-`Engine.step()` is its table of contents. On a GPU one step stays in flight while the next is planned,
-so that the GPU never waits for Python; a sampled token reaches the host one step late.
+`Engine.step()` is its table of contents. On a GPU one step stays in flight while the next is
+planned, so that the GPU never waits for Python; a sampled token reaches the host one step late.
 """
 
 import logging
@@ -34,7 +34,10 @@ class Engine:
     """A model, its scheduler and its runner in one process."""
 
     def __init__(self, config: EngineConfig, *, steps_in_flight: int | None = None) -> None:
-        """Load the model. `steps_in_flight`: 1 on a GPU, 0 on a CPU unless given. Raises InputError."""
+        """Load the model. Raises InputError.
+
+        `steps_in_flight` is 1 on a GPU unless given; on a CPU, which computes in `launch`, 0.
+        """
         self.config = config
         self.model_config = ModelConfig.from_folder(config.model)
         device = _pick_device(config.device)
@@ -62,9 +65,17 @@ class Engine:
             num_pages,
             num_pages * self.runner.bytes_per_page / GIB,
         )
+        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        if device.type == "cuda":
+            longest = min(
+                self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
+            )
+            self.runner.warm_up(longest)
+        if device.type == "cuda" and not config.enforce_eager:
+            self.runner.capture_graphs(max_num_seqs, self.max_model_len)
         self.scheduler = Scheduler(
             PagePool(num_pages, config.block_size),
-            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
@@ -153,7 +164,7 @@ class Engine:
         return events
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Logits [S, V] in float32 after each of S tokens. Raises InputError; needs an idle engine."""
+        """Logits [S, V], float32, after each of S tokens, on an idle engine. Raises InputError."""
         if self.has_work():
             raise RuntimeError("Engine.logits needs an idle engine")
         pool, page_size = self.scheduler.pool, self.config.block_size

@@ -11,7 +11,8 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.batch import Batch, build
+from qserve.engine.batch import Batch, HostBatch, build
+from qserve.engine.cuda_graphs import DecodeGraphs
 from qserve.engine.request import Request
 from qserve.engine.sampler import INVALID_TOKEN, sample
 from qserve.engine.scheduler import StepPlan, whole_chunk
@@ -23,6 +24,8 @@ from qserve.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+# A kernel's tile changes at most at these numbers of rows (qkernels/tiles.py).
+WARM_UP_COUNTS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 256, 257, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ class ModelRunner:
         self.caches: list[LayerCache] = []
         self._last_samples: torch.Tensor | None = None
         self._last_rows: dict[Request, int] = {}
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -61,7 +65,7 @@ class ModelRunner:
         return values * model.num_layers * self.decoder.dtype.itemsize
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Make the KV pages. They start at zero: padding rows may read a page before it is written."""
+        """Make the KV pages. Zeros: padding rows may read a page before it is written."""
         model = self.decoder.config
         shape = (num_pages, self.config.block_size, model.num_kv_heads, model.head_dim)
         self.caches = [
@@ -73,26 +77,61 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
+    def warm_up(self, longest: int) -> None:
+        """Compile the kernels of every size class of step, so that none compiles while serving."""
+        for count in WARM_UP_COUNTS:
+            if count <= longest:
+                pages = list(range(-(-count // self.config.block_size)))
+                chunk = whole_chunk([0] * count, pages, SamplingParams())
+                self.launch(StepPlan(chunks=(chunk,))).result()
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Capture decode steps as CUDA graphs. The KV pages must stand where they will stay."""
+        self._graphs = DecodeGraphs(
+            self._sampling_logits,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=self.config.block_size,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
         host = build(plan, self.config.block_size, self._last_rows)
-        batch = host.to(self.device)
-        if len(host.pending_index):
-            index, rows = (
-                to_device(array, self.device) for array in (host.pending_index, host.pending_row)
-            )
-            batch.token_ids_T[index] = self._last_samples[rows]
-        hidden_TC = self.forward(batch)
+        if self._graphs is not None and host.max_query_len == 1:
+            count = len(plan.chunks)
+            size, inputs = self._graphs.inputs(host.arrays)
+            self._fill_pending(host, inputs["token_ids_T"])
+            logits_SV = self._graphs.replay(size, count)
+            if not all(chunk.samples for chunk in plan.chunks):
+                logits_SV = logits_SV[to_device(host.arrays["logits_rows_S"], self.device)]
+        else:
+            batch = host.to(self.device)
+            self._fill_pending(host, batch.token_ids_T)
+            logits_SV = self._sampling_logits(batch)
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
         if not sampling:
             self._last_samples, self._last_rows = None, {}
             return StepHandle(plan=plan, tokens=None)
-        logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
         samples_S = sample(logits_SV, host.sampling)
         # A failed row's request may be in the next step already: its token must be a valid index.
         self._last_samples = samples_S.clamp(min=0)
         self._last_rows = {request: row for row, request in enumerate(sampling)}
         return StepHandle(plan=plan, tokens=HostCopy(samples_S))
+
+    def _sampling_logits(self, batch: Batch) -> torch.Tensor:
+        """Logits [S, V] of the rows that sample."""
+        return self.decoder.logits(self.forward(batch)[batch.logits_rows_S])
+
+    def _fill_pending(self, host: HostBatch, token_ids: torch.Tensor) -> None:
+        """Put tokens of the step in flight, which the host does not know yet, into their places."""
+        if len(host.pending_index):
+            index, rows = (
+                to_device(array, self.device) for array in (host.pending_index, host.pending_row)
+            )
+            token_ids[index] = self._last_samples[rows]
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], pages: list[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """From logits to tokens, on the device and without waiting for it. Knows rows, not requests' lives.
 
-Legend: S rows, V vocabulary. Random numbers come from a counter: a hash of (seed, position, token id),
-so a row's draw depends on nothing else in the batch and is the same when a request is computed again.
-Picking the largest of logit + Gumbel noise draws from the softmax (Gumbel-max).
+Legend: S rows, V vocabulary. Random numbers come from a counter: a hash of (seed, position, token
+id), so a row's draw depends on nothing else in the batch and is the same when a request is computed
+again. Picking the largest of logit + Gumbel noise draws from the softmax (Gumbel-max).
 """
 
 from dataclasses import dataclass

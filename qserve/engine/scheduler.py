@@ -1,9 +1,10 @@
 """The scheduler: which tokens of which requests the next step computes. Knows no tensors.
 
-A step is a list of chunks (request, start, count) under one token budget. There are no phases: a chunk
-of a prompt has a large count, a decode has 1. Running requests come first, in order of arrival, so
-that a decode never waits behind a prompt; then waiting ones are admitted. When pages run out, the
-youngest running request gives its pages back, keeps its tokens, and is computed again later.
+A step is a list of chunks (request, start, count) under one token budget. There are no phases: a
+chunk of a prompt has a large count, a decode has 1. Running requests come first, in order of
+arrival, so that a decode never waits behind a prompt; then waiting ones are admitted. When pages
+run out, the youngest running request gives its pages back, keeps its tokens, and is computed again
+later.
 
 Steps may be in flight: `schedule()` counts the tokens they will sample, `update()` takes them when
 they reach the host.

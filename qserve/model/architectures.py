@@ -1,4 +1,4 @@
-"""The decoder families that are supported: one row each. Knows how they differ, not how they run."""
+"""The decoder families, one row each. Knows how they differ, not how they run."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The Llama-like decoder: embedding, layers, final norm, head. Knows a step's tensors, not requests.
+"""The Llama-like decoder: embedding, layers, norm, head. Knows a step's tensors, not requests.
 
 Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V vocabulary.
 """

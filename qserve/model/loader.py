@@ -134,7 +134,7 @@ def load(
     max_model_len: int,
     progress: bool = True,
 ) -> Decoder:
-    """Build the decoder on `device`. Raises CheckpointError on missing, leftover or misshapen tensors."""
+    """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors."""
     builder = _Builder(config, source, device, dtype)
     embedding = builder.float("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
     numbers = tqdm(range(config.num_layers), desc="Loading layers", disable=not progress)

@@ -1,4 +1,4 @@
-"""config.json as the model needs it. Knows keys, not tensors; transformers fills in its defaults."""
+"""config.json as the model needs it. transformers fills in defaults. Knows no tensors."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of cosines and sines. Knows the scaling types, not the layers.
+"""Rotary position embedding: the table of cosines and sines. Knows scaling types, not layers.
 
 Legend: D rotated dimensions of a head. Half-rotation order (NeoX): dimension i pairs with i + D/2.
 """

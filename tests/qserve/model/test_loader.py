@@ -1,0 +1,138 @@
+"""Loading ends with an audit: nothing missing, nothing left over, no half-merged group."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.errors import CheckpointError, InputError
+from qkernels import QuantLinear
+from qserve.llm import LLM
+from qserve.sampling_params import SamplingParams
+
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture
+def edited(tmp_path, quantized_5m):
+    """A copy of the quantized model with its tensors and its config edited."""
+
+    def edit(tensors=None, config=None, source=quantized_5m):
+        folder = tmp_path / "edited"
+        shutil.copytree(source, folder)
+        path = folder / "model.safetensors"
+        state = load_file(path)
+        if tensors:
+            tensors(state)
+            save_file(state, path, metadata={"format": "pt"})
+        if config:
+            block = json.loads((folder / "config.json").read_text())
+            config(block)
+            (folder / "config.json").write_text(json.dumps(block))
+        return folder
+
+    return edit
+
+
+def load(folder, **settings):
+    return LLM(folder, device="cpu", max_model_len=64, **settings)
+
+
+def refuse(folder, *words):
+    with pytest.raises(InputError) as error:
+        load(folder)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_tensor_is_named(edited):
+    refuse(edited(lambda s: s.pop("model.layers.2.mlp.down_proj.qzeros")), "layers.2.mlp.down_proj")
+
+
+def test_missing_float_tensor_is_named(edited):
+    refuse(edited(lambda s: s.pop("model.norm.weight")), "model.norm.weight", "missing")
+
+
+def test_leftover_tensor_is_named(edited):
+    folder = edited(lambda s: s.update({"model.layers.9.extra.weight": torch.zeros(2)}))
+    refuse(folder, "model.layers.9.extra.weight", "no place")
+
+
+def test_layers_beyond_the_config_are_left_over(edited):
+    refuse(edited(config=lambda c: c.update(num_hidden_layers=3)), "model.layers.3", "no place")
+
+
+def test_half_quantized_group_is_refused(edited):
+    def dequantize_q(state):
+        for name in ("qweight", "qzeros", "scales", "g_idx"):
+            del state[f"{Q_PROJ}.{name}"]
+        state[f"{Q_PROJ}.weight"] = torch.zeros(256, 256)
+
+    refuse(edited(dequantize_q), "q_proj", "k_proj", "quantized")
+
+
+def test_shape_that_disagrees_with_the_config_is_named(edited):
+    refuse(edited(config=lambda c: c.update(vocab_size=8000)), "embed_tokens", "8000", "8192")
+
+
+def test_quantized_tensors_without_the_config_block_are_refused(edited):
+    refuse(edited(config=lambda c: c.pop("quantization_config")), "qweight", "quantization_config")
+
+
+def test_unknown_architecture_names_the_known_ones(edited):
+    folder = edited(config=lambda c: c.update(architectures=["MambaForCausalLM"]))
+    refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "architectures.py")
+
+
+def test_truncated_file_is_named(edited):
+    folder = edited()
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refuse(folder, "model.safetensors", "truncated")
+
+
+def test_group_size_that_disagrees_with_the_tensors_is_refused(edited):
+    folder = edited(config=lambda c: c["quantization_config"].update(group_size=64))
+    refuse(folder, "qzeros", "64")
+
+
+def test_tied_head_stored_twice_is_accepted(edited):
+    folder = edited(lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].clone()}))
+    load(folder)
+
+
+def test_linears_are_quantlinear_without_their_checkpoint_tensors(quantized_5m):
+    decoder = load(quantized_5m).engine.runner.decoder
+    kinds = [m for m in decoder.modules() if isinstance(m, QuantLinear)]
+    assert len(kinds) == 4 * 4  # qkv, o, gate_up, down of four layers
+
+
+@pytest.mark.parametrize("model", ["quantized", "float"])
+def test_dummy_weights_need_no_weights(model, quantized_5m, docs_5m, tmp_path):
+    source = quantized_5m if model == "quantized" else docs_5m
+    shutil.copy(source / "config.json", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    texts = []
+    for seed in (0, 0, 1):
+        llm = load(tmp_path, load_format="dummy", seed=seed)
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False, detokenize=False)
+        texts.append(output.outputs[0].token_ids)
+    assert len(texts[0]) == 8
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_missing_weights_name_the_file(tmp_path, docs_5m):
+    shutil.copy(docs_5m / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="model.safetensors: not found"):
+        load(tmp_path)
+
+
+def test_old_rope_keys_are_read(edited):
+    def old_style(config):
+        del config["rope_parameters"]
+        config["rope_theta"] = 12345.0
+
+    assert load(edited(config=old_style)).engine.model_config.rope.theta == 12345.0

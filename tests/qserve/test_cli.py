@@ -1,0 +1,160 @@
+"""The command line as a user meets it: options, exit codes, one clear line for a mistake."""
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from qserve.cli import COMMANDS, build_parser, main
+
+ENGINE_FLAGS = {
+    "--block-size",
+    "--cpu-kv-cache-memory",
+    "--device",
+    "--dtype",
+    "--enforce-eager",
+    "--gpu-memory-utilization",
+    "--load-format",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--num-gpu-blocks-override",
+    "--seed",
+}
+# Adding a flag means adding it here; renaming one breaks its users.
+FLAGS = {
+    "quantize": {
+        "-o",
+        "--output",
+        "--scheme",
+        "--format",
+        "--recipe",
+        "--group-size",
+        "--device",
+    },
+    "serve": ENGINE_FLAGS | {"--host", "--port", "--served-model-name", "--api-key"},
+    "generate": ENGINE_FLAGS
+    | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
+    "inspect": {"--json"},
+    "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
+}
+
+
+def subparsers():
+    (action,) = (a for a in build_parser()._actions if a.dest == "command")
+    return action.choices
+
+
+def test_options_are_frozen():
+    found = {
+        name: {flag for action in parser._actions for flag in action.option_strings}
+        - {"-h", "--help"}
+        for name, parser in subparsers().items()
+    }
+    assert found == FLAGS
+
+
+def test_every_option_has_help_text():
+    for parser in subparsers().values():
+        assert all(len(action.help) > 8 for action in parser._actions)
+
+
+def test_help_is_quick():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        [sys.executable, "-m", "qserve.cli", "--help"], capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run.returncode == 0 and "quantize" in run.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+def test_underscores_are_dashes(monkeypatch):
+    seen = []
+    command = dataclasses.replace(
+        COMMANDS["eval"], run=lambda *settings: seen.append(settings) or 0
+    )
+    monkeypatch.setitem(COMMANDS, "eval", command)
+    assert main(["eval", "a_b", "--max_model_len", "64", "--text=c_d", "--sequence_length=9"]) == 0
+    model, engine, config = seen[0]
+    assert (model, engine.model, engine.max_model_len) == ("a_b", "a_b", 64)
+    assert (config.text, config.sequence_length) == ("c_d", 9)
+
+
+def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
+    folder = tmp_path / "w4"
+    assert main(["quantize", str(docs_5m), "-o", str(folder), "--group-size", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "model.layers.3.mlp.down_proj" in printed and "w4a16-sym-g64" in printed
+    assert main(["inspect", str(folder), "--json"]) == 0
+    inspection = json.loads(capsys.readouterr().out)
+    assert inspection["problems"] == []
+    assert main(["generate", str(folder), "--prompt", "Rust", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out.strip()
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "\n".join(json.dumps({"text": "Ownership is a set of rules. " * 40}) for _ in "ab")
+    )
+    arguments = ["--text", str(text), "--sequence-length", "128", "--windows", "2", "--json"]
+    assert main(["eval", str(folder), *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["windows"] == 2 and 1 < result["value"] < 200
+
+
+def fails_with(capsys, arguments, *words):
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    line = captured.err.strip().splitlines()[-1]
+    assert line.startswith(f"qserve {arguments[0]}: ")
+    for word in words:
+        assert word in line
+    return captured
+
+
+def test_missing_folder(capsys, tmp_path):
+    fails_with(capsys, ["inspect", str(tmp_path / "none")], "is not a folder")
+
+
+def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
+    keep = tmp_path / "keep.txt"
+    keep.write_text("mine")
+    fails_with(capsys, ["quantize", str(docs_5m), "-o", str(tmp_path)], "not empty")
+    assert keep.read_text() == "mine" and os.listdir(tmp_path) == ["keep.txt"]
+
+
+def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "96"]
+    fails_with(capsys, arguments, "model.layers.0.self_attn.q_proj", "256", "96")
+    assert os.listdir(tmp_path) == []
+
+
+def test_unknown_scheme_lists_the_known_ones(capsys, docs_5m, tmp_path):
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--scheme", "w5a16"]
+    fails_with(capsys, arguments, "w5a16", "w4a16-sym")
+
+
+def test_truncated_weights(capsys, docs_5m, tmp_path):
+    (tmp_path / "config.json").write_bytes((docs_5m / "config.json").read_bytes())
+    data = (docs_5m / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    arguments = ["quantize", str(tmp_path), "-o", str(tmp_path / "x")]
+    fails_with(capsys, arguments, "model.safetensors", "truncated")
+
+
+def test_unknown_architecture(capsys, docs_5m, tmp_path):
+    config = json.loads((docs_5m / "config.json").read_text())
+    config["architectures"] = ["RwkvForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((docs_5m / "model.safetensors").read_bytes())
+    for command in (["quantize", "-o", str(tmp_path / "x")], ["generate", "--prompt", "a"]):
+        fails_with(capsys, [command[0], str(tmp_path), *command[1:]], "RwkvForCausalLM")
+
+
+def test_missing_required_flag_is_a_usage_error(docs_5m):
+    with pytest.raises(SystemExit) as error:
+        main(["quantize", str(docs_5m)])
+    assert error.value.code == 2

@@ -1,0 +1,137 @@
+"""The offline API: prompts in any form, sampling that repeats, settings and errors."""
+
+import pytest
+
+from formats.errors import InputError
+from qserve import LLM, SamplingParams
+from qserve.sampling_params import ParameterError
+
+
+@pytest.fixture(scope="module")
+def llm(quantized_5m):
+    return LLM(quantized_5m, device="cpu", max_num_batched_tokens=64, max_num_seqs=16)
+
+
+def texts(outputs):
+    return [[completion.text for completion in output.outputs] for output in outputs]
+
+
+def test_text_ids_and_batches_are_the_same_prompt(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    ids = llm.get_tokenizer().encode("A process is")
+    from_text, from_ids = (llm.generate(p, params, use_tqdm=False) for p in ("A process is", ids))
+    both = llm.generate(["A process is", ids], params, use_tqdm=False)
+    assert texts(from_text) * 2 == texts(from_ids) * 2 == texts(both)
+    assert from_text[0].prompt == "A process is"
+    assert from_ids[0].prompt is None
+    assert from_ids[0].prompt_token_ids == ids
+
+
+def test_outputs_come_in_the_order_of_prompts(llm):
+    prompts = ["one " * n for n in (30, 1, 12, 5)]
+    params = [SamplingParams(temperature=0, max_tokens=m) for m in (2, 9, 4, 1)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 9, 4, 1]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_seed_repeats_in_any_company(llm):
+    params = SamplingParams(temperature=1, seed=7, max_tokens=12, ignore_eos=True)
+    alone = llm.generate("The standard library", params, use_tqdm=False)
+    crowd = [SamplingParams(temperature=1.3, max_tokens=20, ignore_eos=True)] * 6
+    together = llm.generate(
+        ["The standard library", *["Noise"] * 6], [params, *crowd], use_tqdm=False
+    )
+    assert texts(alone)[0] == texts(together)[0]
+    other = SamplingParams(temperature=1, seed=8, max_tokens=12, ignore_eos=True)
+    assert texts(llm.generate("The standard library", other, use_tqdm=False)) != texts(alone)
+
+
+def test_without_a_seed_requests_differ(llm):
+    params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True)
+    first, second = llm.generate(["The"] * 2, params, use_tqdm=False)
+    assert first.outputs[0].token_ids != second.outputs[0].token_ids
+
+
+def test_n_gives_indexed_outputs_of_consecutive_seeds(llm):
+    params = SamplingParams(n=3, temperature=1, seed=4, max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate("The", params, use_tqdm=False)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    single = SamplingParams(temperature=1, seed=6, max_tokens=6, ignore_eos=True)
+    (alone,) = llm.generate("The", single, use_tqdm=False)
+    assert alone.outputs[0].token_ids == output.outputs[2].token_ids
+    assert output.outputs[0].token_ids != output.outputs[1].token_ids
+
+
+def test_stop_string_ends_the_request_and_frees_its_pages(llm):
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (full,) = llm.generate("A process is", greedy, use_tqdm=False)
+    text = full.outputs[0].text
+    stop = text[20:24]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop])
+    (cut,) = llm.generate("A process is", params, use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    assert not llm.engine.has_work()
+    assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_pages
+
+
+def test_chat_renders_the_template(llm):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (output,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
+    assert output.prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert output.prompt_token_ids[0] == llm.get_tokenizer().encode("<|im_start|>")[-1]
+
+
+def test_prompt_too_long_is_refused_and_leaves_nothing_behind(llm):
+    params = SamplingParams(max_tokens=4)
+    with pytest.raises(InputError, match="expected a prompt of 1 to 2047 tokens, found 2048"):
+        llm.generate(["fine", [5] * 2048], params, use_tqdm=False)
+    assert not llm.engine.has_work()
+
+
+def test_max_tokens_is_limited_by_the_model(llm):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([[5] * 2040], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_token_outside_the_vocabulary_is_refused(llm):
+    with pytest.raises(InputError, match="8192 is not in 0..8191"):
+        llm.generate([[1, 8192]], use_tqdm=False)
+
+
+def test_request_larger_than_the_pool_is_refused(quantized_5m):
+    llm = LLM(quantized_5m, device="cpu", num_gpu_blocks_override=4)
+    with pytest.raises(InputError, match="needs 5 KV pages for 66 tokens, and there are 4"):
+        llm.generate([[5] * 50], SamplingParams(max_tokens=16), use_tqdm=False)
+
+
+def test_unknown_setting_is_named(quantized_5m):
+    with pytest.raises(InputError, match="tensor_paralel_size"):
+        LLM(quantized_5m, tensor_paralel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 2.0),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("min_tokens", 99),
+        ("seed", 2**63),
+        ("stop", ["a", ""]),
+        ("stop", list("abcde")),
+        ("stop_token_ids", [-1]),
+    ],
+)
+def test_parameter_out_of_range_is_named(name, value):
+    with pytest.raises(ParameterError) as error:
+        SamplingParams(**{name: value})
+    assert error.value.subject == name
