@@ -1,1 +1,1 @@
-"""What the bytes of a quantized checkpoint mean. Knows torch, numpy, safetensors and json; no GPU code, no model code."""
+"""What the bytes of a quantized checkpoint mean. Knows torch and safetensors; no model, no GPU."""

@@ -2,9 +2,10 @@
 
     w ~ s * (q - z)        q = clamp(round(w / s) + z, 0, 2^b - 1)
 
-Legend: N outputs, K inputs, G groups, L = K / G inputs of a group. Rounding is half to even, in float32.
-Scales are rounded to float16 first, since that is what a checkpoint stores, and codes are chosen for the
-stored scale. Symmetric scales may be negative: the extreme weight then takes code 0, the longer side.
+Legend: N outputs, K inputs, G groups, L = K / G inputs of a group. Rounding is half to even, in
+float32. Scales are rounded to float16 first, since that is what a checkpoint stores, and codes are
+chosen for the stored scale. Symmetric scales may be negative: the extreme weight then takes code 0,
+the longer side.
 """
 
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from formats.errors import CheckpointError
 from formats.scheme import QuantSpec
 
 SCALE_DTYPE = torch.float16
-# Smallest magnitude a scale may have: 16 steps of float16's smallest number, so that rounding the scale
-# moves it by less than 1/32. Largest: float16's largest.
+# Smallest magnitude a scale may have: 16 steps of float16's smallest number, so that rounding the
+# scale moves it by less than 1/32. Largest: float16's largest.
 MIN_SCALE = 2.0**-20
 MAX_SCALE = 65504.0
 # Fractions of the full range that the search tries. A smaller range clips the extreme weights of a
@@ -29,10 +30,11 @@ BLOCK_ELEMENTS = 2**22
 def choose_scales(
     weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each group's scale and zero point by least squared error. Returns (scales_NG, zeros_NG).
+    """Choose each group's scale and zero by least squared error. Returns (scales_NG, zeros_NG).
 
-    Scales are float16 and never zero; zeros are uint8 in code units, 2^(b-1) throughout for a symmetric
-    spec. An all-zero group gets scale 1. Raises CheckpointError, with `name`, on NaN or infinity.
+    Scales are float16 and never zero; zeros are uint8 in code units, 2^(b-1) throughout for a
+    symmetric spec. An all-zero group gets scale 1. Raises CheckpointError, with `name`, on NaN or
+    infinity.
     """
     out_features, in_features = weight_NK.shape
     spec.check_shape(name, out_features, in_features)
@@ -71,7 +73,7 @@ def _storable(scale_NG: torch.Tensor) -> torch.Tensor:
 def _symmetric(
     groups_NGL: torch.Tensor, spec: QuantSpec
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ranges around the middle code: the extreme weight on the long side (code 0) or on the short one."""
+    """Ranges around the middle code: the extreme weight on its long side (code 0) or its short."""
     half = spec.symmetric_zero
     position = groups_NGL.abs().argmax(-1, keepdim=True)
     extreme_NG = groups_NGL.gather(-1, position).squeeze(-1)

@@ -1,8 +1,9 @@
 """Dense bit packing of small unsigned codes into int32 words. Knows bits, not formats.
 
-Along one dimension, codes form a little-endian bit stream: code i takes bits [i*b, (i+1)*b), and stream
-bit j is bit j % 32 of word j // 32. For b = 4, word 0 is  c7 c6 c5 c4 c3 c2 c1 c0  (high to low nibble).
-A code may straddle two words (b = 3, 5, 6, 7). Words are unsigned, stored in torch.int32.
+Along one dimension, codes form a little-endian bit stream: code i takes bits [i*b, (i+1)*b), and
+stream bit j is bit j % 32 of word j // 32. For b = 4, word 0 is  c7 c6 c5 c4 c3 c2 c1 c0  (high to
+low nibble). A code may straddle two words (b = 3, 5, 6, 7). Words are unsigned, stored in
+torch.int32.
 """
 
 import math
@@ -29,7 +30,7 @@ def packed_length(length: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
-    """Pack integer codes, each in 0..2^bits-1, along `dim`: D codes become D*bits/32 int32 words."""
+    """Pack codes, each in 0..2^bits-1, along `dim`: D codes become D*bits/32 int32 words."""
     codes = codes.movedim(dim, -1)
     num_words = packed_length(codes.shape[-1], bits)
     period_codes, period_words = _period(bits)

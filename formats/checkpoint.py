@@ -1,8 +1,8 @@
 """Reading and writing a model folder: config.json, safetensors shards, their index.
 
-The reader is lazy: it opens headers, and bytes only when asked. The writer streams shards into a hidden
-folder beside the target and renames it at the end, so that a killed run never leaves a folder that looks
-complete. Knows nothing of layers, schemes or models.
+The reader is lazy: it opens headers, and bytes only when asked. The writer streams shards into a
+hidden folder beside the target and renames it at the end, so that a killed run never leaves a
+folder that looks complete. Knows nothing of layers, schemes or models.
 """
 
 import json
@@ -70,7 +70,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "is this a model folder?") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(str(path), f"expected a JSON object, found {type(value).__name__}")
@@ -92,7 +94,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                     str(path), "is not a safetensors file, or is truncated", "fetch it again"
                 )
             header = json.loads(file.read(length))
-        entries = {}
+        if not isinstance(header, dict):
+            raise TypeError(f"expected a JSON object, found {type(header).__name__}")
+        entries, spans = {}, []
         for name, item in header.items():
             if name == "__metadata__":
                 continue
@@ -100,6 +104,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise CheckpointError(f"{path}: {name}", f"unknown dtype {item['dtype']!r}")
             dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])
             begin, end = item["data_offsets"]
+            if not all(type(number) is int for number in (*shape, begin, end)):
+                raise TypeError(f"{name} has a shape or an offset that is no whole number")
             count = 1
             for extent in shape:
                 count *= extent
@@ -116,9 +122,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             entries[name] = TensorEntry(
                 name=name, dtype=dtype, shape=shape, num_bytes=end - begin, file=path
             )
+            spans.append((begin, end))
+        position = 0
+        for begin, end in sorted(spans):
+            if begin != position:
+                raise ValueError(f"tensors overlap or leave a gap at byte {position} of the data")
+            position = end
+        if 8 + length + position != size:
+            raise ValueError(f"{size - 8 - length - position} bytes belong to no tensor")
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "the checkpoint is incomplete") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(str(path), f"its safetensors header is damaged: {error}") from None
@@ -153,7 +169,8 @@ class CheckpointReader:
             raise CheckpointError(str(index_path), "has no weight_map")
         files: dict[str, set[str]] = {}
         for name, file_name in weight_map.items():
-            if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            plain = isinstance(file_name, str) and Path(file_name).name == file_name
+            if not plain or file_name in ("", ".."):
                 raise CheckpointError(str(index_path), f"{file_name!r} is not a plain file name")
             files.setdefault(file_name, set()).add(name)
         return files
@@ -189,15 +206,19 @@ class CheckpointWriter:
         self, folder: str | Path, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     ) -> None:
         """Raises CheckpointError where `folder` exists and holds anything."""
-        self.folder = Path(folder)
+        # Resolved: a rename replaces neither "." nor a link to a folder.
+        self.folder = Path(folder).resolve()
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CheckpointError(
                 str(folder), "already exists and is not empty", "give a new folder or empty it"
             )
-        self.staging = self.folder.absolute().parent / f".{self.folder.name}.partial"
-        if self.staging.exists():  # a killed run's
-            shutil.rmtree(self.staging)
-        self.staging.mkdir(parents=True)
+        self.staging = self.folder.parent / f".{self.folder.name}.partial"
+        try:
+            if self.staging.exists():  # a killed run's
+                shutil.rmtree(self.staging)
+            self.staging.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(str(folder), f"cannot be made: {error.strerror}") from None
         self.max_shard_bytes = max_shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._shards: list[list[str]] = []
@@ -221,7 +242,7 @@ class CheckpointWriter:
         self._total_bytes += size
 
     def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
-        """Write the rest: last shard, index, config, side files. Returns the staged folder, readable."""
+        """Write the rest: last shard, index, config, side files. Returns the staged folder."""
         if self._pending:
             self._flush()
         count = len(self._shards)
@@ -246,11 +267,14 @@ class CheckpointWriter:
 
     def publish(self) -> None:
         """Put the sealed folder under its name: synced to disk, then one rename."""
+        # safetensors writes files that only their owner can read; a server may be another user.
+        mode = (self.staging / CONFIG).stat().st_mode
         for path in self.staging.iterdir():
+            path.chmod(mode)
             _sync(path)
         _sync(self.staging)
         self.staging.rename(self.folder)
-        _sync(self.folder.absolute().parent)
+        _sync(self.folder.parent)
 
     def _pending_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._pending.values())
@@ -260,8 +284,14 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         self._shards.append(list(self._pending))
-        # Readers such as transformers refuse a file without this metadata.
-        save_file(self._pending, self._staged_shard(len(self._shards)), metadata={"format": "pt"})
+        path = self._staged_shard(len(self._shards))
+        try:
+            # Readers such as transformers refuse a file without this metadata.
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                str(self.folder), f"cannot be written: {error}", "is the disk full?"
+            ) from None
         self._pending = {}
 
 

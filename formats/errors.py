@@ -5,7 +5,7 @@ Every message names the object, says what was expected and what was found, and g
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used. The command line prints it as one line and exits with 1."""
+    """Something the user gave cannot be used. The command line prints one line and exits with 1."""
 
     def __init__(self, subject: str, problem: str, remedy: str = "") -> None:
         self.subject = subject

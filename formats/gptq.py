@@ -14,7 +14,7 @@ TENSOR_NAMES = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def encode(packed: PackedWeight, name: str = "weight") -> dict[str, torch.Tensor]:
-    """The GPTQ v1 tensors of one linear. Raises CheckpointError where v1 cannot hold a zero point."""
+    """The GPTQ v1 tensors of one linear. Raises CheckpointError where v1 cannot hold a zero."""
     spec = packed.spec
     if (packed.zeros_NG == 0).any():
         raise CheckpointError(

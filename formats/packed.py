@@ -1,7 +1,7 @@
 """The one in-memory form of a quantized weight. Knows no file format and no kernel.
 
-Every on-disk format is decoded into it once, and encoded from it. Zero points are the true ones, always
-present, constant where symmetric. Legend: N outputs, K inputs, G groups, W words of a row.
+Every on-disk format is decoded into it once, and encoded from it. Zero points are the true ones,
+always present, constant where symmetric. Legend: N outputs, K inputs, G groups, W words of a row.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from formats.scheme import QuantSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A quantized weight [N, K]: W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), g = k // group."""
+    """A weight [N, K]: W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), g = k // (K / G)."""
 
     words_NW: torch.Tensor  # int32 [N, K * bits / 32], each row packed along K (formats/bits.py)
     scales_NG: torch.Tensor  # floating point [N, G], finite, never zero, may be negative
@@ -35,7 +35,8 @@ class PackedWeight:
     ) -> "PackedWeight":
         """Pack a solver's integer codes [N, K] untouched. `zeros_NG` None means symmetric.
 
-        Raises CheckpointError, with `name`, on wrong shapes, codes or zeros out of range, bad scales.
+        Raises CheckpointError, with `name`, on wrong shapes, codes or zeros out of range, bad
+        scales.
         """
         if codes_NK.ndim != 2 or codes_NK.is_floating_point():
             raise CheckpointError(
@@ -131,7 +132,7 @@ class PackedWeight:
 
     @staticmethod
     def merge(parts: "list[PackedWeight]", name: str = "weight") -> "PackedWeight":
-        """Stack outputs, in order: q, k, v become one matrix. Raises CheckpointError where they differ."""
+        """Stack outputs: q, k, v become one matrix. Raises CheckpointError where they differ."""
         first = parts[0]
         for part in parts[1:]:
             if (part.spec, part.in_features) != (first.spec, first.in_features):

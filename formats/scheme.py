@@ -18,7 +18,7 @@ CHANNEL = -1  # the group size that means "one group: the whole input"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
-    """Numerics of one weight [N, K]: codes in 0..2^bits-1, one scale and zero per group of inputs."""
+    """Numerics of a weight [N, K]: codes in 0..2^bits-1, a scale and a zero per group of inputs."""
 
     bits: int
     symmetric: bool
@@ -48,7 +48,9 @@ class QuantSpec:
         return in_features // self.group_length(in_features)
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
-        """Raise SchemeError, naming the layer, where [out_features, in_features] cannot be packed."""
+        """Raise SchemeError, naming the layer, where a weight of this shape cannot be packed."""
+        if out_features < 1 or in_features < 1:
+            raise SchemeError(name, f"is empty: [{out_features}, {in_features}]")
         length = self.group_length(in_features)
         if in_features % length:
             raise SchemeError(
@@ -59,7 +61,8 @@ class QuantSpec:
         if out_features % 32 or in_features % 32:
             raise SchemeError(
                 name,
-                f"expected a shape divisible by 32 both ways, found [{out_features}, {in_features}]",
+                f"expected a shape divisible by 32 both ways, found"
+                f" [{out_features}, {in_features}]",
                 "this layer cannot be packed; keep the model in float",
             )
 
@@ -83,7 +86,7 @@ class Scheme:
         """Read a scheme's printed form; `group_size` replaces the default. Raises SchemeError."""
         if isinstance(text, Scheme):
             return text
-        name, suffix = re.fullmatch(r"(.*?)(-g\d+|-channel)?", text).groups()
+        name, suffix = re.fullmatch(r"(.*?)(-g\d+|-channel)?", text, re.DOTALL).groups()
         if name not in SCHEMES:
             raise SchemeError(f"scheme {text!r}", "unknown", f"known schemes: {', '.join(SCHEMES)}")
         if suffix is not None:

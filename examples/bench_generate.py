@@ -1,0 +1,126 @@
+"""Measure decoding offline: milliseconds per step and tokens/s for several batch sizes.
+
+    python examples/bench_generate.py --shape llama-3-8b --batch 1 8 32
+
+The model has random weights in the given shape, W4A16 symmetric in groups of 128 (or --float), so
+speed is real and text is not. Each line: so many requests, of --input tokens in, --output out.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from formats.quant_config import BLOCK, QuantConfig
+from formats.scheme import Scheme
+from qserve import LLM, SamplingParams
+
+SHAPES = {
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    },
+}
+
+
+def write_config(folder: Path, shape: str, quantized: bool) -> None:
+    """A model folder that holds nothing but config.json."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **SHAPES[shape],
+    }
+    if quantized:
+        config[BLOCK] = QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def measure(llm: LLM, batch: int, num_input: int, num_output: int) -> dict[str, float]:
+    """Time to the first token of all requests, then the mean time of a decode step."""
+    prompts = [[7 + i + j for j in range(num_input)] for i in range(batch)]
+
+    def run(tokens: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        torch.cuda.synchronize() if torch.cuda.is_available() else None
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+        return time.perf_counter() - start
+
+    run(2)
+    first = min(run(1) for _ in range(3))
+    whole = min(run(num_output) for _ in range(2))
+    step = (whole - first) / (num_output - 1)
+    return {
+        "batch": batch,
+        "first_ms": first * 1e3,
+        "step_ms": step * 1e3,
+        "decode_tokens_per_s": batch / step,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--input", type=int, default=128)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--float", action="store_true", help="bf16 weights in place of W4A16")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), arguments.shape, not arguments.float)
+        started = time.perf_counter()
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            enforce_eager=arguments.enforce_eager,
+            max_num_seqs=max(arguments.batch),
+            max_model_len=min(8192, arguments.input + arguments.output),
+        )
+        start_s = time.perf_counter() - started
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    weights = "bf16" if arguments.float else "w4a16-sym"
+    print(
+        f"{arguments.shape} {weights} on {device}, torch {torch.__version__}: up in {start_s:.1f} s"
+    )
+    print(f"{arguments.input} tokens in, {arguments.output} out, random weights")
+    for batch in arguments.batch:
+        line = measure(llm, batch, arguments.input, arguments.output)
+        if arguments.json:
+            print(json.dumps(line))
+        else:
+            print(
+                f"batch {batch:4d}: first token {line['first_ms']:8.2f} ms, step"
+                f" {line['step_ms']:7.3f} ms, decode {line['decode_tokens_per_s']:9.1f} tokens/s"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What a check of a checkpoint found. Knows neither the checks nor the files."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from formats.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One finding. An error means that a reader fails or computes something else than was meant."""
+
+    severity: Literal["error", "warning"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f" ({self.remedy})" if self.remedy else ""
+        return f"{self.severity}: {self.subject}: {self.text}{remedy}"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Findings so far, in the order they were made."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def error(self, subject: str, text: str, remedy: str = "") -> None:
+        self.problems.append(Problem(severity="error", subject=subject, text=text, remedy=remedy))
+
+    def warning(self, subject: str, text: str, remedy: str = "") -> None:
+        self.problems.append(Problem(severity="warning", subject=subject, text=text, remedy=remedy))
+
+    def caught(self, error: InputError) -> None:
+        self.error(error.subject, error.problem, error.remedy)

@@ -1,0 +1,129 @@
+"""Which tensors a model folder holds, read with tolerance: damage becomes a finding.
+
+`CheckpointReader` is the strict counterpart. Knows files, headers and the index; no linears, no
+schemes.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from formats.checkpoint import INDEX, SINGLE, TensorEntry, read_header, read_json
+from formats.errors import CheckpointError
+from formats.findings import Findings
+
+
+@dataclass(slots=True)
+class Shards:
+    """The tensors of all readable files, and the names that damaged files were to hold."""
+
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    damaged: bool = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def load(self, name: str, findings: Findings) -> torch.Tensor | None:
+        """One tensor; None, with a finding, where its file cannot be read."""
+        path = self.entries[name].file
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            findings.error(
+                name, f"cannot be read from {path.name}: {error}", "fetch the file again"
+            )
+            return None
+
+
+def read_shards(folder: Path, findings: Findings) -> Shards:
+    shards = Shards()
+    weight_map, total_size = _read_index(folder, findings)
+    on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
+    if weight_map:
+        files = sorted(set(weight_map.values()))
+    elif SINGLE in on_disk or not on_disk:
+        files = [SINGLE]
+    else:
+        files = on_disk
+        if not (folder / INDEX).exists():
+            findings.error(INDEX, f"not found beside {len(files)} shards", "fetch it again")
+    for name in on_disk:
+        if name not in files:
+            findings.warning(name, "is not listed in the index", "remove it, or mend the index")
+    for file_name in files:
+        listed = {name for name, file in weight_map.items() if file == file_name}
+        try:
+            entries = read_header(folder / file_name)
+        except CheckpointError as error:
+            findings.caught(error)
+            shards.lost |= listed
+            shards.damaged = True
+            continue
+        _check_shard(folder / file_name, entries, listed, shards, weight_map, findings)
+        shards.entries.update(entries)
+    found = sum(entry.num_bytes for entry in shards.entries.values())
+    if total_size is not None and total_size != found and not shards.damaged:
+        findings.warning(
+            INDEX, f"states a total_size of {total_size} bytes, the tensors have {found}", "mend it"
+        )
+    partial = [*folder.glob("*.partial"), folder.absolute().parent / f".{folder.name}.partial"]
+    for path in partial:
+        if path.exists():
+            findings.warning(str(path), "is left over from a killed run", "remove it")
+    return shards
+
+
+def _read_index(folder: Path, findings: Findings) -> tuple[dict[str, str], int | None]:
+    """(tensor -> file name, total_size): both empty where there is no index that can be read."""
+    if not (folder / INDEX).exists():
+        return {}, None
+    try:
+        index = read_json(folder / INDEX)
+    except CheckpointError as error:
+        findings.caught(error)
+        return {}, None
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict):
+        findings.error(INDEX, "has no weight_map", "fetch it again")
+        return {}, None
+    weight_map = {}
+    for name, file_name in listed.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            findings.error(INDEX, f"{name}: {file_name!r} is not a plain file name", "mend it")
+        else:
+            weight_map[name] = file_name
+    metadata = index.get("metadata")
+    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
+
+
+def _check_shard(
+    path: Path,
+    entries: dict[str, TensorEntry],
+    listed: set[str],
+    shards: Shards,
+    weight_map: dict[str, str],
+    findings: Findings,
+) -> None:
+    for name in sorted(listed - entries.keys()):
+        findings.error(name, f"the index puts it into {path.name}, which does not hold it")
+        shards.lost.add(name)
+    for name in sorted(entries.keys() & shards.entries.keys()):
+        findings.error(name, f"stands in {path.name} and in {shards.entries[name].file.name}")
+    for name in sorted(entries.keys() - listed if weight_map else ()):
+        findings.warning(name, f"is in {path.name}, but the index does not list it there")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        findings.error(path.name, f"the safetensors library refuses it: {error}")
+        return
+    if metadata.get("format") != "pt":
+        findings.warning(
+            path.name,
+            f"its metadata should state format 'pt', found {metadata.get('format')!r}",
+            "transformers may refuse the file",
+        )

@@ -1,0 +1,110 @@
+"""verify: tensors that are missing, too many, or of another linear."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.verify import LinearDigest, verify
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError
+from formats.packed import PackedWeight
+from formats.quant_config import BLOCK
+from formats.scheme import Scheme
+
+SCHEME = Scheme.parse("w4a16-sym-g32")
+
+
+@pytest.fixture
+def written(tiny_checkpoint):
+    """(the written folder, its expected digests, the source's reader)."""
+    model = tiny_checkpoint()
+    source = model.write()
+    target = source.parent / "out"
+    report = quantize_checkpoint(source, target, scheme=SCHEME, progress=False)
+    digests = {
+        linear.name: LinearDigest.of(
+            PackedWeight.from_float(model.tensors[f"{linear.name}.weight"], SCHEME.weight)
+        )
+        for linear in report.linears
+    }
+    return target, digests, CheckpointReader(source)
+
+
+def rewrite(folder, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def swap(tensors, first, second):
+    for field in ("qweight", "scales"):
+        a, b = f"{first}.{field}", f"{second}.{field}"
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def test_good_folder_passes(written):
+    verify(*written)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight: is missing"),
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.g_idx"), "up_proj.g_idx: is missing"),
+        (lambda t: t.update(extra=torch.zeros(1)), "extra: is in the written"),
+        (
+            lambda t: swap(t, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj"),
+            "layers.0.mlp.gate_proj: its codes",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].half()}),
+            "model.norm.weight: differs",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(torch.int16)}),
+            "model.norm.weight: differs",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(8, 8)}),
+            "model.norm.weight: differs",
+        ),
+        (
+            lambda t: t.update(
+                {
+                    "model.layers.0.mlp.up_proj.scales": t[
+                        "model.layers.0.mlp.up_proj.scales"
+                    ].float()
+                }
+            ),
+            "up_proj: its scales",
+        ),
+    ],
+)
+def test_wrong_tensor_is_named(written, change, named):
+    rewrite(written[0], change)
+    with pytest.raises(CheckpointError, match=named):
+        verify(*written)
+
+
+def test_block_that_does_not_read_back_the_same(written):
+    folder = written[0]
+    for file_name in ("config.json", "quantize_config.json"):
+        value = json.loads((folder / file_name).read_text())
+        value.get(BLOCK, value)["desc_act"] = True
+        (folder / file_name).write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match="does not read back the same"):
+        verify(*written)
+
+
+def test_negative_zero_is_not_zero(written):
+    folder, digests, source = written
+    name = "model.norm.weight"
+    source_folder = source.folder
+    rewrite(source_folder, lambda t: t[name].fill_(0.0))
+    rewrite(folder, lambda t: t[name].fill_(-0.0))
+    with pytest.raises(CheckpointError, match="model.norm.weight: differs"):
+        verify(folder, digests, CheckpointReader(source_folder))

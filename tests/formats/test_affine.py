@@ -1,0 +1,142 @@
+"""The rounding rule against exact arithmetic, and what the choice of scales promises."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from formats import affine
+from formats.errors import CheckpointError
+from formats.scheme import CHANNEL, QuantSpec
+
+SPECS = [
+    QuantSpec(bits=4, symmetric=True, group_size=32),
+    QuantSpec(bits=4, symmetric=False, group_size=64),
+    QuantSpec(bits=8, symmetric=True, group_size=CHANNEL),
+    QuantSpec(bits=3, symmetric=False, group_size=32),
+]
+
+
+def random_weight(dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(32, 128, generator=generator).to(dtype)
+
+
+def squared_error_NG(weight: torch.Tensor, scales, zeros, spec: QuantSpec) -> torch.Tensor:
+    codes = affine.quantize(weight, scales, zeros, spec)
+    error = affine.dequantize(codes, scales, zeros).double() - weight.double()
+    return error.unflatten(1, (scales.shape[1], -1)).square().sum(-1)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_are_the_exact_quotient_rounded_half_to_even(spec, dtype):
+    # half-precision operands: the float32 quotient cannot hit a tie that the exact one misses
+    weight = random_weight(dtype)
+    scales, zeros = affine.choose_scales(weight, spec)
+    codes = affine.quantize(weight, scales, zeros, spec)
+    length = spec.group_length(128)
+    for n, k in [(n, k) for n in range(0, 32, 5) for k in range(128)]:
+        scale, zero = float(scales[n, k // length]), int(zeros[n, k // length])
+        exact = round(Fraction(float(weight[n, k])) / Fraction(scale)) + zero
+        assert int(codes[n, k]) == min(max(exact, 0), spec.max_code)
+        value = float(affine.dequantize(codes, scales, zeros)[n, k]) if k % 31 == 0 else None
+        assert value is None or value == scale * (int(codes[n, k]) - zero)
+
+
+def test_ties_go_to_the_even_code():
+    spec = QuantSpec(bits=4, symmetric=True, group_size=32)
+    weight = (torch.arange(32).float() - 16).mul(0.25).expand(32, 32)
+    scales = torch.full((32, 1), 0.5, dtype=torch.float16)
+    codes = affine.quantize(weight, scales, torch.full((32, 1), 8, dtype=torch.uint8), spec)
+    # weights -1.25, -0.75, -0.25, 0.25, 0.75, 1.25 lie between two codes each
+    assert codes[0, [11, 13, 15, 17, 19, 21]].tolist() == [6, 6, 8, 8, 10, 10]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_search_is_never_worse_than_the_largest_magnitude_rule(bits):
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=32)
+    weight = random_weight()
+    scales, zeros = affine.choose_scales(weight, spec)
+    found = squared_error_NG(weight, scales, zeros, spec)
+    largest = weight.float().unflatten(1, (-1, 32)).abs().amax(-1)
+    for divisor in (2 ** (bits - 1) - 1, 2 ** (bits - 1), (2**bits - 1) / 2):
+        plain = squared_error_NG(weight, (largest / divisor).half(), zeros, spec)
+        if divisor == (2**bits - 1) / 2:
+            assert found.sum() <= plain.sum()
+        else:
+            assert (found <= plain * (1 + 1e-5)).all()
+    assert found.sum() < 0.99 * squared_error_NG(weight, (largest / 7).half(), zeros, spec).sum()
+
+
+def test_asymmetric_search_is_never_worse_than_the_full_range():
+    spec = QuantSpec(bits=4, symmetric=False, group_size=32)
+    weight = random_weight() + 0.7
+    scales, zeros = affine.choose_scales(weight, spec)
+    groups = weight.float().unflatten(1, (-1, 32))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    plain = ((high - low) / 15).half()
+    plain_zeros = (-low / plain.float()).round().to(torch.uint8)
+    found = squared_error_NG(weight, scales, zeros, spec)
+    assert (found <= squared_error_NG(weight, plain, plain_zeros, spec) * (1 + 1e-5)).all()
+    assert zeros.unique().numel() > 1
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_group_of_one_sign_keeps_its_range(sign):
+    # AutoGPTQ and GPTQModel halve the scale where no weight is negative, and clip the upper half
+    spec = QuantSpec(bits=4, symmetric=True, group_size=128)
+    weight = sign * torch.linspace(0.1, 2.92, 128).expand(32, 128)
+    scales, zeros = affine.choose_scales(weight, spec)
+    restored = affine.dequantize(affine.quantize(weight, scales, zeros, spec), scales, zeros)
+    assert (restored - weight).abs().max() <= scales.float().abs().max()
+    assert sign * restored[0, -1] > 2.7
+
+
+def test_extreme_weight_may_take_the_longer_side_through_a_negative_scale():
+    spec = QuantSpec(bits=4, symmetric=True, group_size=32)
+    weight = torch.arange(32).float().remainder(8).expand(32, 32).clone()
+    weight[:, 0] = 8.0
+    scales, zeros = affine.choose_scales(weight, spec)
+    codes = affine.quantize(weight, scales, zeros, spec)
+    assert (scales == -1).all()
+    assert (codes[:, 0] == 0).all()
+    assert torch.equal(affine.dequantize(codes, scales, zeros), weight)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_all_zero_group_gets_scale_one_and_comes_back_zero(spec):
+    weight = random_weight()
+    length = spec.group_length(128)
+    weight[3, :length] = 0
+    scales, zeros = affine.choose_scales(weight, spec)
+    codes = affine.quantize(weight, scales, zeros, spec)
+    assert scales[3, 0] == 1
+    assert (codes[3, :length] == zeros[3, 0]).all()
+    assert (affine.dequantize(codes, scales, zeros)[3, :length] == 0).all()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1e6, 1e30])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_stay_finite_and_not_zero_at_the_ends_of_float16(magnitude, symmetric):
+    spec = QuantSpec(bits=4, symmetric=symmetric, group_size=32)
+    scales, _ = affine.choose_scales(random_weight(torch.float32) * magnitude, spec)
+    assert scales.dtype == torch.float16
+    assert torch.isfinite(scales).all()
+    assert (scales != 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_weight_that_is_not_finite_is_refused_by_name(bad):
+    weight = random_weight()
+    weight[31, 127] = bad
+    with pytest.raises(CheckpointError, match=r"layers\.7\.down_proj.*NaN or infinity"):
+        affine.choose_scales(weight, SPECS[0], "layers.7.down_proj")
+
+
+def test_row_blocks_do_not_change_the_choice(monkeypatch):
+    weight, spec = random_weight(), SPECS[0]
+    whole = affine.choose_scales(weight, spec)
+    monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128 * 5)
+    in_blocks = affine.choose_scales(weight, spec)
+    assert all(torch.equal(a, b) for a, b in zip(whole, in_blocks, strict=True))

@@ -1,0 +1,187 @@
+"""The writer: nothing stands under the target's name before it is whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from formats.checkpoint import CheckpointReader, CheckpointWriter
+from formats.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {"architectures": ["LlamaForCausalLM"]}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.full((10 + i,), float(i)) for i in range(7)}  # 40 to 64 bytes
+
+
+def write(target: Path, source: Path, max_shard_bytes: int = 10**9) -> None:
+    with CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer:
+        for name, tensor in tensors().items():
+            writer.add(name, tensor)
+        writer.seal(CONFIG, side_files_from=source)
+        writer.publish()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "config.json").write_text("{}")
+    (folder / "notes.txt").write_text("not for the target")
+    return folder
+
+
+def test_one_shard_has_no_index_and_side_files_come_along(tmp_path, source):
+    write(tmp_path / "out", source)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+
+
+def test_shards_stay_below_the_limit_and_the_index_is_right(tmp_path, source):
+    write(tmp_path / "out", source, max_shard_bytes=130)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 2
+    names = {}
+    for number, path in enumerate(shards, 1):
+        assert path.name == f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= 130  # noqa: SIM118
+            names.update(dict.fromkeys(file.keys(), path.name))
+    assert index["weight_map"] == names
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors().values())
+    reader = CheckpointReader(tmp_path / "out")
+    for name, tensor in tensors().items():
+        assert torch.equal(reader.get(name), tensor)
+
+
+def test_tensor_larger_than_the_limit_gets_its_own_shard(tmp_path, source):
+    write(tmp_path / "out", source, max_shard_bytes=1)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 7
+    assert CheckpointReader(tmp_path / "out").entries.keys() == tensors().keys()
+
+
+def test_views_of_one_storage_are_written_apart(tmp_path, source):
+    whole = torch.arange(32).float()
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add("left", whole[:16])
+        writer.add("right", whole[16:])
+        writer.add("turned", whole.view(4, 8).t())
+        writer.seal(CONFIG, side_files_from=source)
+        writer.publish()
+    reader = CheckpointReader(tmp_path / "out")
+    assert torch.equal(reader.get("right"), whole[16:])
+    assert torch.equal(reader.get("turned"), whole.view(4, 8).t())
+
+
+def test_other_users_can_read_what_config_json_lets_them(tmp_path, source):
+    write(tmp_path / "out", source)
+    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert modes == {oct(plain.stat().st_mode & 0o777)}
+
+
+def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="not empty"):
+        CheckpointWriter(target)
+    with pytest.raises(CheckpointError, match="not empty"):
+        CheckpointWriter(target / "precious")
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
+    assert (target / "precious").read_text() == "x"
+
+
+def test_folder_that_cannot_be_made_or_written_is_an_input_error(tmp_path, source):
+    with pytest.raises(CheckpointError, match="out: cannot be made: Not a directory"):
+        CheckpointWriter(source / "notes.txt" / "out")
+    with (
+        pytest.raises(CheckpointError, match="out: cannot be written"),
+        CheckpointWriter(tmp_path / "out", max_shard_bytes=1) as writer,
+    ):
+        writer.add("a", torch.zeros(4))
+        writer.staging.rename(tmp_path / "gone")
+        writer.add("b", torch.zeros(4))
+
+
+@pytest.mark.parametrize("kind", ["empty folder", "link", "dot", "nested"])
+def test_targets_that_a_plain_rename_would_fail_on(tmp_path, source, kind, monkeypatch):
+    target = real = tmp_path / "out"
+    if kind == "nested":
+        target = real = tmp_path / "a" / "b" / "out"
+    else:
+        real.mkdir()
+    if kind == "link":
+        target = tmp_path / "link"
+        target.symlink_to(real)
+    if kind == "dot":
+        monkeypatch.chdir(real)
+        target = Path(".")
+    write(target, source)
+    monkeypatch.chdir(tmp_path)
+    assert CheckpointReader(real).entries.keys() == tensors().keys()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_exception_leaves_nothing_behind(tmp_path, source, error):
+    with (
+        pytest.raises(error),
+        CheckpointWriter(tmp_path / "out", max_shard_bytes=100) as writer,
+    ):
+        for name, tensor in tensors().items():
+            writer.add(name, tensor)
+        writer.seal(CONFIG, side_files_from=source)
+        raise error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from formats.checkpoint import CheckpointWriter
+with CheckpointWriter(sys.argv[1], max_shard_bytes=100) as writer:
+    for i in range(7):
+        writer.add(f"t{i}", torch.full((10 + i,), float(i)))
+    if sys.argv[2] == "sealed":
+        writer.seal({}, side_files_from=Path(sys.argv[1]).parent)
+        os.rename = Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        writer.publish()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("moment", ["adding", "sealed"])
+def test_killed_run_leaves_no_folder_and_the_next_run_succeeds(tmp_path, source, moment):
+    target = tmp_path / "out"
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target), moment],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert (tmp_path / ".out.partial").is_dir()
+    write(target, source)
+    assert CheckpointReader(target).entries.keys() == tensors().keys()
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):
+    with CheckpointWriter(tmp_path / "out", max_shard_bytes=1) as writer:
+        writer.add("a", torch.zeros(4))
+        with pytest.raises(ValueError, match="twice"):
+            writer.add("a", torch.zeros(4))

@@ -1,0 +1,130 @@
+"""GPTQ v1 tensors: there and back, and from tensors built by hand after the published layout."""
+
+import pytest
+import torch
+
+from formats import gptq
+from formats.errors import CheckpointError
+from formats.packed import PackedWeight
+from formats.scheme import CHANNEL, QuantSpec
+
+
+def by_hand(
+    codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor, bits: int
+) -> dict[str, torch.Tensor]:
+    """Place every code with Python integers, as the published layout says. No code of ours."""
+    (out_features, in_features), num_groups = codes_NK.shape, scales_NG.shape[1]
+    per_word = 32 // bits
+    qweight = [[0] * out_features for _ in range(in_features // per_word)]
+    qzeros = [[0] * (out_features // per_word) for _ in range(num_groups)]
+    for n in range(out_features):
+        for k in range(in_features):
+            qweight[k // per_word][n] |= int(codes_NK[n, k]) << (bits * (k % per_word))
+        for g in range(num_groups):
+            qzeros[g][n // per_word] |= (int(zeros_NG[n, g]) - 1) << (bits * (n % per_word))
+
+    def signed(rows: list[list[int]]) -> torch.Tensor:
+        values = [[w - 2**32 if w >= 2**31 else w for w in row] for row in rows]
+        return torch.tensor(values, dtype=torch.int32)
+
+    return {
+        "qweight": signed(qweight),
+        "qzeros": signed(qzeros),
+        "scales": scales_NG.t().contiguous(),
+        "g_idx": torch.tensor(
+            [k // (in_features // num_groups) for k in range(in_features)], dtype=torch.int32
+        ),
+    }
+
+
+def random_parts(bits: int, symmetric: bool, num_groups: int, in_features: int = 96):
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (64, in_features), generator=generator)
+    scales = torch.randn(64, num_groups, generator=generator).half() + 3
+    scales[::3] *= -1
+    zeros = torch.randint(1, 2**bits, (64, num_groups), generator=generator).to(torch.uint8)
+    if symmetric:
+        zeros.fill_(2 ** (bits - 1))
+    return codes, scales, zeros
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("group_size", "num_groups"), [(32, 3), (CHANNEL, 1)])
+def test_layout_equals_tensors_built_by_hand_both_ways(bits, symmetric, group_size, num_groups):
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
+    codes, scales, zeros = random_parts(bits, symmetric, num_groups)
+    expected = by_hand(codes, scales, zeros, bits)
+    encoded = gptq.encode(PackedWeight.from_codes(codes, scales, zeros, spec))
+    assert encoded.keys() == set(gptq.TENSOR_NAMES)
+    for field, tensor in expected.items():
+        assert encoded[field].dtype == tensor.dtype, field
+        assert torch.equal(encoded[field], tensor), field
+        assert encoded[field].is_contiguous(), field
+    decoded = gptq.decode(expected, spec)
+    assert torch.equal(decoded.codes().long(), codes)
+    assert torch.equal(decoded.scales_NG, scales)
+    assert torch.equal(decoded.zeros_NG, zeros)
+
+
+def test_zero_point_of_zero_is_refused_with_the_layer():
+    codes, scales, zeros = random_parts(4, False, 3)
+    zeros[5, 1] = 0
+    spec = QuantSpec(bits=4, symmetric=False, group_size=32)
+    packed = PackedWeight.from_codes(codes, scales, zeros, spec)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.k_proj.*minus one"):
+        gptq.encode(packed, "layers.2.k_proj")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stored_all_ones_wrap_to_a_zero_point_of_zero(bits):
+    spec = QuantSpec(bits=bits, symmetric=False, group_size=32)
+    wrapped = by_hand(*random_parts(bits, False, 3), bits)
+    wrapped["qzeros"].fill_(-1)
+    assert (gptq.decode(wrapped, spec).zeros_NG == 0).all()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return by_hand(*random_parts(4, True, 3), bits=4)
+
+
+SYM = QuantSpec(bits=4, symmetric=True, group_size=32)
+
+
+def test_group_index_may_be_absent():
+    without = tensors()
+    del without["g_idx"]
+    assert torch.equal(gptq.decode(without, SYM).words_NW, gptq.decode(tensors(), SYM).words_NW)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("qweight", None, "missing: qweight"),
+        ("scales", None, "missing: scales"),
+        ("qweight", torch.zeros(12, 64), "2-d int32"),
+        ("qzeros", torch.zeros(24, dtype=torch.int32), "2-d int32"),
+        ("qzeros", torch.zeros(3, 64, dtype=torch.int32), r"expected \[3, 8\]"),
+        ("scales", torch.ones(64, 3).half(), r"expected \[3, 64\]"),
+        ("scales", torch.ones(3, 64, dtype=torch.int32), "not floating point"),
+        ("scales", torch.zeros(3, 64).half(), "NaN, infinity or zero"),
+        ("qzeros", torch.full((3, 8), -2004318072, dtype=torch.int32), "GPTQ v2"),
+        ("qzeros", torch.full((3, 8), 0x77777677, dtype=torch.int32), "8 throughout"),
+        ("g_idx", torch.arange(96, dtype=torch.int32) % 3, "act-order"),
+        ("g_idx", torch.arange(64, dtype=torch.int32) // 32, "act-order"),
+    ],
+)
+def test_wrong_tensor_is_named(field, value, message):
+    wrong = tensors()
+    if value is None:
+        del wrong[field]
+    else:
+        wrong[field] = value
+    with pytest.raises(CheckpointError, match=message) as caught:
+        gptq.decode(wrong, SYM, "layers.0.v_proj")
+    assert "layers.0.v_proj" in str(caught.value)
+
+
+def test_group_size_of_the_config_must_be_the_tensors():
+    with pytest.raises(CheckpointError, match=r"qzeros: expected \[1, 8\]"):
+        gptq.decode(tensors(), QuantSpec(bits=4, symmetric=True, group_size=96))

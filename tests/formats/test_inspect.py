@@ -1,0 +1,335 @@
+"""The checkpoint doctor: silent on good folders, and every kind of damage is one named finding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError
+from formats.inspect import Inspection, inspect_checkpoint
+from formats.quant_config import BLOCK
+
+Q0 = "model.layers.0.self_attn.q_proj"
+V2_ZERO = -2004318072  # 0x88888888
+
+
+def problem_of(inspection: Inspection, severity: str, subject: str, text: str) -> None:
+    """Exactly one finding, and this one."""
+    assert len(inspection.problems) == 1, "\n".join(map(str, inspection.problems))
+    (problem,) = inspection.problems
+    assert problem.severity == severity
+    assert subject in problem.subject
+    assert text in problem.text
+    assert inspection.ok == (severity == "warning")
+    assert str(problem) in inspection.to_text()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_good_quantized_folder(gptq_model, write_folder, num_shards):
+    tensors, config = gptq_model
+    inspection = inspect_checkpoint(write_folder(tensors, config, num_shards))
+    assert inspection.problems == ()
+    assert inspection.ok
+    assert (inspection.architecture, inspection.format) == ("LlamaForCausalLM", "gptq")
+    assert inspection.scheme == "w4a16-sym-g32"
+    assert len(inspection.linears) == 14
+    down = {linear.name: linear for linear in inspection.linears}["model.layers.1.mlp.down_proj"]
+    assert (down.out_features, down.in_features, down.scheme) == (64, 96, "w4a16-sym-g32")
+    assert down.num_bytes == 64 * 96 // 2 + 3 * 64 * 2 + 3 * 64 // 2 + 96 * 4
+    assert inspection.total_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    others = sum(t.nbytes for name, t in tensors.items() if "_proj" not in name)
+    assert inspection.other_bytes == others
+    weights = sum(linear.out_features * linear.in_features for linear in inspection.linears)
+    assert inspection.bits_per_weight == pytest.approx(
+        8 * (inspection.total_bytes - others) / weights
+    )
+    assert json.loads(json.dumps(inspection.to_dict()))["ok"] is True
+    assert "no problems found" in inspection.to_text()
+
+
+def test_good_float_folder(float_model, write_folder):
+    inspection = inspect_checkpoint(write_folder(*float_model))
+    assert inspection.problems == ()
+    assert (inspection.format, inspection.scheme) == ("float", "")
+    assert inspection.bits_per_weight == 16
+    assert {linear.scheme for linear in inspection.linears} == {"bfloat16"}
+
+
+def change_tensor(name, value):
+    def change(tensors, config):
+        tensors[name] = value(tensors[name])
+
+    return change
+
+
+def drop(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def change_block(**values):
+    return lambda tensors, config: config[BLOCK].update(values)
+
+
+def put(tensor, index, value):
+    tensor = tensor.clone()
+    tensor[index] = value
+    return tensor
+
+
+def float_weight_for(name):
+    def change(tensors, config):
+        for field in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[f"{name}.{field}"]
+        tensors[f"{name}.weight"] = torch.zeros(64, 64)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "subject", "text"),
+    [
+        (drop(f"{Q0}.qweight"), "error", f"{Q0}.qweight", "missing"),
+        (drop(f"{Q0}.scales"), "error", f"{Q0}.scales", "missing"),
+        (drop(f"{Q0}.qzeros"), "error", f"{Q0}.qzeros", "missing"),
+        (change_tensor(f"{Q0}.scales", lambda s: s[:, :32]), "error", Q0, "do not fit together"),
+        (change_tensor(f"{Q0}.qzeros", lambda z: z[:1]), "error", Q0, "do not fit together"),
+        (change_tensor(f"{Q0}.scales", lambda s: s[0]), "error", f"{Q0}.scales", "2 dimensions"),
+        (change_tensor(f"{Q0}.qweight", lambda w: w.long()), "error", f"{Q0}.qweight", "int32"),
+        (change_tensor(f"{Q0}.scales", lambda s: s.int()), "error", f"{Q0}.scales", "floating"),
+        (
+            change_tensor(f"{Q0}.qzeros", lambda z: torch.full_like(z, V2_ZERO)),
+            "error",
+            f"{Q0}.qzeros",
+            "holds v2 zeros (8)",
+        ),
+        (
+            change_tensor(f"{Q0}.qzeros", lambda z: put(z, (1, 3), 0x77777778)),
+            "error",
+            f"{Q0}.qzeros",
+            "stores 7 throughout, found [7, 8]",
+        ),
+        (
+            change_tensor(f"{Q0}.g_idx", lambda g: g.flip(0)),
+            "error",
+            f"{Q0}.g_idx",
+            "not grouped in order",
+        ),
+        (
+            change_tensor(f"{Q0}.scales", lambda s: put(s, (0, 5), float("nan"))),
+            "error",
+            f"{Q0}.scales",
+            "NaN",
+        ),
+        (
+            change_tensor(f"{Q0}.scales", lambda s: put(s, (0, 5), float("-inf"))),
+            "error",
+            f"{Q0}.scales",
+            "infinity",
+        ),
+        (change_tensor(f"{Q0}.scales", lambda s: put(s, (1, 5), 0)), "error", "scales", "zero"),
+        (float_weight_for(Q0), "error", "model.layers.0.self_attn", "one matrix"),
+        (drop("model.norm.weight"), "error", "model.norm.weight", "missing"),
+        (drop("lm_head.weight"), "error", "lm_head.weight", "missing"),
+        (
+            drop("model.layers.1.input_layernorm.weight"),
+            "error",
+            "input_layernorm",
+            "missing in layers [1]",
+        ),
+        (
+            lambda t, c: c.update(tie_word_embeddings=True),
+            "warning",
+            "lm_head.weight",
+            "tied to the embedding",
+        ),
+        (lambda t, c: c.update(num_hidden_layers=3), "error", "config.json", "states 3 layers"),
+        (lambda t, c: c.pop(BLOCK), "error", "config.json", "has no quantization_config"),
+        (change_block(bits=3), "error", "quantization_config.bits", "expected 4 or 8"),
+        (change_block(desc_act=True), "warning", "quantization_config.desc_act", "vLLM refuses"),
+        (change_block(sym=False), "warning", "quantization_config.sym", "vLLM"),
+    ],
+)
+def test_damage_is_one_finding(gptq_model, write_folder, change, severity, subject, text):
+    tensors, config = gptq_model
+    change(tensors, config)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    problem_of(inspect_checkpoint(write_folder(tensors, config)), severity, subject, text)
+
+
+def test_config_of_other_bits_or_groups_is_found_in_every_linear(gptq_model, write_folder):
+    tensors, config = gptq_model
+    config[BLOCK]["bits"] = 8
+    folder = write_folder(tensors, config)
+    found = inspect_checkpoint(folder)
+    assert len(found.problems) == 14
+    assert "4 bits, config.json states 8" in found.problems[0].text
+    config[BLOCK].update(bits=4, group_size=64)
+    (folder / "config.json").write_text(json.dumps(config))
+    found = inspect_checkpoint(folder)
+    assert len(found.problems) == 14
+    assert "groups of 32, config.json states 64" in found.problems[0].text
+
+
+def test_fused_parts_with_other_groups_disagree(gptq_model, write_folder):
+    tensors, config = gptq_model
+    for field in ("qzeros", "scales"):
+        tensors[f"{Q0}.{field}"] = tensors[f"{Q0}.{field}"][:1].contiguous()
+    tensors[f"{Q0}.g_idx"] = torch.zeros(64, dtype=torch.int32)
+    texts = [str(p) for p in inspect_checkpoint(write_folder(tensors, config)).problems]
+    assert any("groups of 64" in text for text in texts)
+    assert any("q_proj w4a16-sym-channel" in text and "one matrix" in text for text in texts)
+
+
+def test_v1_zeros_labelled_v2(gptq_model, write_folder):
+    tensors, config = gptq_model
+    config[BLOCK].update(checkpoint_format="gptq_v2", format="gptq_v2")
+    texts = [str(p) for p in inspect_checkpoint(write_folder(tensors, config)).problems]
+    assert any("expected 'gptq' (v1), found 'gptq_v2'" in text for text in texts)
+    assert sum("holds v1 zeros (7), config.json says gptq_v2" in text for text in texts) == 14
+
+
+def test_good_v2_is_refused_only_for_its_label(gptq_model, write_folder):
+    tensors, config = gptq_model
+    config[BLOCK].update(checkpoint_format="gptq_v2")
+    for name in tensors:
+        if name.endswith("qzeros"):
+            tensors[name] = torch.full_like(tensors[name], V2_ZERO)
+    found = inspect_checkpoint(write_folder(tensors, config))
+    problem_of(found, "error", "checkpoint_format", "expected 'gptq' (v1)")
+
+
+def shard(folder: Path, number: int) -> Path:
+    return folder / f"model-{number:05d}-of-00003.safetensors"
+
+
+def test_truncated_shard_is_one_error_and_the_rest_is_reported(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    shard(folder, 2).write_bytes(shard(folder, 2).read_bytes()[:-10])
+    found = inspect_checkpoint(folder)
+    problem_of(found, "error", "model-00002-of-00003", "truncated")
+    assert found.total_bytes > 0
+
+
+def test_missing_shard_is_one_error(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    shard(folder, 3).unlink()
+    problem_of(inspect_checkpoint(folder), "error", "model-00003-of-00003", "not found")
+
+
+def edit_index(folder: Path, change) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def test_wrong_total_size_is_a_warning(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    edit_index(folder, lambda index: index["metadata"].update(total_size=1))
+    problem_of(inspect_checkpoint(folder), "warning", "index.json", "total_size of 1 bytes")
+
+
+def test_index_that_disagrees_with_the_shards(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    edit_index(folder, lambda index: index["weight_map"].update(ghost=shard(folder, 1).name))
+    problem_of(inspect_checkpoint(folder), "error", "ghost", "does not hold it")
+    edit_index(folder, lambda index: index["weight_map"].pop("ghost"))
+    edit_index(folder, lambda index: index["weight_map"].pop("model.norm.weight"))
+    found = inspect_checkpoint(folder)
+    problem_of(found, "warning", "model.norm.weight", "does not list it there")
+
+
+def test_index_that_leads_out_of_the_folder(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    edit_index(folder, lambda index: index["weight_map"].update(x="../x.safetensors"))
+    problem_of(inspect_checkpoint(folder), "error", "index.json", "not a plain file name")
+
+
+def test_lost_index_is_an_error_and_the_shards_are_still_read(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    (folder / "model.safetensors.index.json").unlink()
+    found = inspect_checkpoint(folder)
+    problem_of(found, "error", "index.json", "not found beside 3 shards")
+    assert len(found.linears) == 14
+
+
+def test_tensor_in_two_shards(gptq_model, write_folder):
+    folder = write_folder(*gptq_model, num_shards=3)
+    tensors, _ = gptq_model
+    name = "model.norm.weight"
+    reader = CheckpointReader(folder)
+    files = [shard(folder, number) for number in (1, 2, 3)]
+    target = next(file for file in files if file != reader.entries[name].file)
+    inside = {n: tensors[n] for n, e in reader.entries.items() if e.file == target}
+    save_file({**inside, name: tensors[name]}, target, metadata={"format": "pt"})
+    texts = [str(p) for p in inspect_checkpoint(folder).problems]
+    assert any(name in text and "stands in" in text for text in texts)
+
+
+def test_left_over_files_are_warnings(gptq_model, write_folder):
+    folder = write_folder(*gptq_model)
+    left_over = folder.parent / f".{folder.name}.partial"
+    left_over.mkdir()
+    problem_of(inspect_checkpoint(folder), "warning", ".partial", "killed run")
+    left_over.rmdir()
+    save_file({"x": torch.zeros(1)}, folder / "adapter.safetensors")
+    problem_of(inspect_checkpoint(folder), "warning", "adapter.safetensors", "not listed")
+
+
+def test_metadata_without_the_framework_is_a_warning(gptq_model, write_folder):
+    tensors, config = gptq_model
+    folder = write_folder(tensors, config)
+    save_file(tensors, folder / "model.safetensors")
+    problem_of(inspect_checkpoint(folder), "warning", "model.safetensors", "format 'pt'")
+
+
+def test_second_config_that_differs_is_a_warning(gptq_model, write_folder):
+    tensors, config = gptq_model
+    folder = write_folder(tensors, config)
+    (folder / "quantize_config.json").write_text(json.dumps(config[BLOCK]))
+    assert inspect_checkpoint(folder).problems == ()
+    (folder / "quantize_config.json").write_text(json.dumps({**config[BLOCK], "bits": 8}))
+    problem_of(inspect_checkpoint(folder), "warning", "quantize_config.json", "differs")
+
+
+def test_no_weights_at_all(float_model, write_folder):
+    folder = write_folder(*float_model)
+    (folder / "model.safetensors").unlink()
+    problem_of(inspect_checkpoint(folder), "error", "model.safetensors", "not found")
+
+
+def test_other_tools_format_is_one_error(gptq_model, write_folder):
+    tensors, config = gptq_model
+    config[BLOCK] = {"quant_method": "awq", "bits": 4}
+    found = inspect_checkpoint(write_folder(tensors, config))
+    problem_of(found, "error", "quant_method", "'awq'")
+    assert found.format == "awq"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"architectures": 3, "num_hidden_layers": "x"}'])
+def test_damaged_config_does_not_stop_the_rest(gptq_model, write_folder, content):
+    folder = write_folder(*gptq_model)
+    (folder / "config.json").write_text(content)
+    found = inspect_checkpoint(folder)
+    assert not found.ok
+    assert len(found.linears) == 14
+
+
+def test_hostile_tensor_names_do_not_crash_it(float_model, write_folder):
+    tensors, config = float_model
+    for name in (
+        "model.layers.0.{x}.weight",
+        "a.layers.²." + "9" * 5000 + ".weight",
+        ".qweight",
+        "",
+    ):
+        tensors[name] = torch.zeros(2, 2)
+    json.dumps(inspect_checkpoint(write_folder(tensors, config)).to_dict())
+
+
+def test_what_is_no_folder_raises(tmp_path):
+    with pytest.raises(CheckpointError, match="not a folder"):
+        inspect_checkpoint(tmp_path / "nothing")

@@ -1,0 +1,75 @@
+"""PackedWeight: a solver's codes come back untouched, wrong input is named."""
+
+import pytest
+import torch
+
+from formats.errors import CheckpointError
+from formats.packed import PackedWeight
+from formats.scheme import QuantSpec
+
+SYM = QuantSpec(bits=4, symmetric=True, group_size=32)
+ASYM = QuantSpec(bits=4, symmetric=False, group_size=32)
+
+
+def random_codes(
+    out_features: int = 64, in_features: int = 96
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (out_features, in_features), generator=generator)
+    scales = torch.rand(out_features, in_features // 32, generator=generator) + 0.1
+    return codes, scales.half()
+
+
+def test_codes_come_back_untouched_and_mean_what_the_formula_says():
+    codes, scales = random_codes()
+    zeros = torch.randint(0, 16, scales.shape)
+    packed = PackedWeight.from_codes(codes, scales, zeros, ASYM)
+    assert torch.equal(packed.codes().long(), codes)
+    expected = scales.float().repeat_interleave(32, 1) * (codes - zeros.repeat_interleave(32, 1))
+    assert torch.equal(packed.dequantize(), expected)
+
+
+def test_from_float_rounds_an_exact_grid_to_itself():
+    codes, scales = random_codes()
+    codes[:, ::32] = 0  # the extreme weight of each group stands on the long side
+    packed = PackedWeight.from_codes(codes, scales.double().log2().round().exp2().half(), None, SYM)
+    again = PackedWeight.from_float(packed.dequantize(), SYM)
+    assert torch.equal(again.dequantize(), packed.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c, s: (c + 1, s, None), "codes in 0..15, found 1..16"),
+        (lambda c, s: (c - 8, s, None), "signed codes need the zero point"),
+        (lambda c, s: (c.float(), s, None), "integer codes"),
+        (lambda c, s: (c[0], s, None), "integer codes"),
+        (lambda c, s: (c, s[:, :2], None), r"expected floating point \[64, 3\]"),
+        (lambda c, s: (c, s.long(), None), "not floating point"),
+        (lambda c, s: (c, s * 0, None), "NaN, infinity or zero"),
+        (lambda c, s: (c, s * float("nan"), None), "NaN, infinity or zero"),
+        (lambda c, s: (c, s, torch.full_like(s, 16)), "zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, -1)), "zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, 7)), "8 throughout"),
+    ],
+)
+def test_wrong_solver_output_is_named(change, message):
+    codes, scales = random_codes()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        PackedWeight.from_codes(*change(codes, scales), SYM, "layers.1.gate")
+    assert "layers.1.gate" in str(caught.value)
+
+
+def test_asymmetric_spec_without_zeros_is_refused():
+    with pytest.raises(CheckpointError, match="needs zero points"):
+        PackedWeight.from_codes(*random_codes(), None, ASYM)
+
+
+def test_merge_stacks_outputs_in_order_and_refuses_mixed_specs():
+    parts = [PackedWeight.from_float(torch.randn(n, 64), SYM) for n in (64, 32, 32)]
+    merged = PackedWeight.merge(parts)
+    assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    merged.check()
+    other = PackedWeight.from_float(torch.randn(32, 64), ASYM)
+    with pytest.raises(CheckpointError, match="qkv_proj: its parts differ"):
+        PackedWeight.merge([*parts, other], "qkv_proj")

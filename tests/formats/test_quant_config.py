@@ -1,0 +1,61 @@
+"""The quantization_config block there and back; blocks that cannot be loaded name the key."""
+
+import pytest
+
+from formats.errors import CheckpointError, InputError
+from formats.quant_config import QuantConfig
+from formats.scheme import Scheme
+
+
+@pytest.mark.parametrize("name", ["w4a16-sym", "w4a16-asym-g64", "w8a16-sym-channel"])
+def test_block_round_trips(name):
+    config = QuantConfig(scheme=Scheme.parse(name), quantizer="tool:1")
+    block = config.to_dict()
+    assert QuantConfig.from_dict(block) == config
+    assert QuantConfig.from_dict(block).to_dict() == block
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quant_method", "awq"),
+        ("quant_method", None),
+        ("bits", 3),
+        ("bits", "4"),
+        ("checkpoint_format", "gptq_v2"),
+        ("group_size", "128"),
+        ("group_size", None),
+        ("dynamic", {"-:.*mlp.*": {}}),
+        ("lm_head", True),
+    ],
+)
+def test_value_that_cannot_be_loaded_names_its_key(key, value):
+    block = {**QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict(), key: value}
+    with pytest.raises(CheckpointError, match=f"quantization_config.{key}"):
+        QuantConfig.from_dict(block)
+
+
+@pytest.mark.parametrize("key", ["bits", "group_size", "desc_act", "sym"])
+def test_missing_required_key_is_named(key):
+    block = QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict()
+    del block[key]
+    with pytest.raises(CheckpointError, match=f"quantization_config.{key}: missing"):
+        QuantConfig.from_dict(block)
+
+
+@pytest.mark.parametrize("meta", [None, {}, {"quantizer": []}, {"quantizer": "x:1"}, "text", [1]])
+def test_other_tools_meta_is_no_reason_to_fail(meta):
+    block = {**QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict(), "meta": meta}
+    assert QuantConfig.from_dict(block).scheme == Scheme.parse("w4a16-sym")
+
+
+@pytest.mark.parametrize("block", [None, [], "gptq"])
+def test_block_of_another_type_is_refused(block):
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        QuantConfig.from_dict(block)
+
+
+def test_odd_group_size_is_an_input_error():
+    block = {**QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict(), "group_size": 100}
+    with pytest.raises(InputError, match="group size"):
+        QuantConfig.from_dict(block)

@@ -1,0 +1,63 @@
+"""Scheme names there and back, and the shapes that a spec refuses."""
+
+import pytest
+
+from formats.errors import SchemeError
+from formats.scheme import SCHEMES, QuantSpec, Scheme
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("suffix", ["", "-g32", "-g64", "-g1024", "-channel"])
+def test_printed_form_parses_to_the_same_scheme(name, suffix):
+    scheme = Scheme.parse(name + suffix)
+    assert str(scheme) == name + suffix
+    assert Scheme.parse(str(scheme)) == scheme
+    assert Scheme.parse(scheme) is scheme
+
+
+def test_group_size_argument_equals_the_suffix():
+    assert Scheme.parse("w4a16-sym", group_size=64) == Scheme.parse("w4a16-sym-g64")
+    assert Scheme.parse("w4a16-sym", group_size=-1) == Scheme.parse("w4a16-sym-channel")
+    assert Scheme.parse("w4a16-sym-g64", group_size=64) == Scheme.parse("w4a16-sym-g64")
+    assert str(Scheme.parse("w4a16-sym-g128")) == "w4a16-sym"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "w4a16", "w5a16-sym", "W4A16-SYM", "w4a16-sym-g", "-g32", "\n"]
+)
+def test_unknown_scheme_names_the_known_ones(text):
+    with pytest.raises(SchemeError, match="w4a16-sym"):
+        Scheme.parse(text)
+
+
+def test_suffix_against_another_group_size_is_refused():
+    with pytest.raises(SchemeError, match="another group size"):
+        Scheme.parse("w4a16-sym-g64", group_size=128)
+
+
+@pytest.mark.parametrize("group_size", [0, 7, 12, -2, -128])
+def test_odd_group_size_is_refused(group_size):
+    with pytest.raises(SchemeError, match="group size"):
+        Scheme.parse("w4a16-sym", group_size=group_size)
+
+
+@pytest.mark.parametrize("bits", [1, 9])
+def test_bits_out_of_range_are_refused(bits):
+    with pytest.raises(SchemeError, match="expected 2 to 8"):
+        QuantSpec(bits=bits, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size", "message"),
+    [
+        ((64, 192), 128, "not divisible by the group size 128"),
+        ((64, 100), -1, "divisible by 32 both ways"),
+        ((33, 128), 128, "divisible by 32 both ways"),
+        ((64, 0), -1, "is empty"),
+        ((0, 128), 128, "is empty"),
+    ],
+)
+def test_shape_that_cannot_be_packed_is_refused_by_name(shape, group_size, message):
+    with pytest.raises(SchemeError, match=message) as caught:
+        QuantSpec(bits=4, symmetric=True, group_size=group_size).check_shape("layers.3.up", *shape)
+    assert "layers.3.up" in str(caught.value)

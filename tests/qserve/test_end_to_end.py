@@ -1,0 +1,192 @@
+"""The product as its users meet it: `qserve serve` in a process, the official openai client."""
+
+import concurrent.futures
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import openai
+import pytest
+
+from qserve import LLM, SamplingParams
+
+START_SECONDS, STOP_SECONDS = 120, 30
+MESSAGES = [{"role": "user", "content": "What is a trait?"}]
+
+
+class Server:
+    """`qserve serve` on a free port, until stopped."""
+
+    def __init__(self, model, log_path, *flags):
+        self.log_path = log_path
+        command = [sys.executable, "-m", "qserve.cli", "serve", str(model), "--port", "0"]
+        with open(log_path, "w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--device", "cpu", *flags], stdout=log, stderr=subprocess.STDOUT
+            )
+        self.url = self._wait_for_url()
+
+    def _wait_for_url(self):
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            found = re.search(r"^Serving .* on (http:\S+)$", self.log_path.read_text(), re.M)
+            if found:
+                return found[1]
+            time.sleep(0.05)
+        self.process.kill()
+        raise AssertionError(f"the server did not start:\n{self.log_path.read_text()}")
+
+    def client(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def stop(self):
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def server(quantized_5m, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    running = Server(quantized_5m, log, "--served-model-name", "docs", "--max-num-seqs", "16")
+    yield running
+    if running.process.poll() is None:
+        assert running.stop() == 0, log.read_text()
+
+
+def test_models_lists_the_served_name(server):
+    client = server.client()
+    (model,) = client.models.list().data
+    assert model.id == "docs" and client.models.retrieve("docs").id == "docs"
+    with urllib.request.urlopen(f"{server.url}/health") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_streamed_chat_is_the_whole_chat(server, temperature):
+    request = {
+        "model": "docs",
+        "messages": MESSAGES,
+        "max_tokens": 24,
+        "temperature": temperature,
+        "seed": 3,
+    }
+    client = server.client()
+    whole = client.chat.completions.create(**request)
+    chunks = list(
+        client.chat.completions.create(
+            **request, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content and len(text) > 10
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] == whole.choices[0].finish_reason and set(reasons[:-1]) == {None}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 5, "tokens must come as they are made"
+
+
+def test_streamed_completion_is_the_engines_greedy_text(server, quantized_5m):
+    prompt = "The standard library"
+    llm = LLM(quantized_5m, device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=20)
+    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+    stream = server.client().completions.create(
+        model="docs", prompt=prompt, max_tokens=20, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+def test_stop_string_and_usage(server):
+    client = server.client()
+    full = client.completions.create(model="docs", prompt="A", max_tokens=30, temperature=0)
+    text = full.choices[0].text
+    stop = text[15:18]
+    cut = client.completions.create(
+        model="docs", prompt="A", max_tokens=30, temperature=0, stop=[stop]
+    )
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert full.usage.total_tokens == full.usage.prompt_tokens + full.usage.completion_tokens
+
+
+def test_concurrent_requests_give_the_text_of_a_lone_one(server):
+    def ask(number):
+        client = server.client()
+        return (
+            client.completions.create(
+                model="docs", prompt=f"Item {number}:", max_tokens=12, temperature=0
+            )
+            .choices[0]
+            .text
+        )
+
+    alone = [ask(number) for number in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(ask, [n % 3 for n in range(24)]))
+    assert together == alone * 8
+
+
+def test_a_reader_that_leaves_does_not_disturb_others(server):
+    client = server.client()
+    for _ in range(20):
+        stream = client.completions.create(
+            model="docs",
+            prompt="Once",
+            max_tokens=1500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        stream.close()
+    # Twenty requests of 1500 tokens would keep the engine busy far longer than this.
+    started = time.monotonic()
+    client.completions.create(model="docs", prompt="Hi", max_tokens=2)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"model": "gpt-5"}, openai.NotFoundError, "gpt-5"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"prompt": "word " * 3000}, openai.BadRequestError, "maximum context length is 2048"),
+        ({"prompt": []}, openai.BadRequestError, "prompt"),
+    ],
+)
+def test_mistakes_get_openai_errors(server, change, error, words):
+    with pytest.raises(error) as raised:
+        server.client().completions.create(**{"model": "docs", "prompt": "a", **change})
+    assert words in str(raised.value)
+
+
+def test_api_key_guards_and_sigterm_ends(quantized_5m, tmp_path):
+    server = Server(quantized_5m, tmp_path / "log", "--api-key", "secret")
+    with pytest.raises(openai.AuthenticationError):
+        server.client("wrong").models.list()
+    assert server.client("secret").models.list().data
+    assert server.stop() == 0
+
+
+def test_start_that_fails_is_one_line(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "qserve.cli", "serve", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert run.returncode == 1
+    assert re.fullmatch(r"qserve serve: .*config\.json: not found.*\n", run.stderr)
+
+
+def test_engine_that_dies_ends_the_server(quantized_5m, tmp_path):
+    server = Server(quantized_5m, tmp_path / "log")
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    subprocess.run(["kill", "-9", *children], check=False)
+    assert server.process.wait(STOP_SECONDS) != 0
