@@ -1,0 +1,220 @@
+"""Which kernel does an operation: one table of rows. Imports a kernel only when it is chosen.
+
+Of the rows of an operation that support the problem, the one of highest priority is taken.
+`explain` says for every row why it is taken or not.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from formats.scheme import QuantSpec
+from qkernels.errors import KernelError
+from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a row is asked to support. An operation reads the fields that it has."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: torch.dtype  # of the activations
+    requested: str | None = None  # the kernel that the caller asked for by name
+    spec: QuantSpec | None = None
+    out_features: int = 0
+    in_features: int = 0
+    head_dim: int = 0
+    page_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One way to do one operation. `module` has a function named like the operation."""
+
+    op: str
+    name: str
+    module: str
+    priority: int
+    supports: Callable[[Problem], str | None]  # None, or why not
+
+
+class Choice(NamedTuple):
+    name: str
+    taken: bool
+    reason: str
+
+
+class Explanation(list[Choice]):
+    """A list of choices, best first, that prints as one line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{'->' if choice.taken else '  '} {choice.name}: {choice.reason}" for choice in self
+        )
+
+    __repr__ = __str__
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _needs_triton_on_gpu(problem: Problem) -> str | None:
+    if not _has_triton():
+        return "triton is not installed"
+    if problem.device != "cuda":
+        return f"runs on cuda, not on {problem.device}"
+    if problem.dtype not in FLOAT_DTYPES:
+        return f"takes float16, bfloat16 and float32, not {problem.dtype}"
+    return None
+
+
+def _supports_triton_w4a16(problem: Problem) -> str | None:
+    if not _has_triton():
+        return "triton is not installed"
+    # TRITON_INTERPRET is triton's own switch: the same kernel then runs on a CPU, very slowly
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and problem.requested is not None
+    if problem.device != "cuda" and not interpreted:
+        return f"runs on cuda, not on {problem.device}"
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.spec is None or problem.spec.bits != 4:
+        return f"takes 4-bit weights, not {problem.spec}"
+    group = problem.spec.group_length(problem.in_features)
+    if linear_block_k(group) < LINEAR_MIN_BLOCK_K or problem.in_features % group:
+        return f"takes groups divisible by {LINEAR_MIN_BLOCK_K}, not {group}"
+    if problem.out_features % 8:
+        return f"takes a number of outputs divisible by 8, not {problem.out_features}"
+    if problem.out_features * problem.in_features // 8 >= 2**31:
+        return "the weight's words cannot be counted in 32 bits"
+    return None
+
+
+def _supports_dense(problem: Problem) -> str | None:
+    if problem.device != "cpu" and problem.requested is None:
+        return "holds the weight unpacked; on a GPU it must be asked for by name"
+    return None
+
+
+def _supports_triton_attention(problem: Problem) -> str | None:
+    reason = _needs_triton_on_gpu(problem)
+    if reason is None and not 16 <= problem.head_dim <= 256:
+        return f"takes heads of 16 to 256, not {problem.head_dim}"
+    if reason is None and problem.page_size not in (16, 32, 64, 128):
+        return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
+    return reason
+
+
+def _supports_all(problem: Problem) -> str | None:
+    return None
+
+
+def _rows(op: str, module: str, supports: Callable[[Problem], str | None]) -> tuple[Kernel, ...]:
+    """A triton row and the plain torch row under it."""
+    return (
+        Kernel(op=op, name="triton", module=module, priority=20, supports=supports),
+        Kernel(
+            op=op,
+            name="reference",
+            module="qkernels.reference",
+            priority=10,
+            supports=_supports_all,
+        ),
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        op="linear",
+        name="triton_w4a16",
+        module="qkernels.w4a16",
+        priority=30,
+        supports=_supports_triton_w4a16,
+    ),
+    Kernel(
+        op="linear",
+        name="dense",
+        module="qkernels.dense",
+        priority=20,
+        supports=_supports_dense,
+    ),
+    Kernel(
+        op="linear",
+        name="reference",
+        module="qkernels.reference",
+        priority=10,
+        supports=_supports_all,
+    ),
+    *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
+    *_rows("rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
+    *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
+    *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),
+    *_rows("apply_rope", "qkernels.elementwise", _needs_triton_on_gpu),
+    *_rows("write_kv_", "qkernels.elementwise", _needs_triton_on_gpu),
+)
+
+
+def rows(op: str) -> list[Kernel]:
+    """The rows of `op`, best first. Raises KernelError for an unknown operation."""
+    found = sorted((row for row in KERNELS if row.op == op), key=lambda row: -row.priority)
+    if not found:
+        known = ", ".join(dict.fromkeys(row.op for row in KERNELS))
+        raise KernelError(f"operation {op!r}", "unknown", f"known operations: {known}")
+    return found
+
+
+def explain(op: str, **problem: object) -> Explanation:
+    """Say of every row of `op` whether it is taken, and why. `problem`: the fields of Problem."""
+    asked = Problem(**problem)
+    explanation = Explanation()
+    taken = False
+    for row in rows(op):
+        reason = row.supports(asked)
+        if reason is None and asked.requested not in (None, row.name):
+            reason = f"{asked.requested} was asked for"
+        if reason is None and taken:
+            reason = "supported, but a row above is preferred"
+            explanation.append(Choice(row.name, False, reason))
+            continue
+        taken = taken or reason is None
+        explanation.append(Choice(row.name, reason is None, reason or "supported"))
+    return explanation
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(op: str, problem: Problem) -> Kernel:
+    """The row that does `op`. Raises KernelError where a kernel asked for by name cannot."""
+    candidates = rows(op)
+    if problem.requested is None:
+        return next(row for row in candidates if row.supports(problem) is None)
+    for row in candidates:
+        if row.name == problem.requested:
+            reason = row.supports(problem)
+            if reason is not None:
+                raise KernelError(f"kernel {row.name!r}", reason, "ask for no kernel by name")
+            return row
+    names = ", ".join(row.name for row in candidates)
+    raise KernelError(f"kernel {problem.requested!r}", f"unknown to {op}", f"known: {names}")
+
+
+@functools.lru_cache(maxsize=4096)
+def implementation(op: str, problem: Problem) -> Callable[..., object]:
+    """The function that does `op`, imported."""
+    return getattr(importlib.import_module(choose(op, problem).module), op)
+
+
+@functools.cache
+def linear_module(name: str) -> object:
+    """The module of one row of `linear`: it has `prepare_weight` and `linear`."""
+    row = next(row for row in rows("linear") if row.name == name)
+    return importlib.import_module(row.module)

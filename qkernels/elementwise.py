@@ -1,0 +1,228 @@
+"""Norms, activation, rotary embedding and KV write, one Triton kernel each. Knows no model.
+
+Each rounds where its twin in reference.py rounds. Legend: C channels, I intermediate size, T
+tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a page.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.launch import on_device
+from qkernels.tiles import ceil_div, power_of_two
+
+
+def _warps(block: int) -> int:
+    """Four channels at a time for each thread, 8 warps at most."""
+    return min(8, max(1, block // 256))
+
+
+def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """As ops.rms_norm."""
+    out, _ = _norm(x, None, weight_C, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.add_rms_norm."""
+    return _norm(x, residual.contiguous(), weight_C, eps)
+
+
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    C = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
+    block = power_of_two(C)
+    if x.numel():
+        with on_device(x):
+            _rms_norm[(x.numel() // C,)](
+                x, residual, weight_C, out, total, C, eps, BLOCK=block, num_warps=_warps(block)
+            )
+    return out, total
+
+
+@triton.jit
+def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, C, eps, BLOCK: tl.constexpr):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * C
+    c = tl.arange(0, BLOCK)
+    mask = c < C
+    x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+        # the model's residual stream is in DTYPE, and the norm sees it rounded
+        rounded = x.to(DTYPE)
+        tl.store(total_ptr + row + c, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(DTYPE)
+    weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + c, (weight * normed.to(tl.float32)).to(DTYPE), mask=mask)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As ops.silu_and_mul."""
+    x = x.contiguous()
+    width = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], width)
+    block = min(1024, power_of_two(width))
+    if out.numel():
+        with on_device(x):
+            _silu_and_mul[(out.numel() // width, ceil_div(width, block))](
+                x, out, width, BLOCK=block, num_warps=4
+            )
+    return out
+
+
+@triton.jit
+def _silu_and_mul(x_ptr, out_ptr, I, BLOCK: tl.constexpr):  # noqa: E741  I: the legend's name
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + row * 2 * I + c, mask=c < I, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * I + I + c, mask=c < I, other=0.0).to(tl.float32)
+    activated = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    tl.store(out_ptr + row * I + c, (activated * up).to(DTYPE), mask=c < I)
+
+
+def apply_rope(
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.apply_rope."""
+    T, H, D = q_THD.shape
+    J = k_TJD.shape[1]
+    q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()
+    k_TJD = k_TJD if k_TJD.stride(2) == 1 else k_TJD.contiguous()
+    q_out = q_THD.new_empty((T, H, D))
+    k_out = k_TJD.new_empty((T, J, D))
+    if T:
+        with on_device(q_THD):
+            _apply_rope[(T, H + J)](
+                q_THD,
+                k_TJD,
+                cos_sin.contiguous(),
+                positions_T.contiguous(),
+                q_out,
+                k_out,
+                *q_THD.stride()[:2],
+                *k_TJD.stride()[:2],
+                H=H,
+                J=J,
+                D=D,
+                PADDED_D=power_of_two(D),
+                WIDTH=cos_sin.shape[1],
+                num_warps=1,
+            )
+    return q_out, k_out
+
+
+@triton.jit
+def _apply_rope(
+    q_ptr,
+    k_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kj,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    HALF: tl.constexpr = WIDTH // 2
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, PADDED_D)
+    turns = d < WIDTH
+    partner = tl.where(d < HALF, d + HALF, tl.where(turns, d - HALF, d))
+    frequency = tl.where(d < HALF, d, d - HALF)
+    angle = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH + frequency
+    cos = tl.load(angle, mask=turns, other=1.0)
+    sin = tl.load(angle + HALF, mask=turns, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+    if head < H:
+        x_ptr = q_ptr + token * stride_qt + head * stride_qh
+        out_ptr = q_out_ptr + (token * H + head) * D
+    else:
+        x_ptr = k_ptr + token * stride_kt + (head - H) * stride_kj
+        out_ptr = k_out_ptr + (token * J + head - H) * D
+    x = tl.load(x_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    other = tl.load(x_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+    rotated = x * cos + other * sin
+    tl.store(out_ptr + d, rotated.to(q_ptr.dtype.element_ty), mask=d < D)
+
+
+def write_kv_(
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """As ops.write_kv_."""
+    T, J, D = k_TJD.shape
+    k_TJD = k_TJD if k_TJD.stride(2) == 1 else k_TJD.contiguous()
+    v_TJD = v_TJD if v_TJD.stride(2) == 1 else v_TJD.contiguous()
+    if T:
+        with on_device(k_TJD):
+            _write_kv[(T, J)](
+                k_TJD,
+                v_TJD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                slots_T.contiguous(),
+                *k_TJD.stride()[:2],
+                *v_TJD.stride()[:2],
+                *k_pages_PBJD.stride()[:3],
+                *v_pages_PBJD.stride()[:3],
+                B=k_pages_PBJD.shape[1],
+                D=D,
+                PADDED_D=power_of_two(D),
+                num_warps=1,
+            )
+
+
+@triton.jit
+def _write_kv(
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    slots_ptr,
+    stride_kt,
+    stride_kj,
+    stride_vt,
+    stride_vj,
+    stride_kp,
+    stride_kb,
+    stride_kpj,
+    stride_vp,
+    stride_vb,
+    stride_vpj,
+    B: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    d = tl.arange(0, PADDED_D)
+    page, offset = slot // B, slot % B
+    k = tl.load(k_ptr + token * stride_kt + head * stride_kj + d, mask=d < D)
+    v = tl.load(v_ptr + token * stride_vt + head * stride_vj + d, mask=d < D)
+    k_row = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
+    v_row = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
+    tl.store(k_row + d, k, mask=d < D)
+    tl.store(v_row + d, v, mask=d < D)

@@ -1,0 +1,23 @@
+"""What every Triton launch needs to know of its device. Knows no kernel."""
+
+import contextlib
+import functools
+
+import torch
+
+# In Triton's interpreter there are no SMs; any small number exercises the same choices.
+INTERPRETER_SM_COUNT = 4
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_SM_COUNT
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, whatever its arguments; make it the tensor's."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)

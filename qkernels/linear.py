@@ -1,0 +1,196 @@
+"""QuantLinear: a linear layer with quantized weights, as a torch module. Knows no model.
+
+Its state_dict is exactly what a GPTQ checkpoint stores for one linear. The kernel's own copy of the
+weight is made at the first forward and never saved. Legend: N outputs, K inputs, G groups.
+"""
+
+import torch
+from torch import nn
+
+from formats import gptq
+from formats.packed import PackedWeight
+from formats.scheme import Scheme
+from qkernels import ops
+from qkernels.errors import KernelError
+from qkernels.prepared import PreparedWeight
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + bias with W quantized. For inference: the weight has no gradient, x has one."""
+
+    def __init__(
+        self, in_features: int, out_features: int, scheme: str | Scheme, bias: bool = False
+    ) -> None:
+        """An empty layer, to be filled by load_state_dict."""
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = Scheme.parse(scheme)
+        self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
+        # made by prepare(), dropped whenever the buffers change
+        self._prepared: PreparedWeight | None = None
+        self._prepared_bias: torch.Tensor | None = None
+        self._released = False
+        for name, tensor in self._empty_tensors(torch.device("cpu")).items():
+            self.register_buffer(name, tensor)
+        empty_bias = torch.zeros(out_features, dtype=torch.float16) if bias else None
+        self.register_buffer("bias", empty_bias)
+
+    @classmethod
+    def from_float(
+        cls,
+        linear_or_weight: nn.Linear | torch.Tensor,
+        scheme: str | Scheme,
+        bias: torch.Tensor | None = None,
+        name: str = "weight",
+    ) -> "QuantLinear":
+        """Round to nearest, bit for bit as `qserve quantize --recipe rtn` does.
+
+        A torch Linear gives its own bias unless one is given; `name` is what errors call the layer.
+        """
+        weight_NK = linear_or_weight
+        if isinstance(linear_or_weight, nn.Linear):
+            weight_NK = linear_or_weight.weight
+            bias = linear_or_weight.bias if bias is None else bias
+        spec = Scheme.parse(scheme).weight
+        return cls.from_packed(PackedWeight.from_float(weight_NK.detach(), spec, name), bias)
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes_NK: torch.Tensor,
+        scales_NG: torch.Tensor,
+        zeros_NG: torch.Tensor | None = None,
+        *,
+        scheme: str | Scheme,
+        bias: torch.Tensor | None = None,
+    ) -> "QuantLinear":
+        """Take a solver's unsigned codes, scales and zero points untouched."""
+        spec = Scheme.parse(scheme).weight
+        return cls.from_packed(PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec), bias)
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
+        """Wrap a packed weight. Raises InputError where GPTQ v1 cannot store it."""
+        packed.check()
+        if bias is not None and bias.shape != (packed.out_features,):
+            raise KernelError("bias", f"expected [{packed.out_features}], found {list(bias.shape)}")
+        layer = cls(
+            packed.in_features,
+            packed.out_features,
+            Scheme(weight=packed.spec),
+            bias=bias is not None,
+        )
+        for name, tensor in gptq.encode(packed).items():
+            setattr(layer, name, tensor)
+        if bias is not None:
+            layer.bias = bias.detach().clone().to(packed.device)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] to [..., N], in x's dtype."""
+        prepared = self._prepared
+        if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
+            prepared = self.prepare(x.dtype, x.device)._prepared
+        return ops.linear(x, prepared, self._prepared_bias)
+
+    def prepare(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        release: bool = False,
+    ) -> "QuantLinear":
+        """Make the kernel's copy for activations of `dtype` on `device`; returns self.
+
+        A forward does it when needed, but must not while a CUDA graph is captured. `release` then
+        frees the GPTQ tensors; after that the layer can only run: no state_dict, packed or
+        dequantize.
+        """
+        # tensors made in inference mode could not serve a later forward that needs x's gradient
+        with torch.inference_mode(False), torch.no_grad():
+            self._prepared = ops.prepare_weight(self.packed(), dtype, device)
+            if self.bias is not None:
+                self._prepared_bias = self.bias.to(self._prepared.device, dtype)
+        if release:
+            self._released = True
+            for name in gptq.TENSOR_NAMES:
+                setattr(self, name, None)
+        return self
+
+    def packed(self) -> PackedWeight:
+        """The weight in memory form. Raises CheckpointError on an empty or damaged layer."""
+        self._check_not_released()
+        tensors = {name: getattr(self, name) for name in gptq.TENSOR_NAMES}
+        return gptq.decode(tensors, self.scheme.weight, "QuantLinear")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Weights [N, K] in `dtype`."""
+        return self.packed().dequantize(dtype)
+
+    def extra_repr(self) -> str:
+        kernel = "not prepared" if self._prepared is None else self._prepared.kernel
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" scheme={self.scheme}, bias={self.bias is not None}, kernel={kernel}"
+        )
+
+    def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """GPTQ tensors of the right shapes, and nothing in them."""
+        spec, N, K = self.scheme.weight, self.out_features, self.in_features
+        G = spec.num_groups(K)
+        return {
+            "qweight": torch.zeros(K * spec.bits // 32, N, dtype=torch.int32, device=device),
+            "qzeros": torch.zeros(G, N * spec.bits // 32, dtype=torch.int32, device=device),
+            "scales": torch.zeros(G, N, dtype=torch.float16, device=device),
+            "g_idx": torch.arange(K, dtype=torch.int32, device=device) // spec.group_length(K),
+        }
+
+    def _check_not_released(self) -> None:
+        if self._released:
+            raise KernelError(
+                "QuantLinear",
+                "its GPTQ tensors were released, so the layer can only run as it was prepared",
+                "prepare it without release=True",
+            )
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        self._check_not_released()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        if self._released:
+            self._released = False
+            for name, tensor in self._empty_tensors(self._prepared.device).items():
+                setattr(self, name, tensor)
+        # torch copies into the buffer and would round the file's scales to the buffer's dtype
+        for name in ("scales", "bias"):
+            own, stored = getattr(self, name), state_dict.get(prefix + name)
+            if own is not None and stored is not None and own.dtype != stored.dtype:
+                setattr(self, name, own.to(stored.dtype))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._prepared = self._prepared_bias = None
+
+    def _apply(self, fn, recurse=True) -> "QuantLinear":
+        """Follow .to() and .cuda() to a device, but keep every dtype: it is the checkpoint's."""
+        before = {"scales": self.scales, "bias": self.bias}
+        prepared = self._prepared
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new is not None and new.dtype != old.dtype:
+                setattr(self, name, old.to(new.device))
+        if self._released:
+            device = fn(torch.empty(0, dtype=torch.int32, device=prepared.device)).device
+            if device.type != prepared.device.type:
+                self._check_not_released()
+            self._prepared = prepared.to(device)
+            if self._prepared_bias is not None:
+                self._prepared_bias = self._prepared_bias.to(device)
+        else:
+            self._prepared = self._prepared_bias = None
+        return self
+
+    def __getstate__(self) -> dict:
+        """Copies and pickles leave out what can be made again."""
+        state = super().__getstate__()
+        return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}

@@ -1,0 +1,243 @@
+"""The operations that a model calls: each checks its arguments, then runs a kernel.
+
+Knows no kernel. Legend: M rows of x, K inputs, N outputs, G groups, T tokens of a step, R requests,
+H query heads, J KV heads, D head dim, P pages, B tokens of a page, X pages of a block table, C
+channels, I intermediate size. On a GPU no operation waits for the device, so all may be captured in
+a CUDA graph (the plain torch `paged_attention`, taken where triton is missing, is the one
+exception).
+"""
+
+import torch
+
+from formats.packed import PackedWeight
+from qkernels import dispatch
+from qkernels.dispatch import Problem
+from qkernels.errors import KernelError
+from qkernels.prepared import PreparedWeight
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def prepare_weight(
+    packed: PackedWeight,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    kernel: str | None = None,
+) -> PreparedWeight:
+    """Make one kernel's private copy of a weight. Pure: `packed` is untouched.
+
+    `dtype` is the activations'; `device` None means the weight's own. `kernel` names a row of
+    qkernels.dispatch instead of the best one. Raises KernelError where that row cannot run.
+    """
+    device = packed.device if device is None else torch.device(device)
+    if dtype not in dispatch.FLOAT_DTYPES:
+        raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")
+    problem = Problem(
+        device=device.type,
+        dtype=dtype,
+        requested=kernel,
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+    )
+    row = dispatch.choose("linear", problem)
+    return dispatch.linear_module(row.name).prepare_weight(packed, dtype, device)
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] times the weight's transpose, plus bias [N]: [..., N]."""
+    if x.ndim == 0 or x.shape[-1] != weight.in_features:
+        raise KernelError(
+            "linear x", f"expected [..., {weight.in_features}], found {list(x.shape)}"
+        )
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise KernelError(
+            "linear x",
+            f"expected {weight.dtype} on {weight.device}, found {x.dtype} on {x.device}",
+            "prepare the weight for this dtype and device",
+        )
+    if bias is not None:
+        _check("linear bias", bias, (weight.out_features,), (x.dtype,), x)
+    return dispatch.linear_module(weight.kernel).linear(x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of x [..., C] over its last dim, times weight [C]; float32 inside."""
+    _check_float("rms_norm x", x)
+    _check("rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    return _run("rms_norm", x)(x, weight_C, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (rms_norm(x + residual), x + residual), both new."""
+    _check_float("add_rms_norm x", x)
+    _check("add_rms_norm residual", residual, x.shape, (x.dtype,), x)
+    _check("add_rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    return _run("add_rms_norm", x)(x, residual, weight_C, eps)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for x [..., 2 I], gate beside up: [..., I]."""
+    _check_float("silu_and_mul x", x)
+    if x.shape[-1] % 2:
+        raise KernelError("silu_and_mul x", f"expected an even last dim, found {list(x.shape)}")
+    return _run("silu_and_mul", x)(x)
+
+
+def apply_rope(
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by their positions; both results are new.
+
+    `cos_sin` [max position, width] holds cos in its first half and sin in its second, float32;
+    `width` may be less than D, then the other channels pass through. Channels c and c + width/2
+    make a pair.
+    """
+    _check_float("apply_rope q", q_THD)
+    tokens, _, head_dim = _expect_ndim("apply_rope q", q_THD, 3)
+    _check("apply_rope k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
+    _check("apply_rope cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
+    if cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
+        raise KernelError(
+            "apply_rope cos_sin",
+            f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}",
+        )
+    _check("apply_rope positions", positions_T, (tokens,), INDEX_DTYPES, q_THD)
+    return _run("apply_rope", q_THD)(q_THD, k_TJD, cos_sin, positions_T)
+
+
+def write_kv_(
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Write keys and values into their slots of the pages, in place.
+
+    slot = page * B + offset; a token whose slot is -1 is padding and written nowhere. Slots differ.
+    """
+    _check_float("write_kv_ k", k_TJD)
+    tokens, heads, head_dim = _expect_ndim("write_kv_ k", k_TJD, 3)
+    _check("write_kv_ v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
+    _check("write_kv_ k_pages", k_pages_PBJD, (None, None, heads, head_dim), (k_TJD.dtype,), k_TJD)
+    _check("write_kv_ v_pages", v_pages_PBJD, k_pages_PBJD.shape, (k_TJD.dtype,), k_TJD)
+    _check("write_kv_ slots", slots_T, (tokens,), INDEX_DTYPES, k_TJD)
+    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
+        _check_dense_heads(f"write_kv_ {name}", pages)
+    _run("write_kv_", k_TJD)(k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    block_tables_RX: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    context_lengths_R: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_query_len: int,
+    max_context_len: int,
+) -> torch.Tensor:
+    """Causal attention of every request's query rows over its paged keys: [T, H, D].
+
+    block_tables  [R, X] int32: the pages of each request, in order
+    query_starts  [R + 1] int32: request r has the rows query_starts[r] .. query_starts[r + 1]
+    context_lengths [R] int32: keys that the request's last row sees, itself included
+    window        a row sees itself and the window - 1 keys before it; None: all before it
+    max_query_len, max_context_len  upper bounds that the host knows, so that nothing is read back
+
+    Row i of `count` stands at position context_length - count + i; its key must be in the pages
+    already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
+    """
+    _check_float("paged_attention q", q_THD)
+    _, heads, head_dim = _expect_ndim("paged_attention q", q_THD, 3)
+    pages_shape = (None, None, None, head_dim)
+    _check("paged_attention k_pages", k_pages_PBJD, pages_shape, (q_THD.dtype,), q_THD)
+    _check("paged_attention v_pages", v_pages_PBJD, k_pages_PBJD.shape, (q_THD.dtype,), q_THD)
+    if k_pages_PBJD.shape[2] == 0 or heads % k_pages_PBJD.shape[2]:
+        raise KernelError(
+            "paged_attention q",
+            f"expected heads divisible by the {k_pages_PBJD.shape[2]} KV heads, found {heads}",
+        )
+    requests = context_lengths_R.shape[0]
+    int32 = (torch.int32,)
+    _check("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)
+    _check("paged_attention query_starts", query_starts_R1, (requests + 1,), int32, q_THD)
+    _check("paged_attention context_lengths", context_lengths_R, (requests,), int32, q_THD)
+    if window is not None and window < 1:
+        raise KernelError("paged_attention window", f"expected None or at least 1, found {window}")
+    if max_context_len > block_tables_RX.shape[1] * k_pages_PBJD.shape[1]:
+        raise KernelError(
+            "paged_attention max_context_len",
+            f"{max_context_len} keys do not fit in {block_tables_RX.shape[1]} pages"
+            f" of {k_pages_PBJD.shape[1]}",
+        )
+    problem = Problem(
+        device=q_THD.device.type,
+        dtype=q_THD.dtype,
+        head_dim=head_dim,
+        page_size=k_pages_PBJD.shape[1],
+    )
+    return dispatch.implementation("paged_attention", problem)(
+        q_THD,
+        k_pages_PBJD,
+        v_pages_PBJD,
+        block_tables_RX,
+        query_starts_R1,
+        context_lengths_R,
+        scale=scale,
+        window=window,
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+    )
+
+
+def _run(op: str, x: torch.Tensor):
+    return dispatch.implementation(op, Problem(device=x.device.type, dtype=x.dtype))
+
+
+def _expect_ndim(name: str, tensor: torch.Tensor, ndim: int) -> torch.Size:
+    if tensor.ndim != ndim:
+        raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
+    return tensor.shape
+
+
+def _check_float(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in dispatch.FLOAT_DTYPES:
+        raise KernelError(name, f"expected float16, bfloat16 or float32, found {tensor.dtype}")
+
+
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    beside: torch.Tensor,
+) -> None:
+    """Raise KernelError unless shape (None: any), dtype and device (`beside`'s) are as expected."""
+    fits = tensor.ndim == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise KernelError(name, f"expected [{wanted}], found {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
+    if tensor.device != beside.device:
+        raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+
+
+def _check_dense_heads(name: str, pages: torch.Tensor) -> None:
+    if pages.stride(-1) != 1:
+        raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")

@@ -1,0 +1,223 @@
+"""Every operation of ops.py in plain torch, under the same name and signature: the CPU path.
+
+Legend: M rows of x, K inputs, N outputs, G groups, T tokens of a step, R requests, H query heads, J
+KV heads, D head dim, P pages, B tokens of a page, X pages of a block table, L keys, C channels, I
+intermediate size. No function except `paged_attention` makes the host wait for a GPU.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from formats import affine
+from formats.bits import unpack
+from formats.packed import PackedWeight
+from qkernels.prepared import PreparedWeight
+
+# Keys, and as many values, gathered at once for a batch of decode rows: what stays in a CPU's
+# cache. 64 rows of 512 keys, J 4, D 32, one thread: 8.5 ms at 2^20, 23 at 2^22, 15 at 2^16.
+GATHER_ELEMENTS = 2**20
+
+
+def prepare_weight(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Keep the packed words as they are; `linear` dequantizes on every call."""
+    packed = packed if device is None else packed.to(device)
+    return PreparedWeight(
+        kernel="reference",
+        tensors={"words": packed.words_NW, "scales": packed.scales_NG, "zeros": packed.zeros_NG},
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        dtype=dtype,
+    )
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] to [..., N]."""
+    tensors = weight.tensors
+    codes_NK = unpack(tensors["words"], weight.spec.bits)
+    weight_NK = affine.dequantize(codes_NK, tensors["scales"], tensors["zeros"])
+    return F.linear(x, weight_NK.to(weight.dtype), bias)
+
+
+def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dim, rounding where transformers' LlamaRMSNorm does."""
+    x_float = x.float()
+    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    return weight_C * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (rms_norm(x + residual), x + residual); the sum is rounded before it is normed."""
+    total = x + residual
+    return rms_norm(total, weight_C, eps), total
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where x [..., 2 I] is gate beside up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def apply_rope(
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the first cos_sin.shape[1] channels of each head, halves paired (NeoX), in float32."""
+    cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].chunk(2, dim=-1)
+    return _rotate(q_THD, cos_T1F, sin_T1F), _rotate(k_TJD, cos_T1F, sin_T1F)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def write_kv_(
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """Write each token's key and value into its slot, page * B + offset; slot -1 is padding."""
+    if not slots_T.numel():
+        return
+    # A mask would make the host wait for its length. Instead each padding token repeats the first
+    # real one, value and slot; without a real one, the old contents of slot 0 are written back.
+    valid_T = slots_T >= 0
+    tokens_T = torch.arange(slots_T.shape[0], device=slots_T.device)
+    source_T = torch.where(valid_T, tokens_T, valid_T.int().argmax())
+    slot_T = slots_T[source_T].long().clamp(min=0)
+    index = (slot_T // k_pages_PBJD.shape[1], slot_T % k_pages_PBJD.shape[1])
+    for pages, rows in ((k_pages_PBJD, k_TJD), (v_pages_PBJD, v_TJD)):
+        values = torch.where(valid_T.any(), rows[source_T].to(pages.dtype), pages[index])
+        pages.index_put_(index, values)
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    block_tables_RX: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    context_lengths_R: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_query_len: int,
+    max_context_len: int,
+) -> torch.Tensor:
+    """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
+
+    Row i of a request with `count` rows stands at position context_length - count + i and sees
+    itself and the `window` - 1 keys before it (None: all). Rows that see nothing, or that belong to
+    no request, are zero.
+    """
+    starts = query_starts_R1.tolist()
+    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    lengths = context_lengths_R.tolist()
+    out_THD = torch.zeros_like(q_THD)
+    decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
+    # one gather for rows of similar length wastes least on padding
+    decodes.sort(key=lambda r: lengths[r])
+    page_elements = k_pages_PBJD.shape[2] * k_pages_PBJD.shape[3]
+    while decodes:
+        longest = lengths[decodes[-1]] if window is None else min(window, lengths[decodes[-1]])
+        size = max(1, GATHER_ELEMENTS // (longest * page_elements))
+        batch, decodes = decodes[-size:], decodes[:-size]
+        rows = torch.tensor([starts[r] for r in batch], device=q_THD.device)
+        out_THD[rows] = _decode(
+            q_THD[rows],
+            k_pages_PBJD,
+            v_pages_PBJD,
+            block_tables_RX[batch],
+            context_lengths_R[batch],
+            longest,
+            scale,
+            window,
+        ).to(out_THD.dtype)
+    for r, count in enumerate(counts):
+        if count > 1 and lengths[r] > 0:
+            rows = slice(starts[r], starts[r] + count)
+            out_THD[rows] = _chunk(
+                q_THD[rows],
+                k_pages_PBJD,
+                v_pages_PBJD,
+                block_tables_RX[r],
+                lengths[r],
+                scale,
+                window,
+            ).to(out_THD.dtype)
+    return out_THD
+
+
+def _decode(
+    q_RHD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    block_tables_RX: torch.Tensor,
+    lengths_R: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One row for each request: the queries that share a KV head stand as rows of one product."""
+    lengths_R1 = lengths_R.long()[:, None]
+    first_R1 = (
+        torch.zeros_like(lengths_R1) if window is None else (lengths_R1 - window).clamp(min=0)
+    )
+    positions_RL = first_R1 + torch.arange(longest, device=q_RHD.device)
+    visible_RL = positions_RL < lengths_R1
+    positions_RL = positions_RL.minimum(lengths_R1 - 1)
+    page_size, num_kv_heads = k_pages_PBJD.shape[1:3]
+    index = (block_tables_RX.gather(1, positions_RL // page_size).long(), positions_RL % page_size)
+    q_RJQD = q_RHD.float().unflatten(1, (num_kv_heads, -1))
+    out_RJQD = F.scaled_dot_product_attention(
+        q_RJQD,
+        k_pages_PBJD[index].float().transpose(1, 2),
+        v_pages_PBJD[index].float().transpose(1, 2),
+        attn_mask=visible_RL[:, None, None],
+        scale=scale,
+    )
+    return out_RJQD.flatten(1, 2)
+
+
+def _chunk(
+    q_SHD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    block_table_X: torch.Tensor,
+    length: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The S last rows of one request, over the keys that any of them sees."""
+    count, num_kv_heads = q_SHD.shape[0], k_pages_PBJD.shape[2]
+    first = 0 if window is None else max(0, length - count - window + 1)
+    keys_L = torch.arange(first, length, device=q_SHD.device)
+    index = (block_table_X[keys_L // k_pages_PBJD.shape[1]].long(), keys_L % k_pages_PBJD.shape[1])
+    queries_S1 = torch.arange(length - count, length, device=q_SHD.device)[:, None]
+    visible_SL = keys_L <= queries_S1
+    if window is not None:
+        visible_SL &= keys_L > queries_S1 - window
+    k_JLD = k_pages_PBJD[index].float().transpose(0, 1)
+    v_JLD = v_pages_PBJD[index].float().transpose(0, 1)
+    q_JQSD = q_SHD.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    out_JQSD = F.scaled_dot_product_attention(
+        q_JQSD,
+        k_JLD[:, None].expand(-1, q_JQSD.shape[1], -1, -1),
+        v_JLD[:, None].expand(-1, q_JQSD.shape[1], -1, -1),
+        attn_mask=visible_SL,
+        scale=scale,
+    )
+    return torch.where(queries_S1[:, :, None] >= 0, out_JQSD.flatten(0, 1).transpose(0, 1), 0)

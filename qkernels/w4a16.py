@@ -1,0 +1,320 @@
+"""y = x W^T with 4-bit weights and 16-bit activations, in Triton. Knows no file format.
+
+The weight is the tensor core's left operand (y^T = W x^T): dequantized codes then stay in
+registers, and only x passes through shared memory. Codes are stored in the order of the register
+fragment, so unpacking moves nothing between threads (README.md has the picture).
+
+Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from formats.packed import PackedWeight
+from qkernels.launch import on_device, sm_count
+from qkernels.prepared import PreparedWeight
+from qkernels.tiles import (
+    LINEAR_COUNTERS,
+    LINEAR_TILE_N,
+    LINEAR_WORKSPACE_FLOATS,
+    LinearTile,
+    ceil_div,
+    linear_block_k,
+    linear_padded_n,
+    linear_tile,
+)
+
+# Or-ing a code q into this word's low bits gives a number exactly: 1024 + q in float16 (ten
+# mantissa bits), 128 + q in bfloat16 (seven). Both halves of a word are converted at once.
+MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
+MAGIC_VALUE = {torch.float16: 1024, torch.bfloat16: 128}
+
+
+def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Codes [N, K] to int32 words [N, K / 8], the private order.
+
+    Of 32 inputs in a row, word t = 0..3 holds input k = 16 i + 8 h + 2 t + e at bit 8 i + 4 h + 16
+    e, for i, h, e in {0, 1}.
+    """
+    codes_NKihte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 2, 4, 2))
+    words_NKt = torch.zeros_like(codes_NKihte[:, :, 0, 0, :, 0])
+    for i in range(2):
+        for h in range(2):
+            for e in range(2):
+                words_NKt |= codes_NKihte[:, :, i, h, :, e] << (8 * i + 4 * h + 16 * e)
+    return words_NKt.flatten(1)
+
+
+def prepare_weight(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Reorder into contiguous tiles of 64 outputs by one step of inputs.
+
+    Outputs are padded with code 0 and scale 0. An asymmetric weight's zeros are stored as the
+    number to subtract: magic value + zero, exact in `dtype`.
+    """
+    packed = packed if device is None else packed.to(device)
+    block_k = linear_block_k(packed.spec.group_length(packed.in_features))
+    words_NW = _pad_rows(fragment_order(packed.codes()))
+    words = words_NW.unflatten(1, (-1, block_k // 8)).unflatten(0, (-1, LINEAR_TILE_N))
+    tensors = {
+        "words": words.transpose(1, 2).contiguous(),  # [N/64, K/BK, 64, BK/8]
+        "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
+    }
+    if not packed.spec.symmetric:
+        tensors["offsets"] = _tiles_of_groups(packed.zeros_NG.to(dtype) + MAGIC_VALUE[dtype])
+    workspace(packed.device)
+    return PreparedWeight(
+        kernel="triton_w4a16",
+        tensors=tensors,
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        dtype=dtype,
+    )
+
+
+def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
+    missing = linear_padded_n(rows.shape[0]) - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+
+
+def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
+    return _pad_rows(values_NG).unflatten(0, (-1, LINEAR_TILE_N)).transpose(1, 2).contiguous()
+
+
+@functools.cache
+def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums and counters of split products, one pair for each device, kept for good.
+
+    A fixed size and place, so that captured CUDA graphs stay valid. Products on one device must
+    follow each other, on one stream. The kernel leaves every counter at zero.
+    """
+    partials = torch.empty(LINEAR_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
+    return partials, torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: LinearTile | None = None,
+) -> torch.Tensor:
+    """x [..., K] to [..., N]; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Differentiable.apply(x, weight, bias)
+    N, K = weight.out_features, weight.in_features
+    x_MK = x.reshape(-1, K).contiguous()
+    M = x_MK.shape[0]
+    if M == 0:
+        return x.new_empty(*x.shape[:-1], N)
+    group = weight.spec.group_length(K)
+    tile = tile or linear_tile(M, N, K, group, sm_count(x.device))
+    if tile is None:
+        return torch.nn.functional.linear(x, dequantize(weight), bias)
+    y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)
+    partials, counters = workspace(x.device)
+    block_k = linear_block_k(group)
+    grid = (linear_padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
+    with on_device(x):
+        _w4a16[grid](
+            x_MK,
+            weight.tensors["words"],
+            weight.tensors["scales"],
+            weight.tensors.get("offsets"),
+            bias,
+            y_MN,
+            partials,
+            counters,
+            M,
+            N,
+            K,
+            steps_of_group=group // block_k,
+            MAGIC=MAGIC_WORD[x.dtype],
+            OFFSET=MAGIC_VALUE[x.dtype] + weight.spec.symmetric_zero,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            BK=block_k,
+            TILE_N=LINEAR_TILE_N,
+            SPLIT=tile.split,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+        )
+    return y_MN.view(*x.shape[:-1], N)
+
+
+def dequantize(weight: PreparedWeight) -> torch.Tensor:
+    """The weight [N, K] in its activation dtype, rounded as PackedWeight.dequantize rounds."""
+    N, K = weight.out_features, weight.in_features
+    out_NK = torch.empty((N, K), dtype=weight.dtype, device=weight.device)
+    group = weight.spec.group_length(K)
+    block_k = linear_block_k(group)
+    with on_device(out_NK):
+        _dequantize_weight[(linear_padded_n(N) // LINEAR_TILE_N, K // block_k)](
+            weight.tensors["words"],
+            weight.tensors["scales"],
+            weight.tensors.get("offsets"),
+            out_NK,
+            N,
+            K,
+            steps_of_group=group // block_k,
+            MAGIC=MAGIC_WORD[weight.dtype],
+            OFFSET=MAGIC_VALUE[weight.dtype] + weight.spec.symmetric_zero,
+            BK=block_k,
+            TILE_N=LINEAR_TILE_N,
+            num_warps=4,
+        )
+    return out_NK
+
+
+class _Differentiable(torch.autograd.Function):
+    """The gradient for x, so that a frozen quantized layer may stand inside a trained model."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.weight = weight
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ dequantize(ctx.weight), None, None
+
+
+@triton.jit
+def _unpack(words, MAGIC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):
+    """Words [BN, BK/8] to [BN, BK] of magic value + code. Reads and writes registers only."""
+    p0 = (words & 0x000F000F) | MAGIC
+    p1 = ((words >> 4) & 0x000F000F) | MAGIC
+    p2 = ((words >> 8) & 0x000F000F) | MAGIC
+    p3 = ((words >> 12) & 0x000F000F) | MAGIC
+    low0 = (p0 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    low1 = (p1 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    low2 = (p2 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    low3 = (p3 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    high0 = (p0 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    high1 = (p1 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    high2 = (p2 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    high3 = (p3 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    i0 = tl.join(tl.join(low0, high0), tl.join(low1, high1))
+    i1 = tl.join(tl.join(low2, high2), tl.join(low3, high3))
+    # [BN, BK/32, t, e, h, i] -> [BN, BK/32, i, h, t, e]
+    values = tl.join(i0, i1).reshape(BN, BK // 32, 4, 2, 2, 2)
+    return values.trans(0, 1, 5, 4, 2, 3).reshape(BN, BK)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _w4a16(
+    x_ptr,  # [M, K]
+    words_ptr,  # [N/64, K/BK, 64, BK/8]
+    scales_ptr,  # [N/64, G, 64]
+    offsets_ptr,  # [N/64, G, 64] or None
+    bias_ptr,  # [N] or None
+    y_ptr,  # [M, N]
+    partials_ptr,  # [SPLIT, M, N]
+    counters_ptr,  # zero, one for each output tile
+    M,
+    N,
+    K,
+    steps_of_group,
+    MAGIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    tile_n, part, tile_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = tile_m * BM + tl.arange(0, BM)
+    row = tl.arange(0, BN)
+    n = tile_n * BN + row
+    steps = K // BK
+    groups = steps // steps_of_group
+    first = part * steps // SPLIT
+    last = (part + 1) * steps // SPLIT
+    # the stored tile and the row in it: BN may span two stored tiles
+    stored_tile = tile_n * (BN // TILE_N) + row // TILE_N
+    stored_row = row % TILE_N
+    x_ptrs = x_ptr + m[None, :] * K + (first * BK + tl.arange(0, BK))[:, None]
+    words_rows = ((stored_tile * steps + first) * TILE_N + stored_row) * (BK // 8)
+    words_ptrs = words_ptr + words_rows[:, None] + tl.arange(0, BK // 8)[None, :]
+    group_rows = stored_tile * groups * TILE_N + stored_row
+
+    total = tl.zeros((BN, BM), tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        x = tl.load(x_ptrs, mask=m[None, :] < M, other=0.0)  # [BK, BM]
+        words = tl.load(words_ptrs, eviction_policy="evict_first")  # [BN, BK/8]
+        group = group_rows + step // steps_of_group * TILE_N
+        scale = tl.load(scales_ptr + group).to(tl.float32)  # [BN]
+        values = _unpack(words, MAGIC, BN, BK, DTYPE)
+        # the subtraction is exact, so W's only rounding is the accumulator's
+        if offsets_ptr is None:
+            codes = values - OFFSET
+        else:
+            codes = values - tl.load(offsets_ptr + group)[:, None]
+        total += tl.dot(codes.to(DTYPE), x) * scale[:, None]
+        x_ptrs += BK
+        words_ptrs += TILE_N * (BK // 8)
+
+    inside = (m[None, :] < M) & (n[:, None] < N)
+    y_ptrs = y_ptr + m[None, :] * N + n[:, None]
+    if SPLIT == 1:
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(y_ptrs, total.to(DTYPE), mask=inside)
+    else:
+        partials_ptrs = partials_ptr + m[None, :] * N + n[:, None]
+        tl.store(partials_ptrs + part * M * N, total, mask=inside)
+        # every thread's partial sums are out before one thread counts the block in
+        tl.debug_barrier()
+        counter = counters_ptr + tile_m * tl.num_programs(0) + tile_n
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
+            # the last block adds all parts in order, so the bits do not depend on who came last
+            total = tl.zeros((BN, BM), tl.float32)
+            for i in tl.static_range(SPLIT):
+                # .cg: other SMs wrote these, and this SM's L1 does not know
+                total += tl.load(
+                    partials_ptrs + i * M * N, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(y_ptrs, total.to(DTYPE), mask=inside)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _dequantize_weight(
+    words_ptr,
+    scales_ptr,
+    offsets_ptr,
+    out_ptr,  # [N, K]
+    N,
+    K,
+    steps_of_group,
+    MAGIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    tile, step = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, TILE_N)
+    steps = K // BK
+    word = ((tile * steps + step) * TILE_N + row)[:, None] * (BK // 8)
+    words = tl.load(words_ptr + word + tl.arange(0, BK // 8)[None, :])
+    group = (tile * (steps // steps_of_group) + step // steps_of_group) * TILE_N + row
+    scale = tl.load(scales_ptr + group).to(tl.float32)
+    values = _unpack(words, MAGIC, TILE_N, BK, DTYPE).to(tl.float32)
+    if offsets_ptr is None:
+        codes = values - OFFSET
+    else:
+        codes = values - tl.load(offsets_ptr + group).to(tl.float32)[:, None]
+    n = (tile * TILE_N + row).to(tl.int64)[:, None]
+    k = step * BK + tl.arange(0, BK)[None, :]
+    tl.store(out_ptr + n * K + k, (codes * scale[:, None]).to(DTYPE), mask=n < N)

@@ -1,0 +1,165 @@
+"""Compile the kernels for sm_90 without a GPU and print what the machine code uses, as JSON lines.
+
+Run by test_compile.py in a process of its own: where Triton interprets, it cannot compile.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qkernels import paged_attention, w4a16
+from qkernels.tiles import attention_tile, linear_tile
+
+BF16 = "*bf16"
+
+
+def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict) -> dict:
+    """`pointers` and `scalars` map argument names to types; constants includes absent pointers."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = pointers.get(name) or scalars.get(name) or "constexpr"
+        aligned = name in pointers or name in ("N", "K") or name.startswith("stride_")
+        if signature[name] != "constexpr" and aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return facts(compiled)
+
+
+def facts(compiled) -> dict:
+    found = {
+        "shared": compiled.metadata.shared,
+        "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+        "local_in_ptx": bool(re.search(r"\.local\s", compiled.asm["ptx"])),
+    }
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if cuobjdump.exists():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage = _run(cuobjdump, "--dump-resource-usage", file.name)
+            sass = _run(cuobjdump, "--dump-sass", file.name)
+        found["registers"] = int(re.search(r"REG:(\d+)", usage).group(1))
+        found["local"] = int(re.search(r"LOCAL:(\d+)", usage).group(1))
+        found["stack"] = int(re.search(r"STACK:(\d+)", usage).group(1))
+        found["spill_stores"] = len(re.findall(r"\bSTL\b", sass))
+        found["hgmma"] = len(re.findall(r"\bHGMMA\b", sass))
+        found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
+    return found
+
+
+def _run(*command) -> str:
+    return subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def linear_case(M: int, N: int, K: int, group: int, symmetric: bool) -> dict:
+    tile = linear_tile(M, N, K, group, 132)
+    pointers = {
+        "x_ptr": BF16,
+        "words_ptr": "*i32",
+        "scales_ptr": "*fp16",
+        "y_ptr": BF16,
+        "partials_ptr": "*fp32",
+        "counters_ptr": "*i32",
+    }
+    if not symmetric:
+        pointers["offsets_ptr"] = BF16
+    constants = {
+        "MAGIC": 0x43004300,
+        "OFFSET": 136,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "BK": min(128, group),
+        "TILE_N": 64,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+        "bias_ptr": None,
+        "steps_of_group": 1,
+    }
+    if symmetric:
+        constants["offsets_ptr"] = None
+    scalars = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_warps": tile.warps}
+    return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
+
+
+def dequantize_case() -> dict:
+    pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": BF16}
+    scalars = {"N": "i32", "K": "i32"}
+    constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BK": 128, "TILE_N": 64}
+    constants |= {"offsets_ptr": None, "steps_of_group": 1}
+    kernel = w4a16._dequantize_weight
+    return compile_kernel(kernel, pointers, scalars, constants, {"num_warps": 4})
+
+
+def attention_case(
+    requests: int, query: int, D: int, group: int, window: int = 0, dtype: str = BF16
+) -> dict:
+    tile = attention_tile(
+        num_requests=requests,
+        num_kv_heads=8,
+        heads_per_kv_head=group,
+        head_dim=D,
+        element_size=4 if dtype == "*fp32" else 2,
+        max_query_len=query,
+        max_context_len=8192,
+        window=window or None,
+        sm_count=132,
+    )
+    pointers = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "tables_ptr": "*i32"}
+    pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": dtype}
+    constants = {
+        "H": 8 * group,
+        "GROUP": group,
+        "PADDED_GROUP": tile.block_m // tile.block_q,
+        "D": D,
+        "PADDED_D": 1 << math.ceil(math.log2(D)),
+        "B": 16,
+        "WINDOW": window,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_Q": tile.block_q,
+        "KEYS": tile.keys,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+    }
+    if tile.split > 1:
+        pointers |= {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
+    else:
+        constants |= {"partials_ptr": None, "sums_ptr": None}
+    scalars = {"R": "i32", "T": "i32", "scale_log2": "fp32", "stride_table": "i32"}
+    scalars |= {
+        name: "i32" for name in paged_attention._paged_attention.arg_names if "stride" in name
+    }
+    kernel, options = paged_attention._paged_attention, {"num_warps": tile.warps}
+    return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
+
+
+CASES = {
+    "linear M=1": lambda: linear_case(1, 4096, 4096, 128, True),
+    "linear M=1 asymmetric": lambda: linear_case(1, 4096, 4096, 128, False),
+    "linear M=32": lambda: linear_case(32, 6144, 4096, 128, True),
+    "linear M=64 group 32": lambda: linear_case(64, 4096, 4096, 32, True),
+    "linear M=64 wide": lambda: linear_case(64, 28672, 4096, 128, True),
+    "linear M=256": lambda: linear_case(256, 4096, 14336, 128, True),
+    "dequantize": dequantize_case,
+    "attention decode, split": lambda: attention_case(1, 1, 128, 4),
+    "attention decode, many": lambda: attention_case(256, 1, 128, 4),
+    "attention chunk": lambda: attention_case(2, 2048, 128, 4),
+    "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
+    "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
+    "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),
+}
+
+if __name__ == "__main__":
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps({"case": case} | CASES[case]()), flush=True)

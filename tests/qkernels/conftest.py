@@ -1,0 +1,103 @@
+"""Where the kernel tests run, and what they share.
+
+The files test_kernel_*.py launch Triton kernels. With a GPU they run compiled, marked gpu. Without
+one they need Triton's interpreter, which must be chosen before triton is imported anywhere in the
+process, so test_interpreter.py runs them in processes of their own and they are not collected here.
+"""
+
+import os
+
+import pytest
+import torch
+
+from formats.bits import pack
+from formats.packed import PackedWeight
+from formats.scheme import QuantSpec
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
+
+collect_ignore_glob = [] if ON_GPU or INTERPRETED else ["test_kernel_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ON_GPU and item.path.name.startswith("test_kernel_"):
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`half`: the 16-bit dtypes that run here. `dtype`: float32 as well."""
+    # the interpreter has no bfloat16 arithmetic
+    half = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
+    for name, dtypes in (("half", half), ("dtype", [*half, torch.float32])):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, dtypes, ids=[str(d).removeprefix("torch.") for d in dtypes])
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+
+@pytest.fixture
+def make_weight(device):
+    """Random packed weights: signed scales, and where asymmetric zeros over the whole range."""
+
+    def make(N: int, K: int, group: int, symmetric: bool = True, spread: float = 1) -> PackedWeight:
+        spec = QuantSpec(bits=4, symmetric=symmetric, group_size=group)
+        generator = torch.Generator().manual_seed(N + K)
+        G = spec.num_groups(K)
+        codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
+        scales = 2 ** (torch.rand(N, G, generator=generator) * spread - 8)
+        scales *= torch.randint(0, 2, (N, G), generator=generator) * 2 - 1
+        zeros = torch.full((N, G), 8, dtype=torch.uint8)
+        if not symmetric:
+            zeros = torch.randint(0, 16, (N, G), dtype=torch.uint8, generator=generator)
+            zeros[0], zeros[-1] = 0, 15
+            codes[0], codes[-1] = 15, 0
+        # from_codes would refuse N that GPTQ cannot pack; the kernel takes any multiple of 8
+        return PackedWeight(
+            words_NW=pack(codes, 4),
+            scales_NG=scales.half(),
+            zeros_NG=zeros,
+            spec=spec,
+            in_features=K,
+        ).to(device)
+
+    return make
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Every uninitialised tensor holds NaN, so an element that is never written shows."""
+
+    def poisoned(create):
+        def create_poisoned(*args, **kwargs):
+            tensor = create(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return create_poisoned
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def assert_close():
+    """Frobenius error of `got` relative to `want`; prints what it measured."""
+
+    def check(name: str, want: torch.Tensor, got: torch.Tensor, ratio: float) -> None:
+        assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, not {list(want.shape)}"
+        want, got = want.double().cpu(), got.double().cpu()
+        error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+        print(f"{name}: relative error {error:.2e}, allowed {ratio:.0e}")
+        assert error <= ratio, f"{name}: relative error {error:.2e} over {ratio:.0e}"
+
+    return check
+
+
+@pytest.fixture
+def tolerance():
+    """Relative Frobenius error that a result in `dtype` may have: a few times its rounding."""
+    return {torch.float16: 2e-3, torch.bfloat16: 5e-3, torch.float32: 2e-6}.__getitem__

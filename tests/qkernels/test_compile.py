@@ -1,0 +1,53 @@
+"""What the kernels become on sm_90, seen without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SHARED_MEMORY = 227 * 1024  # of one block on sm_90
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, dict]:
+    pytest.importorskip("triton")
+    environment = os.environ | {
+        "PYTHONPATH": str(HERE.parent.parent),
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, str(HERE / "compile_offline.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    cases = [json.loads(line) for line in result.stdout.splitlines()]
+    print(result.stdout)
+    return {case.pop("case"): case for case in cases}
+
+
+def test_no_kernel_spills_or_overfills_shared_memory(compiled):
+    assert compiled
+    for name, facts in compiled.items():
+        assert facts["shared"] <= SHARED_MEMORY, name
+        assert not facts["local_in_ptx"], name
+        spilled = {k: facts.get(k, 0) for k in ("local", "stack", "spill_stores")}
+        assert not any(spilled.values()), f"{name}: {spilled}"
+
+
+def test_products_use_the_warpgroup_instruction(compiled):
+    for name, facts in compiled.items():
+        if name.startswith(("linear", "attention chunk")):
+            assert facts["wgmma"] and facts.get("hgmma", 1), name
+
+
+def test_few_requests_split_the_context(compiled):
+    assert compiled["attention decode, split"]["split"] > 1
+    assert compiled["attention decode, many"]["split"] == 1

@@ -1,0 +1,192 @@
+"""What only a GPU shows: real shapes, CUDA graphs, launches that follow each other."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from formats.packed import PackedWeight
+from formats.scheme import QuantSpec
+from qkernels import QuantLinear, ops, reference
+from qkernels.tiles import LINEAR_MAX_ROWS
+
+w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+
+pytestmark = pytest.mark.gpu
+
+LLAMA_3_8B = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+
+
+def random_weight(N, K, symmetric=True, group=128):
+    spec = QuantSpec(bits=4, symmetric=symmetric, group_size=group)
+    generator = torch.Generator("cuda").manual_seed(N + K)
+    G = spec.num_groups(K)
+    words = torch.randint(
+        -(2**31), 2**31, (N, K // 8), dtype=torch.int32, device="cuda", generator=generator
+    )
+    scales = (torch.rand(N, G, device="cuda", generator=generator) + 0.5) / 512
+    zeros = torch.full((N, G), 8, dtype=torch.uint8, device="cuda")
+    if not symmetric:
+        zeros.random_(0, 16, generator=generator)
+    return PackedWeight(
+        words_NW=words, scales_NG=scales.half(), zeros_NG=zeros, spec=spec, in_features=K
+    )
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("shape", LLAMA_3_8B)
+def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
+    N, K = LLAMA_3_8B[shape]
+    packed = random_weight(N, K, symmetric)
+    weight = ops.prepare_weight(packed, half)
+    assert weight.kernel == "triton_w4a16"
+    weight_NK = packed.dequantize(torch.float64)
+    for M in (1, 16, 17, 64, 129, 256, 257):
+        x = torch.randn(M, K, device="cuda").to(half)
+        got = ops.linear(x, weight)
+        want = x.double() @ weight_NK.t()
+        assert_close(f"{shape} M={M}", want, got, tolerance(half))
+        assert torch.equal(got, ops.linear(x, weight)), "equal inputs, equal bits"
+    assert not w4a16.workspace(torch.device("cuda", 0))[1].any()
+
+
+@pytest.mark.parametrize("M", [1, 16, 64, 200, 300])
+def test_linear_in_a_cuda_graph(half, M):
+    """Replayed with new inputs, split parts and counters must start afresh."""
+    layer = QuantLinear.from_packed(random_weight(4096, 4096)).prepare(half, "cuda")
+    x = torch.randn(M, 4096, device="cuda").to(half)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(layer(x))
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        if M <= LINEAR_MAX_ROWS:
+            assert torch.equal(y, layer(layer(x)))
+        else:  # the library may choose another algorithm inside a graph
+            torch.testing.assert_close(y, layer(layer(x)), rtol=1e-2, atol=1e-2)
+
+
+def test_products_of_different_shapes_share_the_workspace(half):
+    weights = [ops.prepare_weight(random_weight(*shape), half) for shape in LLAMA_3_8B.values()]
+    x = [torch.randn(3, weight.in_features, device="cuda").to(half) for weight in weights]
+    alone = []
+    for row, weight in zip(x, weights, strict=True):
+        alone.append(ops.linear(row, weight))
+        torch.cuda.synchronize()
+    for _ in range(20):
+        together = [ops.linear(row, weight) for row, weight in zip(x, weights, strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_release_frees_memory():
+    layer = QuantLinear.from_packed(random_weight(4096, 4096))
+    x = torch.randn(2, 4096, device="cuda", dtype=torch.bfloat16)
+    want = layer(x)
+    layer.prepare(torch.bfloat16, release=True)
+    assert torch.equal(layer(x), want)
+    assert layer.extra_repr().endswith("kernel=triton_w4a16")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fallback_keeps_the_weight_packed(assert_close, bits):
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=16)
+    packed = PackedWeight.from_float(torch.randn(64, 64, device="cuda"), spec)
+    weight = ops.prepare_weight(packed, torch.bfloat16)
+    assert weight.kernel == "reference"
+    x = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)
+    want = x.double() @ packed.dequantize(torch.float64).t()
+    assert_close("fallback", want, ops.linear(x, weight), 1e-2)
+
+
+def attention_inputs(counts, lengths, H, J, D, B, dtype):
+    R, X = len(counts), -(-max(lengths) // B)
+    pages = torch.randn(R * X, B, 2, J, D, device="cuda").to(dtype)
+    tables = torch.randperm(R * X, device="cuda").view(R, X).int()
+    starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    q = torch.randn(sum(counts), H, D, device="cuda").to(dtype)
+    return (q, *pages.unbind(2), tables, starts, torch.tensor(lengths, device="cuda").int())
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize(
+    "counts, lengths",
+    [
+        ([1], [8192]),
+        ([1] * 64, [1 + 61 * r for r in range(64)]),
+        ([512, 1, 1, 300], [512, 4000, 33, 2048]),
+    ],
+    ids=["one long", "64 decodes", "mixed"],
+)
+@pytest.mark.parametrize("H, J, D", [(32, 8, 128), (28, 4, 128), (16, 2, 256), (8, 8, 64)])
+def test_attention_shapes(assert_close, tolerance, dtype, poison, H, J, D, counts, lengths, window):
+    inputs = attention_inputs(counts, lengths, H, J, D, 16, dtype)
+    shared = {
+        "scale": D**-0.5,
+        "window": window,
+        "max_query_len": max(counts),
+        "max_context_len": max(lengths),
+    }
+    got = ops.paged_attention(*inputs, **shared)
+    exact = [t.float() if t.is_floating_point() else t for t in inputs]
+    # the other backends may round float32 to tf32
+    with sdpa_kernel(SDPBackend.MATH):
+        want = reference.paged_attention(*exact, **shared)
+    assert_close("attention", want, got, tolerance(dtype))
+
+
+def test_a_captured_decode_step_follows_its_inputs(half):
+    """Lengths, tables and slots change between replays; only the maxima are frozen."""
+    R, H, J, D, B, X = 8, 8, 2, 64, 16, 64
+    pages = torch.zeros(R * X, 2, B, J, D, device="cuda", dtype=half)
+    k_pages, v_pages = pages.unbind(1)
+    tables = torch.arange(R * X, device="cuda").view(R, X).int()
+    starts = torch.arange(R + 1, device="cuda").int()
+    lengths = torch.ones(R, device="cuda", dtype=torch.int32)
+    positions, slots = (torch.zeros(R, device="cuda", dtype=torch.int64) for _ in range(2))
+    angle = torch.rand(B * X, D // 2, device="cuda") * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
+    x = torch.randn(R, (H + 2 * J) * D, device="cuda", dtype=half)
+    norm = torch.ones(D, device="cuda", dtype=half)
+
+    def step(module):
+        q, k, v = x.view(R, -1, D).split([H, J, J], dim=1)
+        q, k = module.rms_norm(q, norm, 1e-5), module.rms_norm(k, norm, 1e-5)
+        q, k = module.apply_rope(q, k, cos_sin, positions)
+        module.write_kv_(k, v, k_pages, v_pages, slots)
+        out = module.paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            tables,
+            starts,
+            lengths,
+            scale=D**-0.5,
+            window=None,
+            max_query_len=1,
+            max_context_len=B * X,
+        )
+        return module.silu_and_mul(out.flatten(1))
+
+    step(ops)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(ops)
+    pages.zero_()
+    for length in (1, 17, 40, 900):
+        x.normal_()
+        pages.normal_()
+        lengths.copy_(torch.arange(length, length + R))
+        positions.copy_(lengths - 1)
+        slots.copy_(tables.gather(1, (positions // B)[:, None])[:, 0] * B + positions % B)
+        slots[3] = -1
+        graph.replay()
+        got, saved = out.clone(), pages.clone()
+        want = step(reference)
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(saved, pages, rtol=2e-2, atol=2e-2)

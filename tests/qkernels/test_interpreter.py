@@ -1,0 +1,31 @@
+"""Run the kernel tests in Triton's interpreter, each file in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in HERE.glob("test_kernel_*.py"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel tests run compiled here")
+@pytest.mark.parametrize("file", FILES)
+def test_kernels_in_the_interpreter(file):
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    environment.pop("PYTEST_ADDOPTS", None)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", str(HERE / file), "-x", "-p", "no:cacheprovider"],
+        cwd=HERE.parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout[-2000:]

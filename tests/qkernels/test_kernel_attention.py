@@ -1,0 +1,135 @@
+"""Paged attention in Triton against float64: in the interpreter on a CPU, compiled on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qkernels import paged_attention
+from qkernels.launch import sm_count
+from qkernels.tiles import attention_tile
+
+
+def exact(q, k, v, count, length, scale, window):
+    """One request in float64, head by head."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(count, *q.shape[1:], dtype=torch.float64)
+    for i in range(count):
+        position = length - count + i
+        first = 0 if window is None else max(0, position - window + 1)
+        if position < 0:
+            continue
+        for head in range(q.shape[1]):
+            keys, values = (t[first : position + 1, head // group].double() for t in (k, v))
+            out[i, head] = (keys @ q[i, head].double() * scale).softmax(0) @ values
+    return out
+
+
+@pytest.fixture
+def check(assert_close, tolerance, device, poison):
+    def run(counts, lengths, H, J, D, B, dtype, window=None, split=None, interleaved=False):
+        generator = torch.Generator().manual_seed(D + B + len(counts))
+        R, T = len(counts), sum(counts)
+        X = max(1, -(-max(lengths) // B))
+        # pages and tails that belong to nobody hold NaN: reading one shows
+        pages = torch.full((R * X + 2, B, 2, J, D), float("nan"))
+        tables = torch.randperm(R * X + 2, generator=generator)[: R * X].view(R, X).int()
+        keys, values = [], []
+        for r, length in enumerate(lengths):
+            kv = torch.randn(length, 2, J, D, generator=generator).to(dtype)
+            keys.append(kv[:, 0])
+            values.append(kv[:, 1])
+            t = torch.arange(length)
+            pages[tables[r, t // B].long(), t % B] = kv.float()
+            # entries beyond the context are stale
+            tables[r, -(-length // B) :] = -7
+        qkv = torch.randn(T, H + 2, D, generator=generator).to(dtype)
+        q = qkv[:, :H]  # strided, as a slice of a fused projection is
+        pages = pages.to(device, dtype)
+        k_pages, v_pages = pages.unbind(2)
+        if not interleaved:
+            k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        shared = {"window": window, "max_query_len": max(counts), "max_context_len": max(lengths)}
+        tile = attention_tile(
+            num_requests=R,
+            num_kv_heads=J,
+            heads_per_kv_head=H // J,
+            head_dim=D,
+            element_size=dtype.itemsize,
+            sm_count=sm_count(device),
+            **shared,
+        )
+        got = paged_attention.paged_attention(
+            qkv.to(device)[:, :H],
+            k_pages,
+            v_pages,
+            tables.to(device),
+            starts.to(device),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            scale=D**-0.5,
+            **shared,
+            tile=tile if split is None else replace(tile, split=split),
+        )
+        want = [
+            exact(q[start : start + count], k, v, count, length, D**-0.5, window)
+            for start, count, length, k, v in zip(
+                starts, counts, lengths, keys, values, strict=False
+            )
+        ]
+        assert_close("paged attention", torch.cat(want), got, tolerance(dtype))
+        return got
+
+    return run
+
+
+def test_chunks_and_decodes_in_one_batch(check, dtype):
+    check([1, 5, 1, 30, 2], [40, 5, 7, 70, 33], 4, 2, 32, 16, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 65, 1000])
+def test_window_edges(check, dtype, window):
+    check([1, 9, 1], [200, 80, 3], 4, 1, 32, 32, dtype, window)
+
+
+@pytest.mark.parametrize("D", [16, 24, 80, 128, 256])
+def test_head_dims(check, dtype, D):
+    check([2, 1], [20, 37], 2, 1, D, 16, dtype)
+
+
+@pytest.mark.parametrize("H, J", [(1, 1), (3, 3), (7, 1), (14, 2), (16, 1), (24, 1)])
+def test_query_heads_per_kv_head(check, dtype, H, J):
+    check([1, 4], [19, 21], H, J, 16, 16, dtype)
+
+
+@pytest.mark.parametrize("B", [16, 32, 64, 128])
+def test_page_sizes_around_their_edges(check, dtype, B):
+    check([1, 1, 1, 3], [B - 1, B, B + 1, 2 * B + 1], 2, 1, 16, B, dtype)
+
+
+@pytest.mark.parametrize("split", [2, 8])
+@pytest.mark.parametrize("window", [None, 50])
+def test_parts_of_a_context_merge(check, dtype, split, window):
+    """Contexts of one key to hundreds: some parts are empty."""
+    check([1, 1, 1, 1], [300, 1, 65, 129], 4, 2, 32, 16, dtype, window, split)
+
+
+def test_parts_of_a_context_merge_for_several_rows(check, dtype):
+    check([3, 1, 2], [130, 64, 200], 4, 2, 32, 16, dtype, 70, 4)
+
+
+def test_keys_and_values_interleaved_in_one_tensor(check, dtype):
+    check([1, 3], [20, 40], 2, 2, 16, 16, dtype, interleaved=True)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_requests_without_rows_or_keys(check, half, split):
+    """A captured graph's batch is padded with such requests."""
+    got = check([0, 1, 0, 1, 0], [5, 20, 0, 0, 9], 2, 1, 16, 16, half, None, split)
+    assert not got[1].any()
+
+
+def test_rows_of_one_request_are_independent_of_the_batch(check, half):
+    alone = check([4], [50], 2, 1, 16, 16, half)
+    assert torch.isfinite(alone).all()
+    assert torch.equal(alone, check([4], [50], 2, 1, 16, 16, half)), "equal inputs, equal bits"

@@ -1,0 +1,60 @@
+"""Norm, activation, rope and KV-write kernels against their torch twins."""
+
+import pytest
+import torch
+
+from qkernels import elementwise, reference
+
+
+@pytest.fixture
+def randn(device, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (2, 5, 48)])
+def test_rms_norm(randn, assert_close, tolerance, dtype, poison, shape):
+    x, weight = randn(*shape), randn(shape[-1])
+    want = reference.rms_norm(x, weight, 1e-5)
+    assert_close("rms_norm", want, elementwise.rms_norm(x, weight, 1e-5), tolerance(dtype))
+    got, total = elementwise.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
+    want, want_total = reference.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
+    assert_close("add_rms_norm", want, got, tolerance(dtype))
+    assert torch.equal(total, want_total)
+
+
+def test_rms_norm_of_a_slice(randn, assert_close, tolerance, dtype):
+    """Query heads inside a fused projection."""
+    qkv, weight = randn(3, 6, 32), randn(32)
+    want = reference.rms_norm(qkv[:, :4], weight, 1e-6)
+    assert_close("slice", want, elementwise.rms_norm(qkv[:, :4], weight, 1e-6), tolerance(dtype))
+
+
+@pytest.mark.parametrize("width", [24, 1025])
+def test_silu_and_mul(randn, assert_close, tolerance, dtype, poison, width):
+    x = randn(3, 2 * width)
+    want = reference.silu_and_mul(x)
+    assert_close("silu_and_mul", want, elementwise.silu_and_mul(x), tolerance(dtype))
+
+
+@pytest.mark.parametrize("D, width", [(32, 32), (80, 80), (64, 16)])
+def test_rope(randn, assert_close, tolerance, device, dtype, poison, D, width):
+    qkv = randn(5, 8, D)
+    angle = torch.rand(40, width // 2) * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
+    positions = torch.tensor([0, 39, 7, 7, 12], device=device)
+    want = reference.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
+    got = elementwise.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
+    for name, a, b in zip("qk", want, got, strict=True):
+        assert_close(name, a, b, tolerance(dtype))
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_write_kv(randn, device, slot_dtype):
+    """Padding writes nothing, not even the last slot, which index -1 would be."""
+    kv, pages = randn(4, 4, 24), randn(3, 2, 16, 2, 24)
+    slots = torch.tensor([17, -1, 46, 0], dtype=slot_dtype, device=device)
+    want = pages.clone()
+    reference.write_kv_(kv[:, :2], kv[:, 2:], want[:, 0], want[:, 1], slots)
+    elementwise.write_kv_(kv[:, :2], kv[:, 2:], pages[:, 0], pages[:, 1], slots)
+    assert torch.equal(pages, want)

@@ -1,0 +1,137 @@
+"""The Triton W4A16 kernel against float64: in the interpreter on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+
+from qkernels import ops, w4a16
+from qkernels.tiles import LINEAR_MAX_ROWS, LinearTile
+
+GROUPS = (32, 64, 128, 256, -1)
+
+
+@pytest.fixture
+def check(assert_close, tolerance):
+    """Compare one product with float64 on the same rounded operands, whole and by element."""
+
+    def run(packed, x, bias=None, tile=None):
+        weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
+        got = w4a16.linear(x, weight, bias, tile=tile)
+        weight_NK = packed.dequantize(torch.float64)
+        want = x.double() @ weight_NK.t()
+        magnitude = x.double().abs() @ weight_NK.abs().t()
+        if bias is not None:
+            want, magnitude = want + bias.double(), magnitude + bias.double().abs()
+        assert got.dtype == x.dtype
+        assert_close("w4a16", want, got, tolerance(x.dtype))
+        eps = torch.finfo(x.dtype).eps
+        # above the threshold of tiles.py the weights are rounded too
+        scratch = tile is None and x.shape[0] > LINEAR_MAX_ROWS
+        bound = eps * want.abs() + (eps if scratch else 2**-14) * magnitude
+        assert ((got.double() - want).abs() <= bound).all(), "an element is off"
+        return got
+
+    return run
+
+
+def random_x(M, K, dtype, device):
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(device, dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_length(check, make_weight, device, half, poison, group, symmetric):
+    K = 512 if group == 256 else 384
+    check(make_weight(64, K, group, symmetric), random_x(3, K, half, device))
+
+
+@pytest.mark.parametrize("M", [1, 3, 16, 17, 63, 65, 130])
+def test_rows_beyond_the_tile_are_not_read_or_written(check, make_weight, device, half, poison, M):
+    check(make_weight(64, 128, 128), random_x(M, 128, half, device))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("N", [8, 24, 72, 1000])
+def test_padded_outputs_are_not_written(check, make_weight, device, half, poison, N, symmetric):
+    bias = torch.randn(N).to(device, half)
+    check(make_weight(N, 64, 32, symmetric), random_x(2, 64, half, device), bias)
+
+
+@pytest.mark.parametrize("K", [32, 96, 160, 288])
+def test_one_group_of_any_length(check, make_weight, device, half, poison, K):
+    check(make_weight(32, K, -1), random_x(5, K, half, device))
+
+
+def test_group_scales_spread_over_a_factor_of_256(check, make_weight, device, half):
+    """A scale taken from the neighbouring group or row is then off by far more than rounding."""
+    check(make_weight(96, 1024, 128, spread=8), random_x(4, 1024, half, device))
+    check(make_weight(96, 1024, 32, False, spread=8), random_x(4, 1024, half, device))
+
+
+def test_each_input_meets_its_own_code(make_weight, device, half):
+    """One-hot rows read the matrix back: exact, since each sum has one term."""
+    packed = make_weight(72, 128, 64, symmetric=False)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    got = w4a16.linear(torch.eye(128, dtype=half, device=device), weight)
+    assert torch.equal(got.t(), packed.dequantize(half))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, group, symmetric):
+    packed = make_weight(72, 256, group, symmetric)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    assert torch.equal(w4a16.dequantize(weight), packed.dequantize(half))
+
+
+def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poison):
+    bias = torch.randn(64).to(device, half)
+    check(make_weight(64, 128, 128), random_x(257, 128, half, device), bias)
+
+
+@pytest.mark.parametrize("split", [2, 3, 4, 8])
+def test_split_sums_every_part_once(check, make_weight, device, half, poison, split):
+    """9 steps: the parts differ in length, and 8 parts leave some with one step."""
+    packed, bias = make_weight(136, 9 * 32, 32), torch.randn(136).to(device, half)
+    tile = LinearTile(block_m=16, block_n=64, split=split, warps=4, stages=3)
+    partials, counters = w4a16.workspace(device)
+    partials.fill_(float("nan"))
+    first = check(packed, random_x(19, 9 * 32, half, device), bias, tile)
+    assert not counters.any(), "the kernel must leave its counters at zero"
+    partials.fill_(float("nan"))
+    assert torch.equal(first, check(packed, random_x(19, 9 * 32, half, device), bias, tile))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_block_over_two_stored_tiles(check, make_weight, device, half, poison, split):
+    tile = LinearTile(block_m=32, block_n=128, split=split, warps=8, stages=3)
+    check(make_weight(256, 256, 64, False), random_x(40, 256, half, device), tile=tile)
+    check(make_weight(248, 256, 128), random_x(40, 256, half, device), tile=tile)
+
+
+def test_strided_and_batched_x(make_weight, device, half):
+    weight = ops.prepare_weight(make_weight(64, 64, 32), half, kernel="triton_w4a16")
+    x = random_x(6, 128, half, device)
+    dense = ops.linear(x[:, ::2].contiguous(), weight)
+    assert torch.equal(ops.linear(x[:, ::2], weight), dense)
+    assert torch.equal(ops.linear(x[:, ::2].view(2, 3, 64), weight), dense.view(2, 3, 64))
+    column_major = x[:, ::2].contiguous().t().contiguous().t()
+    assert torch.equal(ops.linear(column_major, weight), dense)
+    assert ops.linear(x[:0, ::2], weight).shape == (0, 64)
+
+
+def test_gradient_reaches_x(make_weight, device, half):
+    packed = make_weight(64, 64, 32)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    x = random_x(2, 64, half, device).requires_grad_()
+    ops.linear(x, weight).sum().backward()
+    want = torch.ones(2, 64, dtype=half, device=device) @ packed.dequantize(half)
+    torch.testing.assert_close(x.grad, want)
+
+
+def test_private_order_golden_words():
+    """The literals of qkernels/README.md."""
+    k = torch.arange(32, dtype=torch.uint8)[None]
+    words = w4a16.fragment_order(k % 16)[0].tolist()
+    assert [w & 0xFFFFFFFF for w in words] == [0x91918080, 0xB3B3A2A2, 0xD5D5C4C4, 0xF7F7E6E6]
+    words = w4a16.fragment_order(k // 2)[0].tolist()
+    assert [w & 0xFFFFFFFF for w in words] == [0xC840C840, 0xD951D951, 0xEA62EA62, 0xFB73FB73]

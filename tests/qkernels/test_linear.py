@@ -1,0 +1,168 @@
+"""QuantLinear alone, on a CPU: what it holds, what it saves, and when its kernel copy is remade."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from formats import gptq
+from formats.errors import CheckpointError, SchemeError
+from formats.packed import PackedWeight
+from formats.scheme import Scheme
+from qkernels import QuantLinear
+from qkernels.errors import KernelError
+
+NAMES = ["qweight", "qzeros", "scales", "g_idx"]
+
+
+def float_linear(N=64, K=96, bias=True, seed=0) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(K, N, bias=bias)
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert list(a) == list(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w4a16-asym-g32", "w8a16-sym-channel"])
+def test_from_float_is_the_rounding_rule(assert_close, scheme):
+    linear, x = float_linear(), torch.randn(2, 3, 96)
+    layer = QuantLinear.from_float(linear, scheme)
+    packed = PackedWeight.from_float(linear.weight.detach(), Scheme.parse(scheme).weight)
+    assert_same(gptq.encode(packed), {name: getattr(layer, name) for name in NAMES})
+    assert torch.equal(layer.dequantize(), packed.dequantize())
+    want = x.double() @ packed.dequantize(torch.float64).t() + linear.bias.detach().double()
+    assert_close("forward", want, layer(x), 1e-6)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_from_float_takes_a_weight_and_a_bias():
+    linear = float_linear()
+    a = QuantLinear.from_float(linear, "w4a16-sym-g32")
+    b = QuantLinear.from_float(linear.weight, Scheme.parse("w4a16-sym-g32"), linear.bias)
+    assert_same(a.state_dict(), b.state_dict())
+    assert QuantLinear.from_float(linear.weight, "w4a16-sym-g32").bias is None
+
+
+def test_state_dict_is_what_a_gptq_checkpoint_stores():
+    assert list(QuantLinear.from_float(float_linear(), "w4a16-sym-g32").state_dict()) == [
+        *NAMES,
+        "bias",
+    ]
+    layer = QuantLinear.from_float(float_linear(bias=False), "w4a16-sym-g32")
+    layer(torch.ones(1, 96))
+    state = layer.state_dict()
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in state.items()} == {
+        "qweight": (torch.int32, (12, 64)),
+        "qzeros": (torch.int32, (3, 8)),
+        "scales": (torch.float16, (3, 64)),
+        "g_idx": (torch.int32, (96,)),
+    }
+    assert (state["qzeros"] == 0x77777777).all()
+    assert not list(layer.parameters())
+
+
+def test_from_codes_keeps_a_solvers_result():
+    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    scales = torch.randn(32, 2).float()
+    zeros = torch.randint(1, 16, (32, 2), dtype=torch.uint8)
+    layer = QuantLinear.from_codes(codes, scales, zeros, scheme="w4a16-asym-g32")
+    packed = layer.packed()
+    assert torch.equal(packed.codes(), codes)
+    assert torch.equal(packed.scales_NG, scales) and packed.scales_NG.dtype == torch.float32
+    assert torch.equal(packed.zeros_NG, zeros)
+    with pytest.raises(CheckpointError, match="zero point of 0"):
+        QuantLinear.from_codes(codes, scales, zeros * 0, scheme="w4a16-asym-g32")
+
+
+def test_load_state_dict_into_an_empty_layer():
+    full = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    empty = QuantLinear(96, 64, "w4a16-sym-g32", bias=True)
+    with pytest.raises(CheckpointError, match="zero"):
+        empty(torch.ones(1, 96))
+    empty.load_state_dict(full.state_dict())
+    assert_same(full.state_dict(), empty.state_dict())
+    x = torch.randn(4, 96)
+    assert torch.equal(full(x), empty(x))
+
+
+def test_load_state_dict_remakes_the_kernel_copy():
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    other = QuantLinear.from_float(float_linear(seed=1), "w4a16-sym-g32")
+    x = torch.randn(4, 96)
+    layer(x)
+    torch.nn.Sequential(layer).load_state_dict(torch.nn.Sequential(other).state_dict())
+    assert torch.equal(layer(x), other(x))
+
+
+def test_load_state_dict_keeps_the_files_dtypes():
+    state = QuantLinear.from_float(float_linear(), "w4a16-sym-g32").state_dict()
+    state["scales"] = state["scales"].float() * 1.0001
+    layer = QuantLinear(96, 64, "w4a16-sym-g32", bias=True)
+    layer.load_state_dict(state)
+    assert_same(state, layer.state_dict())
+
+
+def test_casting_a_model_keeps_the_scales():
+    """Rounded to bfloat16, they would no longer be the checkpoint's; nor would the bias."""
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    model = torch.nn.Sequential(layer).to(torch.bfloat16)
+    assert_same(before, model[0].state_dict())
+    assert model(torch.ones(1, 96, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_release_keeps_only_what_runs():
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    state, x = layer.state_dict(), torch.randn(4, 96)
+    want = layer(x)
+    assert layer.prepare(torch.float32, release=True) is layer
+    assert torch.equal(layer(x), want)
+    for call in (layer.state_dict, layer.packed, layer.dequantize, lambda: layer(x.bfloat16())):
+        with pytest.raises(KernelError, match="released"):
+            call()
+    torch.nn.Sequential(layer).to(torch.bfloat16)
+    assert torch.equal(layer(x), want), "a cast must not touch the kernel's copy"
+    layer.load_state_dict(state)
+    assert torch.equal(layer(x), want)
+    assert_same(state, layer.state_dict())
+
+
+def test_copies_and_files_leave_the_kernel_copy_out():
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    want = layer(torch.ones(1, 96))
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    assert buffer.tell() < 64 * 96 * 4, "the dense float32 copy alone would be larger"
+    buffer.seek(0)
+    for copied in (copy.deepcopy(layer), torch.load(buffer, weights_only=False)):
+        assert "not prepared" in repr(copied)
+        assert torch.equal(copied(torch.ones(1, 96)), want)
+
+
+def test_repr_says_what_runs():
+    layer = QuantLinear.from_float(float_linear(), "w4a16-sym-g32")
+    want = "in_features=96, out_features=64, scheme=w4a16-sym-g32, bias=True, kernel="
+    assert layer.extra_repr() == want + "not prepared"
+    layer(torch.ones(1, 96))
+    assert layer.extra_repr() == want + "dense"
+
+
+def test_gradient_reaches_x_and_no_weight():
+    layer, x = QuantLinear.from_float(float_linear(), "w4a16-sym-g32"), torch.ones(1, 96)
+    with torch.inference_mode():
+        layer(x)
+    layer(x.requires_grad_()).sum().backward()
+    torch.testing.assert_close(x.grad[0], layer.dequantize().sum(0))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(SchemeError, match="divisible by the group size"):
+        QuantLinear(96, 64, "w4a16-sym")
+    with pytest.raises(SchemeError, match="layers.0.q_proj"):
+        QuantLinear.from_float(float_linear(K=100).weight, "w4a16-sym-g32", name="layers.0.q_proj")
+    with pytest.raises(KernelError, match=r"bias: expected \[64\]"):
+        QuantLinear.from_float(float_linear(), "w4a16-sym-g32", bias=torch.zeros(63))

@@ -1,0 +1,204 @@
+"""What the public operations refuse, which kernel they pick, and what importing them loads."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from formats.errors import InputError
+from formats.packed import PackedWeight
+from formats.scheme import QuantSpec
+from qkernels import dispatch, explain, ops
+from qkernels.errors import KernelError
+
+SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
+
+
+@pytest.fixture(scope="module")
+def packed():
+    return PackedWeight.from_float(torch.randn(32, 64), SPEC)
+
+
+def loaded_after(statement: str) -> list[str]:
+    """Which of the heavy packages a fresh Python has loaded after `statement`."""
+    listing = "print(*[name for name in ('triton', 'transformers') if name in sys.modules])"
+    command = [sys.executable, "-c", f"import sys; {statement}; {listing}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_import_loads_no_triton_and_no_transformers():
+    assert loaded_after("import qkernels; qkernels.QuantLinear; qkernels.explain") == []
+
+
+def test_cpu_path_loads_no_triton():
+    layer = "qkernels.QuantLinear.from_float(torch.nn.Linear(64, 32), 'w4a16-sym-g32')"
+    assert loaded_after(f"import torch, qkernels; {layer}(torch.ones(1, 64))") == []
+
+
+def linear_problem(**changes):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "spec": SPEC}
+    return problem | {"out_features": 32, "in_features": 64} | changes
+
+
+def taken(explanation):
+    return [choice.name for choice in explanation if choice.taken]
+
+
+def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
+    explanation = explain("linear", **linear_problem())
+    assert taken(explanation) == ["triton_w4a16"]
+    assert [choice.name for choice in explanation] == ["triton_w4a16", "dense", "reference"]
+    assert all(choice.reason for choice in explanation)
+    assert str(explanation).splitlines()[0] == "-> triton_w4a16: supported"
+
+
+@pytest.mark.parametrize(
+    "changes, kernel, reason",
+    [
+        ({"device": "cpu"}, "dense", "cpu"),
+        ({"dtype": torch.float32}, "reference", "float32"),
+        ({"spec": QuantSpec(bits=8, symmetric=True)}, "reference", "4-bit"),
+        ({"spec": QuantSpec(bits=4, symmetric=True, group_size=16)}, "reference", "groups"),
+        ({"out_features": 36}, "reference", "outputs"),
+    ],
+)
+def test_a_row_that_cannot_says_why(changes, kernel, reason):
+    explanation = explain("linear", **linear_problem(**changes))
+    assert taken(explanation) == [kernel]
+    assert reason in explanation[0].reason
+
+
+def test_missing_triton_is_a_reason(monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    for op in ("linear", "rms_norm", "paged_attention"):
+        explanation = explain(op, **linear_problem(head_dim=64, page_size=16))
+        assert taken(explanation) == ["reference"]
+        assert explanation[0].reason == "triton is not installed"
+
+
+def test_every_row_has_its_module_and_function():
+    pytest.importorskip("triton")
+    import importlib
+
+    for row in dispatch.KERNELS:
+        assert callable(getattr(importlib.import_module(row.module), row.op)), row.name
+
+
+def test_kernel_asked_for_by_name(packed):
+    assert ops.prepare_weight(packed, torch.float32).kernel == "dense"
+    weight = ops.prepare_weight(packed, torch.float32, kernel="reference")
+    assert weight.kernel == "reference"
+    assert ops.linear(torch.ones(1, 64), weight).shape == (1, 32)
+    with pytest.raises(KernelError, match="unknown to linear"):
+        ops.prepare_weight(packed, torch.float32, kernel="marlin")
+    with pytest.raises(KernelError, match=r"triton|cuda|float"):
+        ops.prepare_weight(packed, torch.float32, kernel="triton_w4a16")
+
+
+def test_dense_on_a_gpu_only_by_name():
+    problem = linear_problem(dtype=torch.float32)
+    assert taken(explain("linear", **problem)) == ["reference"]
+    assert taken(explain("linear", **problem, requested="dense")) == ["dense"]
+
+
+def test_prepare_is_pure(packed):
+    before = packed.words_NW.clone(), packed.scales_NG.clone()
+    for kernel in ("dense", "reference"):
+        ops.prepare_weight(packed, torch.bfloat16, kernel=kernel)
+    assert torch.equal(before[0], packed.words_NW) and torch.equal(before[1], packed.scales_NG)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+INT = torch.int32
+ATTENTION = {
+    "q": zeros(3, 4, 16),
+    "k_pages": zeros(5, 16, 2, 16),
+    "v_pages": zeros(5, 16, 2, 16),
+    "block_tables": zeros(2, 2, dtype=INT),
+    "query_starts": torch.tensor([0, 1, 3], dtype=INT),
+    "context_lengths": torch.tensor([4, 2], dtype=INT),
+}
+
+
+def attend(window=None, max_context_len=4, **changes):
+    return ops.paged_attention(
+        *(ATTENTION | changes).values(),
+        scale=1.0,
+        window=window,
+        max_query_len=2,
+        max_context_len=max_context_len,
+    )
+
+
+def test_attention_arguments_fit():
+    assert attend().shape == (3, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: attend(q=zeros(3, 64)), "q"),
+        (lambda: attend(q=zeros(3, 4, 16, dtype=torch.float64)), "q"),
+        (lambda: attend(q=zeros(3, 3, 16)), "q"),
+        (lambda: attend(k_pages=zeros(5, 16, 2, 8)), "k_pages"),
+        (lambda: attend(v_pages=zeros(5, 16, 2, 16, dtype=torch.bfloat16)), "v_pages"),
+        (lambda: attend(block_tables=zeros(2, 2, dtype=torch.int64)), "block_tables"),
+        (lambda: attend(query_starts=zeros(2, dtype=INT)), "query_starts"),
+        (lambda: attend(window=0), "window"),
+        (lambda: attend(max_context_len=33), "max_context_len"),
+        (lambda: ops.rms_norm(zeros(2, 8), zeros(9), 1e-5), "rms_norm weight"),
+        (lambda: ops.rms_norm(zeros(2, 8, dtype=INT), zeros(8), 1e-5), "rms_norm x"),
+        (lambda: ops.add_rms_norm(zeros(2, 8), zeros(3, 8), zeros(8), 1e-5), "residual"),
+        (lambda: ops.silu_and_mul(zeros(2, 7)), "silu_and_mul x"),
+        (
+            lambda: ops.apply_rope(zeros(2, 1, 8), zeros(2, 1, 8), zeros(9, 10), zeros(2)),
+            "cos_sin",
+        ),
+        (
+            lambda: ops.apply_rope(zeros(2, 1, 8), zeros(2, 1, 8), zeros(9, 8), zeros(2)),
+            "positions",
+        ),
+        (
+            lambda: ops.write_kv_(
+                zeros(2, 1, 8), zeros(2, 1, 8), zeros(4, 16, 2, 8), zeros(4, 16, 2, 8), zeros(2)
+            ),
+            "k_pages",
+        ),
+        (
+            lambda: ops.write_kv_(
+                zeros(2, 1, 8), zeros(2, 1, 8), zeros(4, 16, 1, 8), zeros(4, 16, 1, 8), zeros(2)
+            ),
+            "slots",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, name):
+    with pytest.raises(KernelError, match="expected|do not fit") as error:
+        call()
+    assert name in error.value.subject
+    assert isinstance(error.value, InputError)
+
+
+@pytest.mark.parametrize(
+    "x, bias, name",
+    [
+        (zeros(2, 63), None, "linear x"),
+        (zeros(2, 64, dtype=torch.bfloat16), None, "linear x"),
+        (zeros(2, 64), zeros(31), "linear bias"),
+        (zeros(2, 64), zeros(32, dtype=torch.bfloat16), "linear bias"),
+    ],
+)
+def test_wrong_linear_arguments_are_named(packed, x, bias, name):
+    weight = ops.prepare_weight(packed, torch.float32)
+    with pytest.raises(KernelError) as error:
+        ops.linear(x, weight, bias)
+    assert error.value.subject == name
+
+
+def test_unknown_operation_lists_the_known():
+    with pytest.raises(KernelError, match="linear, paged_attention"):
+        explain("conv", device="cpu", dtype=torch.float32)

@@ -1,0 +1,160 @@
+"""The torch twins against float64, and against transformers where they copy its arithmetic."""
+
+import pytest
+import torch
+
+from formats.packed import PackedWeight
+from formats.scheme import QuantSpec
+from qkernels import dense, reference
+
+HALF = torch.bfloat16
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_linear(assert_close, bits, symmetric):
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
+    packed = PackedWeight.from_float(randn(64, 96), spec)
+    x, bias = randn(2, 3, 96, seed=1), randn(64)
+    want = x.double() @ packed.dequantize(torch.float64).t() + bias.double()
+    for module in (reference, dense):
+        weight = module.prepare_weight(packed, torch.float32)
+        assert_close(module.__name__, want, module.linear(x, weight, bias), 1e-6)
+
+
+def test_rms_norm_rounds_where_transformers_does():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    norm = llama.LlamaRMSNorm(96, eps=1e-5).to(HALF)
+    norm.weight.data = randn(96, dtype=HALF)
+    x, residual = randn(5, 96, dtype=HALF), randn(5, 96, dtype=HALF, seed=1)
+    assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5), norm(x))
+    got, total = reference.add_rms_norm(x, residual, norm.weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(got, norm(x + residual))
+
+
+def test_rms_norm(assert_close):
+    x, weight = randn(5, 3, 40), randn(40, seed=1)
+    x64 = x.double()
+    want = x64 / (x64.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+    assert_close("rms_norm", want, reference.rms_norm(x, weight, 1e-3), 1e-6)
+
+
+def test_silu_and_mul(assert_close):
+    x = randn(7, 40) * 4
+    gate, up = x.double()[:, :20], x.double()[:, 20:]
+    want = gate / (1 + (-gate).exp()) * up
+    assert_close("silu_and_mul", want, reference.silu_and_mul(x), 1e-6)
+
+
+def test_rope_is_transformers_rope():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    q, k = randn(6, 4, 32), randn(6, 2, 32, seed=1)
+    positions = torch.tensor([3, 0, 11, 11, 5, 19])
+    angle = torch.arange(20)[:, None] / 10 ** torch.linspace(0, 4, 16)
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
+    cos, sin = (table[positions].repeat(1, 2)[None] for table in (angle.cos(), angle.sin()))
+    want = llama.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    got = reference.apply_rope(q, k, cos_sin, positions)
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a[0].transpose(0, 1), b)
+
+
+def test_partial_rope_leaves_the_other_channels():
+    q, k = randn(3, 2, 24), randn(3, 1, 24, seed=1)
+    angle = torch.rand(5, 4)
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
+    positions = torch.tensor([0, 4, 2])
+    got = reference.apply_rope(q, k, cos_sin, positions)
+    want = reference.apply_rope(q[..., :8], k[..., :8], cos_sin, positions)
+    for a, x, b in zip(want, (q, k), got, strict=True):
+        assert torch.equal(b[..., :8], a)
+        assert torch.equal(b[..., 8:], x[..., 8:])
+
+
+@pytest.mark.parametrize("slots", [[5, -1, 0, -1, 31], [-1, -1, -1, -1, -1], [-1, 0, 1, 2, -1]])
+def test_padding_is_written_nowhere(slots):
+    k, v = randn(5, 2, 8), randn(5, 2, 8, seed=1)
+    pages = randn(2, 2, 16, 2, 8, seed=2)
+    want = pages.clone()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            want[slot // 16, 0, slot % 16], want[slot // 16, 1, slot % 16] = k[token], v[token]
+    # pages inside a larger tensor: not one flat run of slots
+    reference.write_kv_(k, v, pages[:, 0], pages[:, 1], torch.tensor(slots))
+    assert torch.equal(pages, want)
+
+
+def attention_case(counts, lengths, H, J, D, B, seed=0):
+    """Pages with NaN wherever no request has a key; the last entries of block tables are stale."""
+    R, X = len(counts), max(1, -(-max(lengths) // B))
+    generator = torch.Generator().manual_seed(seed)
+    tables = torch.randperm(R * X + 1, generator=generator)[: R * X].view(R, X).int()
+    pages = torch.full((R * X + 1, B, 2, J, D), float("nan"))
+    kv = [torch.randn(length, 2, J, D, generator=generator) for length in lengths]
+    for r, length in enumerate(lengths):
+        t = torch.arange(length)
+        pages[tables[r, t // B].long(), t % B] = kv[r]
+        tables[r, -(-length // B) :] = -7
+    q = torch.randn(sum(counts), H, D, generator=generator)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    inputs = (q, *pages.unbind(2), tables, starts, torch.tensor(lengths).int())
+    return kv, inputs
+
+
+def exact(kv, q, count, length, window):
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for i in range(count):
+        last = length - count + i + 1
+        first = 0 if window is None else max(0, last - window)
+        for head in range(q.shape[1]):
+            keys, values = kv[first:last, :, head // (q.shape[1] // kv.shape[2])].double().unbind(1)
+            if last > 0:
+                weights = (keys @ q[i, head].double() * q.shape[2] ** -0.5).softmax(0)
+                out[i, head] = weights @ values
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 17])
+@pytest.mark.parametrize(
+    "counts, lengths",
+    [
+        ([1, 1, 1, 1], [1, 40, 16, 17]),
+        ([5, 40, 1, 2], [5, 40, 9, 33]),
+        ([0, 1, 3, 1], [7, 0, 3, 20]),
+        ([4], [2]),
+    ],
+    ids=["decodes", "chunks", "padding", "rows before the context"],
+)
+def test_paged_attention(assert_close, monkeypatch, counts, lengths, window):
+    # a few keys at a time, so that several batches of decodes are needed
+    monkeypatch.setattr(reference, "GATHER_ELEMENTS", 2 * 8 * 45)
+    kv, inputs = attention_case(counts, lengths, 4, 2, 8, 16)
+    q, starts = inputs[0], inputs[4].tolist()
+    got = reference.paged_attention(
+        *inputs,
+        scale=8**-0.5,
+        window=window,
+        max_query_len=max(counts),
+        max_context_len=max(1, *lengths),
+    )
+    want = [
+        exact(kv[r], q[starts[r] : starts[r + 1]], counts[r], lengths[r], window)
+        for r in range(len(counts))
+    ]
+    assert_close("paged_attention", torch.cat(want), got, 1e-6)
+
+
+def test_paged_attention_in_16_bits_computes_in_float32(assert_close):
+    kv, inputs = attention_case([1, 7], [30, 20], 2, 1, 8, 16)
+    shared = {"scale": 0.3, "window": None, "max_query_len": 7, "max_context_len": 30}
+    half = [t.to(HALF) if t.is_floating_point() else t for t in inputs]
+    got = reference.paged_attention(*half, **shared)
+    want = reference.paged_attention(
+        *(t.float() if t.is_floating_point() else t for t in half), **shared
+    )
+    assert torch.equal(got, want.to(HALF))

@@ -1,0 +1,110 @@
+"""Tile choices: what every choice must satisfy, and the measured ones by value."""
+
+import pytest
+
+from qkernels.tiles import (
+    ATTENTION_MAX_SPLIT,
+    LINEAR_COUNTERS,
+    LINEAR_MAX_ROWS,
+    LINEAR_WORKSPACE_FLOATS,
+    LinearTile,
+    attention_tile,
+    ceil_div,
+    linear_block_k,
+    linear_padded_n,
+    linear_tile,
+    power_of_two,
+)
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+H200_SMS = 132
+
+
+@pytest.mark.parametrize(
+    "shape, M, block_n, split",
+    [
+        *[(name, M, 64, 8) for name in ("qkv", "o", "down") for M in (1, 16)],
+        ("gate_up", 1, 64, 2),
+        *[(name, 64, 64, 4) for name in ("qkv", "o", "down")],
+        ("gate_up", 64, 128, 1),
+    ],
+)
+def test_the_measured_tiles(shape, M, block_n, split):
+    """The settings whose times stand in tiles.py."""
+    N, K = SHAPES[shape]
+    block_m, warps = (16 if M <= 16 else 64), (4 if block_n == 64 else 8)
+    assert linear_tile(M, N, K, 128, H200_SMS) == LinearTile(
+        block_m=block_m, block_n=block_n, split=split, warps=warps, stages=3
+    )
+
+
+@pytest.mark.parametrize("sm_count", [4, 108, 132])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 14336])
+@pytest.mark.parametrize("N", [8, 64, 1000, 6144, 151936])
+def test_every_choice_fits_its_workspace(N, group, sm_count):
+    for M in (1, 3, 16, 17, 33, 64, 65, 200, LINEAR_MAX_ROWS):
+        for K in (group, 2 * group, 14336 // group * group):
+            tile = linear_tile(M, N, K, group, sm_count)
+            assert linear_padded_n(N) % tile.block_n == 0
+            assert tile.split <= K // linear_block_k(group), "a part without a step"
+            if tile.split > 1:
+                assert tile.split * M * N <= LINEAR_WORKSPACE_FLOATS
+                tiles = linear_padded_n(N) // tile.block_n * ceil_div(M, tile.block_m)
+                assert tiles <= LINEAR_COUNTERS
+
+
+def test_many_rows_go_to_the_library():
+    assert linear_tile(LINEAR_MAX_ROWS, 4096, 4096, 128, H200_SMS) is not None
+    assert linear_tile(LINEAR_MAX_ROWS + 1, 4096, 4096, 128, H200_SMS) is None
+
+
+@pytest.mark.parametrize(
+    "group, block_k",
+    [(32, 32), (64, 64), (96, 32), (128, 128), (256, 128), (14336, 128), (160, 32)],
+)
+def test_a_step_lies_in_one_group(group, block_k):
+    assert linear_block_k(group) == block_k
+    assert group % block_k == 0
+
+
+def attention(**changes):
+    problem = {
+        "num_requests": 1,
+        "num_kv_heads": 8,
+        "heads_per_kv_head": 4,
+        "head_dim": 128,
+        "element_size": 2,
+        "max_query_len": 1,
+        "max_context_len": 8192,
+        "window": None,
+        "sm_count": H200_SMS,
+    }
+    return attention_tile(**problem | changes)
+
+
+def test_attention_splits_by_work():
+    assert attention().split == 32
+    assert attention(num_requests=8).split == 8
+    assert attention(num_requests=64).split == 1
+    assert attention(max_context_len=300).split == 1
+    assert attention(max_context_len=1024).split == 4
+    assert attention(window=512).split == 2
+    assert attention(max_query_len=512).split == 1
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 24, 40])
+@pytest.mark.parametrize("max_query_len", [1, 2, 5, 100])
+def test_attention_rows_are_whole_tokens(group, max_query_len):
+    for head_dim in (16, 80, 128, 256):
+        for element_size in (2, 4):
+            tile = attention(
+                heads_per_kv_head=group,
+                max_query_len=max_query_len,
+                head_dim=head_dim,
+                element_size=element_size,
+            )
+            assert tile.block_m == tile.block_q * power_of_two(group) >= 16
+            assert tile.block_m & (tile.block_m - 1) == 0
+            assert 1 <= tile.split <= ATTENTION_MAX_SPLIT
+            buffers = 2 * tile.keys * power_of_two(head_dim) * element_size * tile.stages
+            assert buffers <= 200 * 1024
