@@ -1,5 +1,10 @@
 """Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
 
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,3 +116,56 @@ def transformers_model():
         return model.eval()
 
     return load
+
+
+START_SECONDS, STOP_SECONDS = 120, 30
+
+
+class Server:
+    """`qserve serve` on a free port, until stopped."""
+
+    def __init__(self, model, log_path, *flags):
+        self.log_path = log_path
+        command = [sys.executable, "-m", "qserve.cli", "serve", str(model), "--port", "0"]
+        with open(log_path, "w") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=log, stderr=subprocess.STDOUT
+            )
+        self.url = self._wait_for_url()
+
+    def _wait_for_url(self):
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            found = re.search(r"^Serving .* on (http:\S+)$", self.log_path.read_text(), re.M)
+            if found:
+                return found[1]
+            time.sleep(0.05)
+        self.process.kill()
+        raise AssertionError(f"the server did not start:\n{self.log_path.read_text()}")
+
+    def client(self, key="none"):
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def stop(self):
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS)
+
+
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory):
+    """(model folder, *flags) -> a running Server, on the CPU unless a flag says otherwise."""
+    servers = []
+
+    def start(model, *flags):
+        device = () if "--device" in flags else ("--device", "cpu")
+        log_path = tmp_path_factory.mktemp("server") / "log"
+        servers.append(Server(model, log_path, *device, *flags))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()

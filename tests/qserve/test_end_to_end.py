@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,48 +12,15 @@ import pytest
 
 from qserve import LLM, SamplingParams
 
-START_SECONDS, STOP_SECONDS = 120, 30
+STOP_SECONDS = 30
 MESSAGES = [{"role": "user", "content": "What is a trait?"}]
 
 
-class Server:
-    """`qserve serve` on a free port, until stopped."""
-
-    def __init__(self, model, log_path, *flags):
-        self.log_path = log_path
-        command = [sys.executable, "-m", "qserve.cli", "serve", str(model), "--port", "0"]
-        with open(log_path, "w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--device", "cpu", *flags], stdout=log, stderr=subprocess.STDOUT
-            )
-        self.url = self._wait_for_url()
-
-    def _wait_for_url(self):
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None:
-            found = re.search(r"^Serving .* on (http:\S+)$", self.log_path.read_text(), re.M)
-            if found:
-                return found[1]
-            time.sleep(0.05)
-        self.process.kill()
-        raise AssertionError(f"the server did not start:\n{self.log_path.read_text()}")
-
-    def client(self, key="none"):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-
-    def stop(self):
-        """SIGTERM; returns the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_SECONDS)
-
-
 @pytest.fixture(scope="module")
-def server(quantized_5m, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    running = Server(quantized_5m, log, "--served-model-name", "docs", "--max-num-seqs", "16")
+def server(quantized_5m, start_server):
+    running = start_server(quantized_5m, "--served-model-name", "docs", "--max-num-seqs", "16")
     yield running
-    if running.process.poll() is None:
-        assert running.stop() == 0, log.read_text()
+    assert running.stop() == 0, running.log_path.read_text()
 
 
 def test_models_lists_the_served_name(server):
@@ -164,8 +130,8 @@ def test_mistakes_get_openai_errors(server, change, error, words):
     assert words in str(raised.value)
 
 
-def test_api_key_guards_and_sigterm_ends(quantized_5m, tmp_path):
-    server = Server(quantized_5m, tmp_path / "log", "--api-key", "secret")
+def test_api_key_guards_and_sigterm_ends(quantized_5m, start_server):
+    server = start_server(quantized_5m, "--api-key", "secret")
     with pytest.raises(openai.AuthenticationError):
         server.client("wrong").models.list()
     assert server.client("secret").models.list().data
@@ -177,14 +143,14 @@ def test_start_that_fails_is_one_line(tmp_path):
         [sys.executable, "-m", "qserve.cli", "serve", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=START_SECONDS,
+        timeout=120,
     )
     assert run.returncode == 1
     assert re.fullmatch(r"qserve serve: .*config\.json: not found.*\n", run.stderr)
 
 
-def test_engine_that_dies_ends_the_server(quantized_5m, tmp_path):
-    server = Server(quantized_5m, tmp_path / "log")
+def test_engine_that_dies_ends_the_server(quantized_5m, start_server):
+    server = start_server(quantized_5m)
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(server.process.pid)], capture_output=True, text=True
     ).stdout.split()

@@ -1,5 +1,7 @@
 """The engine on a CUDA GPU: the Triton path in bf16, CUDA graphs, steps in flight."""
 
+import concurrent.futures
+
 import pytest
 import torch
 
@@ -70,3 +72,28 @@ def test_preemption_on_the_gpu(quantized_5m):
 def test_float_checkpoint_in_float16(docs_5m):
     llm = make(docs_5m, dtype="float16")
     assert all(len(tokens) == 8 for tokens in greedy(llm, tokens=8))
+
+
+def test_server_answers_64_requests_at_once(quantized_5m, start_server):
+    flags = ("--device", "cuda", "--served-model-name", "docs", "--gpu-memory-utilization", "0.2")
+    server = start_server(quantized_5m, *flags)
+    client = server.client()
+
+    def ask(prompt):
+        stream = client.completions.create(
+            model="docs",
+            prompt=prompt,
+            max_tokens=64,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = list(stream)
+        return "".join(c.choices[0].text for c in chunks if c.choices), chunks[-1].usage
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(ask, PROMPTS))
+    assert len(answers) == 64
+    assert all(text and usage.completion_tokens == 64 for text, usage in answers)
+    assert server.stop() == 0
