@@ -142,7 +142,7 @@ class LLM:
             child = replace(params, n=1, seed=seed)
             request_id = f"{name}-{i}"
             self.engine.add_request(request_id, ids, child)
-            stream = TextStream(self.get_tokenizer(), child) if detokenize else None
+            stream = TextStream(self.get_tokenizer(), child, ids) if detokenize else None
             streams[request_id] = (completion, stream)
         return output
 

@@ -1,0 +1,64 @@
+"""Ask a running server one question and print the answer as it comes: `python ask.py URL QUESTION`.
+
+Needs nothing but Python. Any OpenAI client does the same with base_url=URL/v1.
+"""
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+
+def stream_answer(url: str, question: str, max_tokens: int, api_key: str | None) -> Iterator[str]:
+    """The pieces of the answer. Raises URLError, and RuntimeError for an error in mid-stream."""
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request) as reply:
+        for line in reply:
+            data = line.decode().strip().removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            if not data:
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"]["message"])
+            for choice in chunk["choices"]:
+                yield choice["delta"].get("content", "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ask a running server one question.")
+    parser.add_argument("url", help="what the server printed, such as http://127.0.0.1:8000")
+    parser.add_argument("question")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--api-key")
+    arguments = parser.parse_args()
+    try:
+        for text in stream_answer(
+            arguments.url, arguments.question, arguments.max_tokens, arguments.api_key
+        ):
+            print(text, end="", flush=True)
+    except urllib.error.HTTPError as error:
+        print(f"the server answers {error.code}: {error.read().decode()}", file=sys.stderr)
+        return 1
+    except (urllib.error.URLError, ConnectionError, RuntimeError) as error:
+        print(f"no answer from {arguments.url}: {error}", file=sys.stderr)
+        return 1
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Errors as clients see them: OpenAI's envelope, always small, never with a server's secrets."""
+
+import logging
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from formats.errors import InputError
+from qserve.sampling_params import ParameterError
+
+MAX_MESSAGE = 1000  # characters; a client's own text in a reply must not make it large
+MAX_PARAM = 100
+
+# The names of OpenAI's API.
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+RETRY_SECONDS = 5  # clients repeat a 503; this soon at the earliest
+
+INTERNAL = "Internal server error."
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A reply other than success. `param` names the request's field that is at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.headers = dict(headers or {})
+        if status == 503:
+            self.headers["Retry-After"] = str(RETRY_SECONDS)
+
+    @property
+    def envelope(self) -> dict[str, dict]:
+        return {
+            "error": {
+                "message": _shorten(self.message, MAX_MESSAGE),
+                "type": TYPES.get(self.status, "invalid_request_error"),
+                "param": None if self.param is None else _shorten(self.param, MAX_PARAM),
+                "code": self.status,
+            }
+        }
+
+    @property
+    def response(self) -> Response:
+        return json_response(self.envelope, self.status, self.headers)
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def engine_dead() -> ApiError:
+    return ApiError(503, "The engine has died; the server is stopping.")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of any exception. What it must not be told goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ParameterError):
+        return ApiError(400, str(error), error.subject)
+    if isinstance(error, InputError):
+        return ApiError(400, str(error))
+    logger.error("A request failed", exc_info=error)
+    return ApiError(500, INTERNAL)
+
+
+def json_response(
+    content: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every failure of the app the envelope, those of the framework too."""
+
+    async def from_exception(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response
+
+    async def from_framework(request: Request, error: HTTPException) -> Response:
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return ApiError(error.status_code, message, headers=error.headers).response
+
+    async def internal(request: Request, error: Exception) -> Response:
+        # The framework raises the error again once this is sent, and the web server logs it.
+        return ApiError(500, INTERNAL).response
+
+    async def nobody(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(ApiError, from_exception)
+    app.add_exception_handler(InputError, from_exception)
+    app.add_exception_handler(HTTPException, from_framework)
+    app.add_exception_handler(ClientGone, nobody)
+    app.add_exception_handler(Exception, internal)
+
+
+def _shorten(text: str, limit: int) -> str:
+    # A lone surrogate cannot be written as UTF-8.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,105 @@
+"""Runs a job: one engine request for each choice, their text as it comes. Knows no HTTP.
+
+Leaving a generator early, for whatever reason, aborts its requests in the engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from qserve.engine.request import RequestEvent
+from qserve.server.errors import ApiError, engine_dead
+from qserve.server.job import Job
+from qserve.server.service import Service
+from qserve.text import TextDelta, TextStream
+
+logger = logging.getLogger(__name__)
+
+Deltas = AsyncGenerator[tuple[int, TextDelta], None]  # each with the index of its choice
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """One finished choice."""
+
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    pieces: list[str] = field(default_factory=list)
+
+    def add(self, delta: TextDelta) -> None:
+        self.pieces.append(delta.text)
+        self.num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.text = "".join(self.pieces)
+
+
+async def run(service: Service, job: Job) -> list[Output]:
+    """All choices, finished. Raises ApiError, and RefusedError if the engine refuses one."""
+    outputs = [Output() for _ in range(job.num_choices)]
+    async with aclosing(deltas(service, job)) as stream:
+        async for index, delta in stream:
+            outputs[index].add(delta)
+    return outputs
+
+
+async def deltas(service: Service, job: Job) -> Deltas:
+    """The deltas of all choices in the order they come. Raises as `run` does."""
+    if job.num_choices == 1:
+        async with aclosing(_choice(service, job, 0)) as stream:
+            async for item in stream:
+                yield item
+        return
+    # Holds one delta of each choice at most; behind it the engine's events merge.
+    inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
+    tasks = [asyncio.create_task(_feed(inbox, service, job, i)) for i in range(job.num_choices)]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(inbox: asyncio.Queue, service: Service, job: Job, index: int) -> None:
+    """Put one choice's deltas into the inbox, then None, or the error that ended it."""
+    try:
+        async with aclosing(_choice(service, job, index)) as stream:
+            async for item in stream:
+                await inbox.put(item)
+    except Exception as error:
+        await inbox.put(error)
+    else:
+        await inbox.put(None)
+
+
+async def _choice(service: Service, job: Job, index: int) -> Deltas:
+    prompt, params = job.choice(index)
+    stream = TextStream(service.tokenizer, params, prompt)
+    request_id = f"{job.request_id}-{index}"
+    async with aclosing(service.client.generate(request_id, prompt, params)) as events:
+        async for event in events:
+            if event.finish_reason == "error":
+                raise _failure(service, event)
+            yield index, stream.push(event)
+            if stream.finished:
+                return
+
+
+def _failure(service: Service, event: RequestEvent) -> ApiError:
+    logger.error("Request %s failed: %s", event.request_id, event.error)
+    if not service.client.is_alive:
+        return engine_dead()
+    return ApiError(500, "The generation failed.")

@@ -1,0 +1,150 @@
+"""Job: a request's body made into prompts of tokens and sampling parameters. Knows no HTTP.
+
+Making one blocks (parsing, the chat template, tokenizing), so routes do it in a thread.
+"""
+
+import uuid
+from dataclasses import dataclass, replace
+
+from qserve.sampling_params import SamplingParams
+from qserve.server.errors import ApiError
+from qserve.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse,
+)
+from qserve.server.sampling import sampling_params
+from qserve.server.service import Service
+
+MAX_CHOICES = 1024  # outputs of one request, over all its prompts
+SEEDS = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Prompts and for each its parameters. Choices are numbered prompt by prompt, n of each."""
+
+    request_id: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    echoed: list[str]  # the prompts' texts where the reply repeats them, else empty
+    streams: bool
+    streams_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params[0].n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def choice(self, index: int) -> tuple[list[int], SamplingParams]:
+        """The prompt and parameters that the engine runs for one choice."""
+        prompt, repeat = divmod(index, self.params[0].n)
+        params = self.params[prompt]
+        seed = params.seed
+        if seed is not None:
+            # Beyond the largest 64-bit seed comes the smallest.
+            seed = (seed + repeat + SEEDS // 2) % SEEDS - SEEDS // 2
+        return self.prompts[prompt], replace(params, n=1, seed=seed)
+
+    def echo(self, index: int) -> str:
+        """The text that one choice's reply begins with."""
+        return self.echoed[index // self.params[0].n] if self.echoed else ""
+
+
+def completion_job(service: Service, body: bytes) -> Job:
+    """The job of a body of /v1/completions. Raises ApiError and InputError."""
+    request = parse(body, CompletionRequest)
+    _check(service, request, len(request.prompt))
+    special = request.add_special_tokens is not False
+    prompts = [
+        _encode(service, prompt, special) if isinstance(prompt, str) else prompt
+        for prompt in request.prompt
+    ]
+    skip = request.skip_special_tokens is not False
+    echoed = [
+        prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip)
+        for prompt in request.prompt
+        if request.echo
+    ]
+    return _job(service, "cmpl", request, prompts, echoed)
+
+
+def chat_job(service: Service, body: bytes) -> Job:
+    """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
+    request = parse(body, ChatCompletionRequest)
+    _check(service, request, 1)
+    continues = bool(request.continue_final_message)
+    text = service.tokenizer.render_chat(
+        [message.for_template for message in request.messages],
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+    )
+    return _job(service, "chatcmpl", request, [_encode(service, text, False)], [])
+
+
+def _check(service: Service, request: GenerationRequest, num_prompts: int) -> None:
+    """What can be refused before any prompt is encoded."""
+    service.check_model(request.model)
+    params = sampling_params(request, service.defaults, service.client.max_model_len)
+    if num_prompts * params.n > MAX_CHOICES:
+        raise ApiError(
+            400,
+            f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {params.n}.",
+            "n",
+        )
+    _check_vocabulary(service, params.stop_token_ids, "stop_token_ids")
+
+
+def _job(
+    service: Service,
+    prefix: str,
+    request: GenerationRequest,
+    prompts: list[list[int]],
+    echoed: list[str],
+) -> Job:
+    params = []
+    for prompt in prompts:
+        room = service.client.max_model_len - len(prompt)
+        if room < 1:
+            raise _too_long(service, str(len(prompt)))
+        if not prompt:
+            raise ApiError(400, "prompt: expected at least one token.", "prompt")
+        _check_vocabulary(service, prompt, "prompt")
+        params.append(sampling_params(request, service.defaults, room))
+    return Job(
+        request_id=f"{prefix}-{uuid.uuid4().hex}",
+        prompts=prompts,
+        params=params,
+        echoed=echoed,
+        streams=bool(request.stream),
+        streams_usage=request.wants_usage,
+    )
+
+
+def _encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
+    """Encode a prompt, unless its length alone says that it cannot fit: tokenizing takes time."""
+    at_least = len(text) // service.tokenizer.max_token_chars
+    if at_least >= service.client.max_model_len:
+        raise _too_long(service, f"at least {at_least}")
+    return service.tokenizer.encode(text, add_special_tokens)
+
+
+def _too_long(service: Service, length: str) -> ApiError:
+    limit = service.client.max_model_len
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+        f"{length} input tokens, and an answer needs at least one. Shorten the prompt.",
+        "input_tokens",
+    )
+
+
+def _check_vocabulary(service: Service, token_ids: list[int] | tuple[int, ...], name: str) -> None:
+    size = service.client.vocab_size
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+        wrong = next(token for token in token_ids if not 0 <= token < size)
+        raise ApiError(400, f"{name}: expected token ids of 0 to {size - 1}, found {wrong}.", name)

@@ -1,0 +1,174 @@
+"""The bodies of requests: fields, types, and which of them are set. Knows no tokens and no engine.
+
+Types are strict: "5" is no number. Numeric ranges are SamplingParams' to check.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import ValidationError as PydanticError
+from pydantic_core import PydanticCustomError
+
+from qserve.server import unsupported
+from qserve.server.errors import ApiError
+
+MAX_PROMPTS = 1024
+# Making 3 million lists (8 MB of "[],") holds the interpreter, and so every stream, for a second.
+MAX_BRACKETS = 250_000
+ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
+PROMPT_FORMS = "text, token ids, or a list of either"
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """All forms of `prompt` as a list of prompts, each text or token ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", f"expected {PROMPT_FORMS}")
+    if not 1 <= len(value) <= MAX_PROMPTS:
+        raise PydanticCustomError(
+            "prompt", f"expected 1 to {MAX_PROMPTS} prompts, found {len(value)}"
+        )
+    for prompt in value:
+        is_text = isinstance(prompt, str)
+        if not is_text and not isinstance(prompt, list):
+            raise PydanticCustomError("prompt", f"expected {PROMPT_FORMS}")
+        if not prompt:
+            raise PydanticCustomError("prompt", "expected no empty prompt")
+        if not is_text and any(type(token) is not int for token in prompt):
+            raise PydanticCustomError("prompt", "expected token ids to be integers")
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def _text_only(kind: str) -> str:
+    if kind != "text":
+        raise PydanticCustomError(
+            "part", "expected a part of type text; this model reads text only"
+        )
+    return kind
+
+
+class _Body(BaseModel):
+    # Unknown fields are kept, so that those of the tables in unsupported.py can be found.
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class TextPart(_Body):
+    type: Annotated[str, AfterValidator(_text_only)]
+    text: str
+
+
+class Message(_Body):
+    role: str
+    content: Annotated[list[TextPart], ONE_ERROR, BeforeValidator(_as_parts)]
+    name: str | None = None
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """The form that chat templates read; parts are joined by newlines, as in vLLM."""
+        fields = {"role": self.role, "content": "\n".join(part.text for part in self.content)}
+        return fields if self.name is None else fields | {"name": self.name}
+
+
+class GenerationRequest(_Body):
+    """What both routes take. None is a field that is not set."""
+
+    model: str | None = None
+    user: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[list[str] | None, ONE_ERROR, BeforeValidator(_as_list)] = None
+    stop_token_ids: Annotated[list[int] | None, ONE_ERROR] = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], ONE_ERROR]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+Request = TypeVar("Request", CompletionRequest, ChatCompletionRequest)
+
+
+def parse(body: bytes, kind: type[Request]) -> Request:
+    """Read a body. Raises ApiError(400) that names the field at fault."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise ApiError(400, f"expected at most {MAX_BRACKETS} brackets in a body.")
+    try:
+        request = kind.model_validate_json(body)
+    except PydanticError as error:
+        raise _api_error(error) from None
+    _check(request)
+    return request
+
+
+def _check(request: GenerationRequest) -> None:
+    """What holds between fields, and what is not supported."""
+    is_chat = isinstance(request, ChatCompletionRequest)
+    unsupported.refuse(request.model_extra, unsupported.CHAT if is_chat else unsupported.COMPLETION)
+    if request.stream_options is not None:
+        if not request.stream:
+            raise ApiError(
+                400, "stream_options: expected only with stream: true.", "stream_options"
+            )
+        unsupported.refuse(
+            request.stream_options.model_extra, unsupported.STREAM_OPTIONS, "stream_options."
+        )
+    if not is_chat:
+        return
+    if not request.messages:
+        raise ApiError(400, "messages: expected at least one message.", "messages")
+    for index, message in enumerate(request.messages):
+        unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other.",
+            "continue_final_message",
+        )
+
+
+def _api_error(error: PydanticError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    message = first["msg"] if param is None else f"{param}: {first['msg']}"
+    return ApiError(400, message, param)

@@ -1,0 +1,106 @@
+"""The JSON of successful replies, whole and in stream chunks. Pure: objects in, dicts out."""
+
+import time
+from dataclasses import dataclass, field
+
+from qserve.server.generation import Output
+from qserve.server.job import Job
+from qserve.text import TextDelta
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+def model_card(name: str, created: int, max_model_len: int) -> dict:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "qserve",
+        "max_model_len": max_model_len,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What all chunks of one reply share; CompletionReply and ChatReply say what differs."""
+
+    job: Job
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    whole_object = chunk_object = ""
+
+    def whole(self, outputs: list[Output]) -> dict:
+        """The reply that is not streamed."""
+        choices = [
+            {"index": index, **self._whole(index, output), "logprobs": None, **_ending(output)}
+            for index, output in enumerate(outputs)
+        ]
+        num_tokens = sum(output.num_tokens for output in outputs)
+        return self._envelope(self.whole_object, choices) | {
+            "usage": usage(self.job.num_prompt_tokens, num_tokens)
+        }
+
+    def opening(self, index: int) -> dict | None:
+        """The chunk before a choice's first text, if it has one."""
+        fields = self._opening(index)
+        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()))
+
+    def chunk(self, index: int, delta: TextDelta) -> dict:
+        return self._chunk(index, self._delta(delta), delta)
+
+    def usage_chunk(self, num_completion_tokens: int) -> dict:
+        """The chunk after all choices, for stream_options.include_usage."""
+        counts = usage(self.job.num_prompt_tokens, num_completion_tokens)
+        return self._envelope(self.chunk_object, []) | {"usage": counts}
+
+    def _chunk(self, index: int, fields: dict, delta: TextDelta) -> dict:
+        choice = {"index": index, **fields, "logprobs": None, **_ending(delta)}
+        chunk = self._envelope(self.chunk_object, [choice])
+        return chunk | {"usage": None} if self.job.streams_usage else chunk
+
+    def _envelope(self, kind: str, choices: list[dict]) -> dict:
+        return {
+            "id": self.job.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class CompletionReply(Reply):
+    whole_object = chunk_object = "text_completion"
+
+    def _whole(self, index: int, output: Output) -> dict:
+        return {"text": self.job.echo(index) + output.text}
+
+    def _opening(self, index: int) -> dict | None:
+        echo = self.job.echo(index)
+        return {"text": echo} if echo else None
+
+    def _delta(self, delta: TextDelta) -> dict:
+        return {"text": delta.text}
+
+
+class ChatReply(Reply):
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def _whole(self, index: int, output: Output) -> dict:
+        return {"message": {"role": "assistant", "content": output.text}}
+
+    def _opening(self, index: int) -> dict | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _delta(self, delta: TextDelta) -> dict:
+        return {"delta": {"content": delta.text} if delta.text else {}}
+
+
+def _ending(part: Output | TextDelta) -> dict:
+    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}

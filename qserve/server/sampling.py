@@ -1,0 +1,58 @@
+"""A request's fields become SamplingParams: the request's, else the model's, else OpenAI's."""
+
+import json
+from pathlib import Path
+
+from formats.errors import InputError
+from qserve.sampling_params import ParameterError, SamplingParams
+from qserve.server.protocol import ChatCompletionRequest, GenerationRequest
+
+FILE = "generation_config.json"
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p")  # the fields that the file may set
+COMPLETION_MAX_TOKENS = 16  # of OpenAI's completions route; a chat gets all the room
+
+
+def load_defaults(folder: str | Path) -> dict[str, float]:
+    """The sampling fields of the model's generation_config.json; none if there is no such file."""
+    path = Path(folder) / FILE
+    try:
+        found = json.loads(path.read_text())
+        defaults = {name: found[name] for name in DEFAULTED if found.get(name) is not None}
+        SamplingParams(**defaults)
+    except FileNotFoundError:
+        return {}
+    except ParameterError as error:
+        raise InputError(str(path), str(error), "correct the file") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(str(path), f"cannot be used: {error}", "correct the file") from error
+    return defaults
+
+
+def sampling_params(
+    request: GenerationRequest, defaults: dict[str, float], room: int
+) -> SamplingParams:
+    """The parameters for a prompt that leaves `room` tokens. Raises ParameterError."""
+    max_tokens = request.max_tokens
+    if isinstance(request, ChatCompletionRequest):
+        if request.max_completion_tokens is not None:
+            max_tokens = request.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = room
+    elif max_tokens is None:
+        max_tokens = COMPLETION_MAX_TOKENS
+    fields = {
+        name: getattr(request, name)
+        for name in (
+            *DEFAULTED,
+            "n",
+            "seed",
+            "min_tokens",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+        )
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    return SamplingParams(**(defaults | given), max_tokens=min(max_tokens, room))

@@ -1,0 +1,76 @@
+"""An engine without a model, for a real engine process: counts upwards from a prompt's last token.
+
+The model's name and a prompt's first token say what goes wrong. It writes what it was told to the
+file named by FAKE_ENGINE_JOURNAL.
+"""
+
+import os
+import time
+
+from formats.errors import InputError
+from qserve.engine.request import RequestEvent
+
+REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
+VOCAB_SIZE = 8192
+
+
+class FakeEngine:
+    max_model_len = 2048
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, config) -> None:
+        if config.model == "unusable" or config.max_model_len == 1:
+            raise InputError("unusable/config.json", "no such architecture", "use another")
+        if config.model == "broken":
+            raise RuntimeError("out of memory\nand a long explanation")
+        if config.model == "dies":
+            os._exit(7)
+        if config.model == "slow":
+            time.sleep(60)
+        self._running = {}
+        self._journal(f"pid {os.getpid()}")
+
+    def _journal(self, line: str) -> None:
+        path = os.environ.get("FAKE_ENGINE_JOURNAL")
+        if path:
+            with open(path, "a") as file:
+                file.write(line + "\n")
+
+    def add_request(self, request_id, prompt_token_ids, params) -> None:
+        if prompt_token_ids[0] == REFUSED:
+            raise InputError(f"request {request_id}", "can never run", "shorten it")
+        self._journal(f"add {request_id}")
+        self._running[request_id] = [list(prompt_token_ids), 0, params]
+
+    def abort(self, request_id) -> None:
+        self._journal(f"abort {request_id}")
+        self._running.pop(request_id, None)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[RequestEvent]:
+        time.sleep(0.001)
+        events = []
+        for request_id, state in list(self._running.items()):
+            prompt, count, params = state
+            if prompt[0] == STEP_FAILS and count == 2:
+                raise RuntimeError("CUDA error: illegal address\nat 0xdeadbeef")
+            if prompt[0] == PROCESS_DIES and count == 2:
+                os._exit(9)
+            if prompt[0] == STEP_HANGS:
+                time.sleep(60)
+            if prompt[0] == STEP_IS_SLOW:
+                time.sleep(0.05)
+            state[1] = count = count + 1
+            last = count == (params.max_tokens or 1000)
+            events.append(
+                RequestEvent(
+                    request_id=request_id,
+                    token_ids=((prompt[-1] + count) % VOCAB_SIZE,),
+                    finish_reason="length" if last else None,
+                )
+            )
+            if last:
+                del self._running[request_id]
+        return events

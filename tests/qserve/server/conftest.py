@@ -1,0 +1,178 @@
+"""A server whose engine is a script: it says a text, slowly or not, and can fail on the way."""
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from qserve.config import ServerConfig
+from qserve.engine.client import RefusedError
+from qserve.engine.request import RequestEvent
+from qserve.server.app import build_app
+from qserve.text import Tokenizer
+
+END = 2  # the bundled tokenizer's end token
+
+
+class ScriptedClient:
+    """Stands for EngineClient. Says `text`, or the words of the prompt's script if there is one."""
+
+    max_model_len = 256
+    vocab_size = 8192
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.is_alive = True
+        self.text = "Hello there, general reader."
+        self.endless = False
+        self.delay = 0.0  # seconds before each token
+        self.fails_at: int | None = None  # the token before which the request fails
+        self.dies_at: int | None = None  # the same, and the engine with it
+        self.breaks_at: int | None = None  # the same, by an exception of the client's own
+        self.refuses = False
+        self.requests: list[tuple] = []
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+
+    async def generate(self, request_id, prompt_token_ids, params):
+        if self.refuses:
+            raise RefusedError(f"request {request_id}", "can never run")
+        self.requests.append((request_id, prompt_token_ids, params))
+        self.running.add(request_id)
+        tokens = self.tokenizer.encode(self.text)
+        script = itertools.cycle(tokens) if self.endless else iter([*tokens, END])
+        reason = None
+        try:
+            for count, token in enumerate(script, start=1):
+                await asyncio.sleep(self.delay)
+                if count - 1 == self.breaks_at:
+                    raise RuntimeError("secret detail at 0xdeadbeef")
+                if count - 1 in (self.fails_at, self.dies_at):
+                    self.is_alive = count - 1 != self.dies_at
+                    reason = "error"
+                    yield RequestEvent(
+                        request_id=request_id,
+                        token_ids=(),
+                        finish_reason="error",
+                        error="secret detail at 0xdeadbeef",
+                    )
+                    return
+                is_end = token == END and not params.ignore_eos
+                is_stop = token in params.stop_token_ids
+                if is_end or is_stop:
+                    reason = "stop"
+                elif count == params.max_tokens:
+                    reason = "length"
+                yield RequestEvent(
+                    request_id=request_id,
+                    token_ids=(token,),
+                    finish_reason=reason,
+                    stop_token=token if is_stop else None,
+                    ended_by_token=is_end or is_stop,
+                )
+                if reason:
+                    return
+        finally:
+            self.running.discard(request_id)
+            if reason is None:
+                self.aborted.append(request_id)
+
+
+class Server:
+    """The app and its scripted engine, with plain methods to talk to it."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, **options) -> None:
+        self.client = ScriptedClient(tokenizer)
+        self.tokenizer = tokenizer
+        self.app = build_app(self.client, tokenizer, config, **options)
+
+    def request(self, method: str, path: str, **options) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(call())
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: object, **options) -> httpx.Response:
+        return self.request("POST", path, json=body, **options)
+
+    def complete(self, **fields) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": "Once", "temperature": 0, **fields})
+
+    def chat(self, **fields) -> httpx.Response:
+        messages = [{"role": "user", "content": "Hi"}]
+        return self.post("/v1/chat/completions", {"messages": messages, **fields})
+
+
+@pytest.fixture(scope="session")
+def tokenizer(docs_5m) -> Tokenizer:
+    return Tokenizer(docs_5m)
+
+
+@pytest.fixture
+def server(tokenizer) -> Server:
+    return Server(tokenizer, ServerConfig(served_model_name="tiny"))
+
+
+@pytest.fixture
+def make_server(tokenizer):
+    def make(config: ServerConfig, **options) -> Server:
+        return Server(tokenizer, config, **options)
+
+    return make
+
+
+@pytest.fixture
+def chunks():
+    """The events of a stream, checked for their form; the last must be [DONE]."""
+
+    def parse(response: httpx.Response) -> list[dict]:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, rest = response.text.split("\n\n")
+        assert rest == "" and all(event.startswith("data: ") for event in events)
+        assert events[-1] == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+    return parse
+
+
+@pytest.fixture
+def error():
+    """The error of a reply, checked for the envelope."""
+
+    def parse(response: httpx.Response, status: int) -> dict:
+        assert response.status_code == status, response.text
+        assert len(response.content) < 4096
+        (name, body), *others = response.json().items()
+        assert name == "error" and not others
+        assert set(body) == {"message", "type", "param", "code"}
+        assert isinstance(body["message"], str) and body["message"]
+        assert isinstance(body["type"], str) and body["code"] == status
+        assert body["param"] is None or isinstance(body["param"], str)
+        return body
+
+    return parse
+
+
+@pytest.fixture
+def live(server):
+    """The server on a real port; gives the port."""
+    config = uvicorn.Config(server.app, port=0, log_level="critical", lifespan="off")
+    web = uvicorn.Server(config)
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    while not web.started:
+        time.sleep(0.01)
+    yield web.servers[0].sockets[0].getsockname()[1]
+    web.should_exit = web.force_exit = True
+    thread.join(10)

@@ -1,0 +1,208 @@
+"""Clients on a real port: those that leave, those that read slowly, and the official one."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+TEXT = "Hello there, general reader."
+BODY = {"prompt": "Once", "max_tokens": 200}
+
+
+def until(condition, timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def send(port: int, body: dict, path: str = "/v1/completions") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port))
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+@pytest.fixture
+def ask(live):
+    def post(timeout: float = 10, **fields) -> dict:
+        url = f"http://127.0.0.1:{live}/v1/completions"
+        reply = httpx.post(url, json={**BODY, **fields}, timeout=timeout)
+        assert reply.status_code == 200
+        return reply.json()
+
+    return post
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("when", ["before the first token", "in the middle"])
+def test_client_that_leaves_stops_its_requests(server, live, stream, n, when):
+    server.client.endless = True
+    server.client.delay = 60 if when == "before the first token" else 0.01
+    connection = send(live, {**BODY, "stream": stream, "n": n, "max_tokens": None, "stop": "§"})
+    until(lambda: len(server.client.running) == n)
+    if stream and when == "in the middle":
+        assert connection.recv(100)
+    connection.close()
+    left = time.monotonic()
+    until(lambda: not server.client.running)
+    assert time.monotonic() - left < 1
+    assert len(server.client.aborted) == n
+
+
+def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
+    server.client.endless, server.client.delay = True, 0.05
+    connections = [send(live, {**BODY, "stream": bool(i % 2)}) for i in range(60)]
+    until(lambda: len(server.client.running) == 60)
+    for connection in connections:
+        connection.close()
+    until(lambda: not server.client.running)
+    server.client.endless, server.client.delay = False, 0
+    assert ask()["choices"][0]["text"] == TEXT
+
+
+def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
+    """The engine's events merge behind it; here the script must stop being asked for more."""
+    server.client.endless = True
+    server.client.max_model_len = 10**9
+    connection = send(live, {**BODY, "stream": True, "max_tokens": 10**8})
+    until(lambda: server.client.running)
+    told = []
+    original = server.tokenizer.decode
+    server.tokenizer.decode = lambda *args, **kw: told.append(1) or original(*args, **kw)
+    try:
+        count = -1
+        deadline = time.monotonic() + 20
+        while count != len(told) and time.monotonic() < deadline:
+            count = len(told)
+            time.sleep(0.5)
+        assert count == len(told), "the stream is produced without end though nobody reads it"
+    finally:
+        del server.tokenizer.decode
+    server.client.endless = False
+    assert ask()["choices"][0]["text"] == TEXT
+    connection.close()
+    until(lambda: not server.client.running)
+
+
+def test_tokens_arrive_one_by_one(server, live):
+    server.client.delay = 0.05
+    started = time.monotonic()
+    url = f"http://127.0.0.1:{live}/v1/completions"
+    with httpx.stream("POST", url, json={**BODY, "stream": True}) as reply:
+        times = [time.monotonic() - started for line in reply.iter_lines() if line]
+    assert times[-1] - times[0] > 0.3
+
+
+def test_body_far_above_the_limit_gets_an_answer(live):
+    connection = send(live, {"prompt": "a" * (20 * 2**20)})
+    assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+def test_client_that_leaves_while_it_sends(server, live, ask):
+    connection = socket.create_connection(("127.0.0.1", live))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    time.sleep(0.1)
+    connection.close()
+    assert ask()["choices"][0]["text"] == TEXT and len(server.client.requests) == 1
+
+
+def test_encoding_a_long_prompt_does_not_hold_up_the_others(server, live, ask):
+    server.client.max_model_len = 10**7
+    gaps, done = [], threading.Event()
+
+    def listen() -> None:
+        last = time.monotonic()
+        while not done.is_set():
+            httpx.get(f"http://127.0.0.1:{live}/health")
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        started = time.monotonic()
+        ask(prompt="The quick brown fox 世界 " * 150_000, max_tokens=1, timeout=60)
+        took = time.monotonic() - started
+    finally:
+        done.set()
+        thread.join()
+    assert max(gaps) < max(0.25, took / 2)
+
+
+@pytest.fixture
+def client(live):
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{live}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+def test_official_client_completes_and_chats(client):
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages)
+    assert chat.choices[0].message.content == TEXT
+    assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+    completion = client.completions.create(model="tiny", prompt="Once", max_tokens=100)
+    assert completion.choices[0].text == TEXT
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_official_client_streams(client):
+    messages = [{"role": "user", "content": "Hi"}]
+    with client.chat.completions.create(
+        model="tiny", messages=messages, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        chunks = list(stream)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert choices[0].delta.role == "assistant"
+    assert "".join(choice.delta.content or "" for choice in choices) == TEXT
+    assert choices[-1].finish_reason == "stop" and chunks[-1].usage.completion_tokens > 0
+    stream = client.completions.create(model="tiny", prompt="Once", max_tokens=100, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
+
+
+def test_official_client_raises_its_own_errors(server, client):
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.completions.create(model="gpt-9", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+        client.completions.create(model="tiny", prompt="a", temperature=3)
+    assert caught.value.param == "temperature"
+    server.client.fails_at = 2
+    with pytest.raises(openai.APIError, match="generation failed"):
+        list(client.completions.create(model="tiny", prompt="a", stream=True))
+    server.client.dies_at = 0
+    with pytest.raises(openai.InternalServerError, match="engine has died"):
+        client.completions.create(model="tiny", prompt="a")
+
+
+def test_official_client_that_closes_its_stream(server, client):
+    server.client.endless, server.client.delay = True, 0.01
+    stream = client.completions.create(model="tiny", prompt="a", stream=True, max_tokens=250)
+    next(iter(stream))
+    stream.close()
+    until(lambda: not server.client.running, timeout=1)
+
+
+def test_bundled_example_asks_and_prints(live, server):
+    example = Path(__file__).resolve().parents[3] / "examples" / "ask.py"
+    command = [sys.executable, "-I", str(example), f"http://127.0.0.1:{live}", "Who?"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (0, TEXT + "\n")
+    server.client.fails_at = 2
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and "generation failed" in done.stderr
+    server.client.is_alive = False
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and "503" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,434 @@
+"""Bad requests: each gets its status and the envelope, a small reply, and harms nobody else."""
+
+import json
+import time
+
+import pytest
+
+from formats.errors import InputError
+from qserve.config import ServerConfig
+from qserve.server.app import build_app
+from qserve.server.errors import ApiError
+from qserve.server.protocol import CompletionRequest, parse
+from qserve.server.sampling import load_defaults
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DEEP = b"[" * 100_000
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(server):
+    """After every bad request the server must still answer a good one."""
+    yield
+    server.client.is_alive, server.client.refuses = True, False
+    server.client.fails_at = server.client.breaks_at = server.client.dies_at = None
+    assert server.complete().status_code == 200
+    assert not server.client.running
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"17",
+        b'"text"',
+        b"[]",
+        b'{"prompt": "a"',
+        b"\xff\xfe{}",
+        b'{"prompt": "\xc3("}',
+        b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        DEEP,
+        b'{"prompt": ' + DEEP + b"}",
+        b'{"x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+        b'{"temperature": 1' + b"0" * 5000 + b"}",
+        b'{"n": 1' + b"0" * 5000 + b"}",
+        b"{}",
+    ],
+)
+def test_body_that_is_no_request(server, error, path, body):
+    headers = {"content-type": "application/json"}
+    error(server.request("POST", path, content=body, headers=headers), 400)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "x"])
+def test_other_content_type(server, error, kind):
+    headers = {"content-type": kind}
+    error(server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=headers), 415)
+
+
+def test_json_with_a_charset_or_without_a_type_is_json(server):
+    for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {}):
+        reply = server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=headers)
+        assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("seed", 2**63),
+        ("seed", "1"),
+        ("n", 0),
+        ("n", -1),
+        ("n", 10**9),
+        ("n", 10**30),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", "many"),
+        ("min_tokens", -1),
+        ("min_tokens", 999),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", list("abcde")),
+        ("stop", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [8192]),
+        ("stop_token_ids", "5"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("model", 5),
+        ("ignore_eos", 1),
+    ],
+)
+def test_field_out_of_range_or_type_is_named(server, error, field, value):
+    for call in (server.complete, server.chat):
+        started = time.perf_counter()
+        body = error(call(**{field: value}), 400)
+        assert time.perf_counter() - started < 0.5
+        assert body["param"].split(".")[0] == field
+        assert field in body["message"]
+    assert not server.client.requests
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite(server, error, literal):
+    body = b'{"prompt": "a", "temperature": ' + literal.encode() + b"}"
+    headers = {"content-type": "application/json"}
+    reply = server.request("POST", COMPLETIONS, content=body, headers=headers)
+    assert error(reply, 400)["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        ["a", ""],
+        [1, "a"],
+        ["a", 1],
+        [[1], [2, "b"]],
+        [True],
+        [1.5],
+        7,
+        None,
+        {},
+    ],
+)
+def test_empty_or_mixed_prompts(server, error, prompt):
+    assert error(server.complete(prompt=prompt), 400)["param"] == "prompt"
+
+
+@pytest.mark.parametrize("token", [-1, 8192, 2**31, 2**63, 10**40])
+def test_token_id_outside_the_vocabulary(server, error, token):
+    for prompt in ([1, token], [[1], [token]]):
+        body = error(server.complete(prompt=prompt), 400)
+        assert body["param"] == "prompt" and str(token) in body["message"]
+        assert "8191" in body["message"]
+
+
+def test_lists_of_many_prompts_are_refused_before_any_work(server, error):
+    for count in (10**6, 1025):
+        body = error(server.complete(prompt=["a"] * count), 400)
+        assert body["param"] == "prompt" and str(count) in body["message"]
+    assert error(server.complete(prompt=["a"] * 1000, n=2), 400)["param"] == "n"
+    assert not server.client.requests
+
+
+@pytest.mark.parametrize("start", [b'{"prompt": [', b'{"nobody_knows": ['])
+def test_millions_of_lists_do_not_hold_the_server(start):
+    body = start + b"[]," * 2_500_000 + b"1]}"
+    started = time.perf_counter()
+    with pytest.raises(ApiError) as caught:
+        parse(body, CompletionRequest)
+    assert caught.value.status == 400 and time.perf_counter() - started < 0.3
+
+
+def test_many_wrong_items_give_one_small_error(server, error):
+    error(server.complete(stop_token_ids=["x" * 100] * 50_000), 400)
+    error(server.complete(stop=[5] * 50_000), 400)
+    error(server.chat(messages=[{"role": 5}] * 50_000), 400)
+    error(server.complete(stop=["y" * 500_000] * 5), 400)
+    error(server.complete(model="m" * 500_000), 404)
+    error(server.get("/v1/models/" + "m" * 50_000), 404)
+    error(server.get("/" + "m" * 50_000), 404)
+
+
+def test_prompt_of_exactly_the_limit_and_around_it(server, error):
+    limit = server.client.max_model_len
+    assert server.complete(prompt=[5] * (limit - 1), max_tokens=9).status_code == 200
+    assert server.client.requests[0][2].max_tokens == 1
+    for length in (limit, limit + 1):
+        body = error(server.complete(prompt=[5] * length), 400)
+        assert body["message"].startswith(
+            f"This model's maximum context length is {limit} tokens. "
+            f"However, your prompt contains {length} input tokens"
+        )
+    long = [{"role": "user", "content": "word " * 300}]
+    assert error(server.chat(messages=long), 400)["message"].startswith("This model's maximum")
+
+
+def test_megabytes_of_text_are_refused_before_tokenizing(server, error, monkeypatch):
+    def encode(*arguments):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(server.tokenizer), "encode", encode)
+    body = error(server.complete(prompt="word " * 1_000_000), 400)
+    assert body["message"].startswith("This model's maximum context length is 256 tokens.")
+    error(server.chat(messages=[{"role": "user", "content": "word " * 1_000_000}]), 400)
+    monkeypatch.undo()
+
+
+def test_body_above_the_limit(make_server, error):
+    server = make_server(ServerConfig(served_model_name="tiny"), max_body_bytes=1000)
+    assert server.complete(user="a" * 800).status_code == 200
+    for size in (1000, 7000, 50_000):
+        assert "1000" in error(server.complete(prompt="a" * size), 413)["message"]
+
+
+def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, error):
+    for call in (server.complete, server.chat):
+        body = error(call(model="gpt-9"), 404)
+        assert "gpt-9" in body["message"] and body["param"] == "model"
+        assert call(model="tiny").status_code == call(model=None).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/", "GET", 404),
+        ("/v1", "GET", 404),
+        ("/v1/embeddings", "POST", 404),
+        ("/v1/models/", "GET", 404),
+        ("/v1/completions", "GET", 405),
+        ("/v1/models", "DELETE", 405),
+        ("/health", "POST", 405),
+        ("/v1/completions/", "POST", 404),
+    ],
+)
+def test_unknown_route_or_method(server, error, path, method, status):
+    error(server.request(method, path), status)
+
+
+@pytest.mark.parametrize(
+    ("field", "refused", "neutral"),
+    [
+        ("logit_bias", {"5": 100}, {}),
+        ("frequency_penalty", 0.1, 0),
+        ("presence_penalty", -1, 0.0),
+        ("repetition_penalty", 1.1, 1.0),
+        ("guided_json", {"type": "object"}, None),
+        ("guided_regex", "a+", None),
+        ("structured_outputs", {"choice": ["a"]}, None),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("use_beam_search", True, False),
+        ("bad_words", ["x"], []),
+        ("prompt_logprobs", 0, None),
+        ("truncate_prompt_tokens", 5, None),
+        ("allowed_token_ids", [1], None),
+        ("logprobs", True, False),
+        ("unknown_field", None, {"anything": [1]}),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(server, error, field, refused, neutral):
+    for call in (server.complete, server.chat):
+        if refused is not None:
+            body = error(call(**{field: refused}), 400)
+            assert body["param"] == field and field in body["message"]
+        assert call(**{field: neutral}).status_code == 200
+        assert call(**{field: None}).status_code == 200
+
+
+def test_what_is_not_supported_on_one_route(server, error):
+    for field, value in {"best_of": 2, "suffix": "x", "logprobs": 0}.items():
+        assert error(server.complete(**{field: value}), 400)["param"] == field
+    assert server.complete(best_of=1, suffix="").status_code == 200
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for field, value in {
+        "tools": tools,
+        "tool_choice": "auto",
+        "top_logprobs": 3,
+        "functions": [{"name": "f"}],
+        "chat_template": "{{ 1 }}",
+        "chat_template_kwargs": {"tokenize": True},
+    }.items():
+        assert error(server.chat(**{field: value}), 400)["param"] == field
+    assert server.chat(tools=tools, tool_choice="none").status_code == 200
+    assert server.chat(tools=None, tool_choice=None, top_logprobs=0).status_code == 200
+    options = {"continuous_usage_stats": True}
+    body = error(server.chat(stream=True, stream_options=options), 400)
+    assert body["param"] == "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ([{"content": "hi"}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "content": [5]}], "messages.0.content.0"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages.0.content.0.type",
+        ),
+        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls"),
+    ],
+)
+def test_messages_that_are_no_conversation(server, error, messages, param):
+    assert error(server.chat(messages=messages), 400)["param"] == param
+
+
+def test_both_ways_to_end_a_conversation(server, error):
+    error(server.chat(continue_final_message=True, add_generation_prompt=True), 400)
+
+
+def test_template_that_refuses_is_a_400(server, error, monkeypatch):
+    backend = server.tokenizer._tokenizer
+    monkeypatch.setattr(backend, "chat_template", "{{ raise_exception('no such role') }}")
+    assert "no such role" in error(server.chat(), 400)["message"]
+    monkeypatch.setattr(backend, "chat_template", None)
+    assert "chat template" in error(server.chat(), 400)["message"]
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "\x00", "\u2028\ufeff\u202e", "\ufffd", "<|im_end|>"])
+def test_strange_text_is_text(server, text):
+    assert server.complete(prompt=text).status_code == 200
+    assert server.chat(messages=[{"role": "user", "content": text}]).status_code == 200
+
+
+def test_unusable_defaults_of_the_model_stop_the_start(tmp_path, server, tokenizer, monkeypatch):
+    path = tmp_path / "generation_config.json"
+    for text in ('{"temperature": 9}', '{"temperature": "x"}', "[]", "{", "\udc80"):
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(InputError, match="generation_config.json"):
+            load_defaults(tmp_path)
+    path.unlink()
+    assert load_defaults(tmp_path) == {}
+
+
+def test_refusal_of_the_engine_is_a_400(server, error):
+    server.client.refuses = True
+    for stream in (False, True):
+        assert "can never run" in error(server.complete(stream=stream), 400)["message"]
+        error(server.complete(n=3, stream=stream), 400)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("how", "status"), [("fails_at", 500), ("breaks_at", 500), ("dies_at", 503)]
+)
+def test_failure_before_the_first_token_is_an_http_error(server, error, how, status, stream):
+    setattr(server.client, how, 0)
+    reply = server.complete(stream=stream)
+    assert "secret" not in error(reply, status)["message"]
+    assert ("retry-after" in reply.headers) == (status == 503)
+
+
+@pytest.mark.parametrize(("how", "code"), [("fails_at", 500), ("breaks_at", 500), ("dies_at", 503)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_failure_in_mid_stream_is_an_event_and_then_done(server, chunks, how, code, n):
+    setattr(server.client, how, 2)
+    streamed = chunks(server.complete(stream=True, n=n))
+    assert streamed[-1]["error"]["code"] == code and set(streamed[-1]) == {"error"}
+    assert "secret" not in json.dumps(streamed)
+    assert all("error" not in chunk for chunk in streamed[:-1]) and len(streamed) > 1
+    assert not server.client.running
+
+
+def test_dead_engine_is_a_503_at_once(server, error):
+    server.client.is_alive = False
+    error(server.complete(), 503)
+    error(server.chat(stream=True), 503)
+    assert server.get("/v1/models").status_code == 200
+
+
+def test_unexpected_failure_says_nothing_of_itself(server, error, monkeypatch):
+    def explode(*arguments):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(type(server.tokenizer), "render_chat", explode)
+    assert error(server.chat(), 500)["message"] == "Internal server error."
+
+
+KEY = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture
+def guarded(make_server):
+    return make_server(ServerConfig(served_model_name="tiny", api_key="s3cret"))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "bearer s3cret",
+        "Bearer  s3cret",
+        "Bearer s3cretx",
+        "Bearer s3cre",
+        "Basic s3cret",
+        "s3cret",
+    ],
+)
+def test_every_v1_route_is_guarded(guarded, error, header):
+    headers = {} if header is None else {"Authorization": header}
+    schema = guarded.get("/openapi.json").json()
+    routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
+    assert len(routes) == 5
+    for path, method in [*routes, ("/v1/nothing", "get"), ("/v1", "get")]:
+        reply = guarded.request(method.upper(), path, headers=headers)
+        if path.startswith("/v1"):
+            assert error(reply, 401)["type"] == "authentication_error"
+            assert "s3cret" not in reply.text
+        else:
+            assert reply.status_code == 200
+
+
+def test_the_key_opens_and_is_needed_once(guarded, error):
+    assert guarded.get("/v1/models", headers=KEY).status_code == 200
+    body = {"prompt": "a"}
+    assert guarded.post(COMPLETIONS, body, headers=KEY).status_code == 200
+    twice = [("authorization", "Bearer s3cret"), ("authorization", "Bearer other")]
+    error(guarded.get("/v1/models", headers=twice), 401)
+    error(guarded.request("OPTIONS", COMPLETIONS), 405)
+
+
+def test_key_outside_ascii(make_server, error):
+    server = make_server(ServerConfig(api_key="schlüssel"))
+    header = "Bearer schlüssel".encode()
+    assert server.get("/v1/models", headers={b"authorization": header}).status_code == 200
+    error(server.get("/v1/models", headers={b"authorization": b"Bearer \xff"}), 401)
+
+
+def test_app_is_built_without_running_anything(tokenizer):
+    assert build_app(None, tokenizer, ServerConfig()).title == "qserve"

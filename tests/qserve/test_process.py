@@ -1,0 +1,332 @@
+"""The engine process and its client: every way to end, and no request left hanging."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine import messages
+from qserve.engine.client import EngineClient, RefusedError
+from qserve.engine.request import RequestEvent
+from qserve.sampling_params import SamplingParams
+
+HERE = Path(__file__).parent
+REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS = 100, 101, 102, 103  # of fake_engine
+FAKE = "fake_engine:FakeEngine"
+ENDLESS = SamplingParams(max_tokens=100_000)
+
+
+@pytest.fixture(autouse=True)
+def journal(monkeypatch, tmp_path):
+    """What the fake engine was told, line by line."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
+    return lambda: (tmp_path / "journal").read_text().splitlines()
+
+
+def start(model: str = "fine"):
+    return EngineClient.start(EngineConfig(model=model), engine=FAKE)
+
+
+async def collect(client, request_id, prompt, params) -> list[RequestEvent]:
+    return [event async for event in client.generate(request_id, prompt, params)]
+
+
+def tokens(events: list[RequestEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+async def until(condition, timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Start(config=EngineConfig(model="m", max_model_len=7, enforce_eager=True)),
+        messages.Add(
+            request_id="r",
+            prompt_token_ids=[0, 1, 2**31],
+            params=SamplingParams(stop=("a", "\u4e16"), seed=-(2**63), max_tokens=None),
+        ),
+        messages.Abort(request_id="r"),
+    ],
+)
+def test_messages_to_the_engine_survive_the_trip(message):
+    frame = messages.encode(message)
+    assert messages.payload_size(frame[:4]) == len(frame) - 4
+    assert messages.decode(frame[4:], messages.ToEngine) == message
+    with pytest.raises(messages.MessageError):
+        messages.decode(frame[4:], messages.FromEngine)
+
+
+def test_events_survive_the_trip():
+    event = RequestEvent(
+        request_id="r", token_ids=(1, 2), finish_reason="stop", stop_token=2, ended_by_token=True
+    )
+    frame = messages.encode(messages.Events(events=[event]))
+    assert messages.decode(frame[4:], messages.FromEngine).events == [event]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff" * 20,
+        b"\x80\x04N.",
+        b"\x81\xa4type\xa4Boom",
+        b"\x81\xa4type\xa3Add",
+        b"\x91" * 99,
+    ],
+)
+def test_foreign_bytes_are_no_message(payload):
+    with pytest.raises(messages.MessageError):
+        messages.decode(payload, messages.ToEngine)
+
+
+def test_parameters_are_checked_again_on_arrival():
+    add = messages.Add(request_id="r", prompt_token_ids=[1], params=SamplingParams())
+    payload = messages.encode(add)[4:].replace(
+        b"\xabtemperature\xcb?\xf0", b"\xabtemperature\xcb\xbf\xf0"
+    )
+    with pytest.raises(messages.MessageError, match="temperature"):
+        messages.decode(payload, messages.ToEngine)
+
+
+def test_frame_above_the_limit_is_refused_on_both_sides(monkeypatch):
+    with pytest.raises(messages.MessageError, match="claims"):
+        messages.payload_size(b"\xff\xff\xff\xff")
+    monkeypatch.setattr(messages, "MAX_PAYLOAD_BYTES", 1000)
+    with pytest.raises(messages.MessageError, match="cannot be sent"):
+        messages.encode(messages.Abort(request_id="r" * 2000))
+
+
+def test_frame_that_comes_in_single_bytes_is_put_together():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for byte in messages.encode(messages.Abort(request_id="r")):
+            ours.send(bytes([byte]))
+        ours.close()
+        assert messages.receive(theirs, messages.ToEngine) == messages.Abort(request_id="r")
+        with pytest.raises(EOFError):
+            messages.receive(theirs, messages.ToEngine)
+
+
+def test_requests_run_side_by_side_and_the_process_ends_with_close(journal):
+    async def scenario():
+        client = await start()
+        assert client.is_alive and (client.max_model_len, client.vocab_size) == (2048, 8192)
+        runs = [
+            collect(client, f"r{n}", [1000 * n], SamplingParams(max_tokens=n + 1)) for n in range(5)
+        ]
+        for n, events in enumerate(await asyncio.gather(*runs)):
+            assert tokens(events) == [1000 * n + 1 + i for i in range(n + 1)]
+            assert [e.finish_reason for e in events if e.finish_reason] == ["length"]
+        pid = int(journal()[0].split()[1])
+        await client.close()
+        assert not client.is_alive and not is_running(pid)
+        assert (await collect(client, "late", [1], ENDLESS))[-1].finish_reason == "error"
+
+    asyncio.run(scenario())
+    assert not any(line.startswith("abort") for line in journal())
+
+
+def test_closing_the_generator_early_aborts_in_the_engine(journal):
+    async def scenario():
+        client = await start()
+        async with aclosing(client.generate("gone", [1], ENDLESS)) as events:
+            await anext(events)
+        await until(lambda: "abort gone" in journal())
+        assert len(await collect(client, "gone", [1], SamplingParams(max_tokens=2))) >= 1
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_cancelled_task_aborts_in_the_engine(journal):
+    async def scenario():
+        client = await start()
+        task = asyncio.create_task(collect(client, "gone", [1], ENDLESS))
+        await until(lambda: "add gone" in journal())
+        task.cancel()
+        await until(lambda: "abort gone" in journal())
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_slow_reader_gets_everything_in_merged_events():
+    async def scenario():
+        client = await start()
+        generator = client.generate("slow", [1], SamplingParams(max_tokens=500))
+        events = [await anext(generator)]
+        await collect(client, "fast", [1], SamplingParams(max_tokens=600))
+        events += [event async for event in generator]
+        assert tokens(events) == list(range(2, 502)) and len(events) <= 3
+        assert events[-1].finish_reason == "length"
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_refused_request_raises_and_leaves_the_others_alone():
+    async def scenario():
+        client = await start()
+        other = asyncio.create_task(collect(client, "fine", [1], SamplingParams(max_tokens=50)))
+        with pytest.raises(RefusedError, match="request bad: can never run"):
+            await collect(client, "bad", [REFUSED], ENDLESS)
+        assert len(tokens(await other)) == 50 and client.is_alive
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("token", "cause"),
+    [(STEP_FAILS, "RuntimeError: CUDA error: illegal address"), (PROCESS_DIES, "exit code 9")],
+)
+def test_dead_engine_ends_every_stream(token, cause, capfd):
+    async def scenario():
+        client = await start()
+        runs = [collect(client, f"r{n}", [first], ENDLESS) for n, first in enumerate((1, token, 2))]
+        for events in await asyncio.wait_for(asyncio.gather(*runs), 10):
+            assert events[-1].finish_reason == "error" and cause in events[-1].error
+            assert "\n" not in events[-1].error and "0xdead" not in events[-1].error
+        assert not client.is_alive
+        assert cause in await asyncio.wait_for(client.wait_until_dead(), 1)
+        await client.close()
+        return client._process.returncode
+
+    assert asyncio.run(scenario()) not in (0, None)
+    if token == STEP_FAILS:
+        assert "Traceback" in capfd.readouterr().err
+
+
+def test_output_that_was_complete_before_the_death_stays_complete():
+    async def scenario():
+        client = await start()
+        generator = client.generate("first", [1], SamplingParams(max_tokens=3))
+        events = [await anext(generator)]
+        await collect(client, "other", [1], SamplingParams(max_tokens=20))
+        await collect(client, "killer", [STEP_FAILS], ENDLESS)
+        events += [event async for event in generator]
+        assert events[-1].finish_reason == "length"
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("unusable", "unusable/config.json: no such architecture (use another)"),
+        ("broken", "broken: RuntimeError: out of memory"),
+        ("dies", "ended with exit code 7 while it was starting"),
+    ],
+)
+def test_failed_start_is_one_line_and_leaves_no_process(model, message):
+    with pytest.raises(InputError) as caught:
+        asyncio.run(start(model))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_cancelled_start_leaves_no_process():
+    async def scenario():
+        before = children()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(start("slow"), 1.5)
+        assert children() == before
+
+    def children() -> set[str]:
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    asyncio.run(scenario())
+
+
+def test_engine_that_ignores_everything_is_killed(monkeypatch, journal):
+    monkeypatch.setattr("qserve.engine.client.EXIT_TIMEOUT", 0.3)
+
+    async def scenario():
+        client = await start()
+        asyncio.create_task(collect(client, "r", [STEP_HANGS], ENDLESS))
+        await until(lambda: "add r" in journal())
+        pid = int(journal()[0].split()[1])
+        os.kill(pid, signal.SIGSTOP)
+        await client.close()
+        assert not is_running(pid)
+
+    asyncio.run(scenario())
+
+
+def raw_process() -> tuple[subprocess.Popen, socket.socket]:
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
+    command = ["-m", "qserve.engine.process", f"--fd={theirs.fileno()}", f"--engine={FAKE}"]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, *command], pass_fds=(theirs.fileno(),), env=environment
+        )
+    return process, ours
+
+
+@pytest.mark.parametrize("when", ["before start", "idle", "busy", "after garbage"])
+def test_process_ends_when_the_client_vanishes(when):
+    process, connection = raw_process()
+    with process, connection:
+        if when != "before start":
+            connection.sendall(messages.encode(messages.Start(config=EngineConfig(model="m"))))
+            assert isinstance(messages.receive(connection, messages.FromEngine), messages.Ready)
+        if when == "busy":
+            add = messages.Add(request_id="r", prompt_token_ids=[1], params=ENDLESS)
+            connection.sendall(messages.encode(add))
+            messages.receive(connection, messages.FromEngine)
+        if when == "after garbage":
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        else:
+            connection.close()
+        assert process.wait(timeout=5) == 0
+
+
+def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
+    process, connection = raw_process()
+    with process, connection:
+        connection.sendall(messages.encode(messages.Start(config=EngineConfig(model="m"))))
+        messages.receive(connection, messages.FromEngine)
+        add = messages.Add(request_id="r", prompt_token_ids=[STEP_HANGS], params=ENDLESS)
+        connection.sendall(messages.encode(add))
+        while "add r" not in journal():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        connection.close()
+        assert process.wait(timeout=15) == 1
+
+
+def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path):
+    (tmp_path / "formats").mkdir()
+    (tmp_path / "formats" / "__init__.py").write_text("raise ImportError('shadowed')")
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario():
+        client = await start()
+        await client.close()
+
+    asyncio.run(scenario())
