@@ -11,11 +11,14 @@ import urllib.request
 from collections.abc import Iterator
 
 
-def stream_answer(url: str, question: str, max_tokens: int, api_key: str | None) -> Iterator[str]:
+def stream_answer(
+    url: str, question: str, max_tokens: int, temperature: float, api_key: str | None
+) -> Iterator[str]:
     """The pieces of the answer. Raises URLError, and RuntimeError for an error in mid-stream."""
     body = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,
+        "temperature": temperature,
         "stream": True,
     }
     headers = {"Content-Type": "application/json"}
@@ -43,12 +46,11 @@ def main() -> int:
     parser.add_argument("url", help="what the server printed, such as http://127.0.0.1:8000")
     parser.add_argument("question")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--api-key")
     arguments = parser.parse_args()
     try:
-        for text in stream_answer(
-            arguments.url, arguments.question, arguments.max_tokens, arguments.api_key
-        ):
+        for text in stream_answer(**vars(arguments)):
             print(text, end="", flush=True)
     except urllib.error.HTTPError as error:
         print(f"the server answers {error.code}: {error.read().decode()}", file=sys.stderr)
