@@ -41,6 +41,7 @@ FLAGS = {
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "inspect": {"--json"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
+    "bench": {"--op", "--shape", "--m", "--baseline", "--json", "--plot"},
 }
 
 
