@@ -59,6 +59,7 @@ def paged_attention(
     # Request r owns the blocks from query_starts[r] // block_q + r on, at least as many as its rows
     # need, so the grid follows from T and R alone.
     grid = (T // tile.block_q + R, J, tile.split)
+    strides = (*k_pages_PBJD.stride()[:3], *v_pages_PBJD.stride()[:3])
     with on_device(q_THD):
         _paged_attention[grid](
             q_THD,
@@ -75,8 +76,7 @@ def paged_attention(
             scale * math.log2(math.e),
             q_THD.stride(0),
             q_THD.stride(1),
-            *k_pages_PBJD.stride()[:3],
-            *v_pages_PBJD.stride()[:3],
+            *strides,
             block_tables_RX.stride(0),
             H=H,
             GROUP=H // J,
@@ -85,6 +85,7 @@ def paged_attention(
             PADDED_D=max(16, power_of_two(D)),
             B=k_pages_PBJD.shape[1],
             WINDOW=window or 0,
+            ALIGNED=all(stride % 8 == 0 for stride in strides),
             BLOCK_M=tile.block_m,
             BLOCK_Q=tile.block_q,
             KEYS=tile.keys,
@@ -139,6 +140,7 @@ def _paged_attention(
     PADDED_D: tl.constexpr,
     B: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     KEYS: tl.constexpr,
@@ -192,10 +194,21 @@ def _paged_attention(
         # a chunk's first row sees all keys of these steps, so every row does
         whole_steps = (before + first_row + 1) // KEYS
         for step in tl.range(0, whole_steps, num_stages=STAGES):
-            key = step * KEYS + tl.arange(0, KEYS)
-            page = tl.load(table + key // B).to(tl.int64)
-            k_rows = page * stride_kp + (key % B) * stride_kb
-            v_rows = page * stride_vp + (key % B) * stride_vb
+            if B >= KEYS:
+                page = tl.load(table + step * KEYS // B).to(tl.int64)
+                offset = step * KEYS % B + tl.arange(0, KEYS)
+                k_rows = page * stride_kp + offset * stride_kb
+                v_rows = page * stride_vp + offset * stride_vb
+            else:
+                # one load for each page, not for each key: 409 instructions a step, not 480
+                pages = step * (KEYS // B) + tl.arange(0, KEYS // B)
+                page = tl.load(table + pages).to(tl.int64)[:, None]
+                offset = tl.arange(0, B)[None, :]
+                k_rows = (page * stride_kp + offset * stride_kb).reshape(KEYS)
+                v_rows = (page * stride_vp + offset * stride_vb).reshape(KEYS)
+            if ALIGNED:  # a reshape forgets it
+                k_rows = tl.multiple_of(k_rows, 8)
+                v_rows = tl.multiple_of(v_rows, 8)
             if D == PADDED_D:
                 k = tl.load(k_head + k_rows[None, :] + d[:, None])
                 v = tl.load(v_head + v_rows[:, None] + d[None, :])

@@ -43,11 +43,14 @@ class _LinearRow:
     bulk: bool = False
     early: bool = False
     max_tiles_per_sm: float = float("inf")  # the row is for at most this many tiles of 64 outputs
+    max_steps: float = float("inf")  # and for at most this many steps
     wide_from: float = float("inf")  # block_n is 128 from this many such tiles for each SM
 
 
-# Splits are tried largest first.
+# Splits are tried largest first. More than 8 only in parts of 4 steps and more: o at 16 rows takes
+# 7.0 us in 8 parts and 7.1 in 12, down 14.0 and 13.8.
 _SPLITS = (12, 8, 6, 4, 3, 2)
+LINEAR_MIN_STEPS_OF_PART = 4
 
 # Measured choices, us for qkv / o / gate_up / down (README.md has the other candidates):
 # M = 1    7.2 / 6.1 / 22.4 / 12.7   split 8 / 12 / 2 / 12; 7 blocks fill an SM's registers
@@ -58,9 +61,21 @@ _SPLITS = (12, 8, 6, 4, 3, 2)
 # M = 256  25.8 / 20.6 / 107 / 51.8  block_m 128, split 1 / 2 / 1 / 2
 _LINEAR_ROWS = (
     _LinearRow(max_m=16, block_m=16, max_split=12, blocks_per_sm=7, early=True),
-    _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=4, early=True),
-    _LinearRow(max_m=64, block_m=64, max_split=6, blocks_per_sm=3, bulk=True, wide_from=1.5),
-    _LinearRow(max_m=128, block_m=64, max_split=3, blocks_per_sm=3, bulk=True, max_tiles_per_sm=1),
+    _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=4, bulk=True, early=True),
+    _LinearRow(
+        max_m=64, block_m=64, max_split=6, blocks_per_sm=3, bulk=True, early=True, wide_from=1.5
+    ),
+    _LinearRow(
+        max_m=128,
+        block_m=64,
+        max_split=3,
+        blocks_per_sm=3,
+        bulk=True,
+        early=True,
+        max_tiles_per_sm=1,
+        max_steps=64,
+    ),
+    _LinearRow(max_m=128, block_m=128, max_split=4, blocks_per_sm=2, bulk=True, early=True),
     _LinearRow(max_m=LINEAR_MAX_ROWS, block_m=128, max_split=2, blocks_per_sm=2, bulk=True),
 )
 
@@ -90,20 +105,22 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
     """The tile for M >= 1 rows; None: dequantize and use the library's GEMM."""
     N = linear_padded_n(N)
     tiles_per_sm = N // LINEAR_TILE_N / sm_count
-    row = next(
-        (row for row in _LINEAR_ROWS if row.max_m >= M and row.max_tiles_per_sm >= tiles_per_sm),
-        None,
-    )
+    steps = K // linear_block_k(group)
+
+    def is_for(row: _LinearRow) -> bool:
+        return row.max_m >= M and tiles_per_sm <= row.max_tiles_per_sm and steps <= row.max_steps
+
+    row = next(filter(is_for, _LINEAR_ROWS), None)
     if row is None:
         return None
     wide = N % 128 == 0 and row.wide_from <= tiles_per_sm / 2
     block_n = 128 if wide else LINEAR_TILE_N
     tiles = N // block_n * ceil_div(M, row.block_m)
-    steps = K // linear_block_k(group)
 
     def can_split(split: int) -> bool:
         return (
             split <= min(row.max_split, steps)
+            and (split <= 8 or split * LINEAR_MIN_STEPS_OF_PART <= steps)
             and split * tiles <= row.blocks_per_sm * sm_count
             and split * M * N <= LINEAR_WORKSPACE_FLOATS
             and tiles <= LINEAR_COUNTERS

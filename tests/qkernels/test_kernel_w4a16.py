@@ -115,13 +115,6 @@ def test_bulk_copy_of_x_at_an_odd_address(check, make_weight, device, half):
     check(make_weight(64, 128, 128), x, tile=LinearTile(block_m=64, block_n=64, split=1, bulk=True))
 
 
-def test_last_block_loads_every_part():
-    for split in range(1, 13):
-        at_once = w4a16.parts_at_once(split)
-        assert split % at_once == 0 and at_once <= 6
-    assert w4a16.parts_at_once(12) == 6
-
-
 @pytest.mark.parametrize("split", [1, 2])
 def test_block_over_two_stored_tiles(check, make_weight, device, half, poison, split):
     tile = LinearTile(block_m=32, block_n=128, split=split, warps=8, stages=3)

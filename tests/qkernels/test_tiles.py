@@ -22,12 +22,15 @@ H200_SMS = 132
 # shape -> M -> (block_m, block_n, split): the settings whose times stand in tiles.py
 MEASURED = {
     "qkv": {1: (16, 64, 8), 32: (32, 64, 4), 64: (64, 64, 4), 128: (64, 64, 2), 256: (128, 64, 1)},
-    "o": {1: (16, 64, 12), 32: (32, 64, 8), 64: (64, 64, 6), 128: (64, 64, 3), 256: (128, 64, 2)},
+    "o": {1: (16, 64, 8), 32: (32, 64, 8), 64: (64, 64, 6), 128: (64, 64, 3), 256: (128, 64, 2)},
     "gate_up": {
         **{1: (16, 64, 2), 32: (32, 64, 1), 64: (64, 128, 1), 128: (128, 64, 1)},
         **{256: (128, 64, 1), 1024: (128, 64, 1)},
     },
-    "down": {1: (16, 64, 12), 32: (32, 64, 8), 64: (64, 64, 6), 256: (128, 64, 2)},
+    "down": {
+        **{1: (16, 64, 12), 32: (32, 64, 8), 64: (64, 64, 6), 128: (128, 64, 4)},
+        **{256: (128, 64, 2)},
+    },
 }
 
 
@@ -36,7 +39,7 @@ def test_the_measured_tiles(shape, M):
     N, K = SHAPES[shape]
     tile = linear_tile(M, N, K, 128, H200_SMS)
     assert (tile.block_m, tile.block_n, tile.split) == MEASURED[shape][M]
-    assert tile.bulk == (M > 32)
+    assert tile.bulk == (M > 16)
 
 
 @pytest.mark.parametrize("sm_count", [4, 108, 132])
