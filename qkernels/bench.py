@@ -166,7 +166,9 @@ def plot(results: Iterable[Result], path: str) -> None:
     columns = min(4, max(1, len(panels)))
     rows = -(-max(1, len(panels)) // columns)
     figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
-    all_axes = figure.subplots(rows, columns, squeeze=False).flat
+    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
     for axes, ((op, shape), points) in zip(all_axes, panels.items(), strict=False):
         names = dict.fromkeys(name for point in points for name in point.baselines)
         curves = {"ours": [(p.m, p.microseconds) for p in points]}

@@ -12,8 +12,9 @@ LINEAR_TILE_N = 64
 LINEAR_MAX_BLOCK_K = 128
 LINEAR_MIN_BLOCK_K = 32  # one row's 32 inputs fill a whole number of fragment words
 
-# Above this many rows the weight is dequantized to a scratch buffer for the library's GEMM. The
-# kernel against that, at 1024 rows: qkv 78 / 85, o 52 / 55, gate_up 400 / 384, down 180 / 186 us.
+# Above this many rows the weight is dequantized to a scratch buffer for the library's GEMM. At 1024
+# rows of qkv / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, the scratch buffer 82 /
+# 58 / 421 / 204; at 2048 the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40.
 LINEAR_MAX_ROWS = 1024
 
 # Partial sums of all splits: 16 MiB of float32, allocated once for each device.
@@ -47,20 +48,20 @@ class _LinearRow:
     wide_from: float = float("inf")  # block_n is 128 from this many such tiles for each SM
 
 
-# Splits are tried largest first. More than 8 only in parts of 4 steps and more: o at 16 rows takes
-# 7.0 us in 8 parts and 7.1 in 12, down 14.0 and 13.8.
-_SPLITS = (12, 8, 6, 4, 3, 2)
-LINEAR_MIN_STEPS_OF_PART = 4
+# Splits are tried largest first. 12 parts cost registers where the last block adds them: down takes
+# 13.6 us at one row in 10 parts, 17.0 in 12.
+_SPLITS = (10, 8, 6, 4, 3, 2)
 
-# Measured choices, us for qkv / o / gate_up / down (README.md has the other candidates):
-# M = 1    7.2 / 6.1 / 22.4 / 12.7   split 8 / 12 / 2 / 12; 7 blocks fill an SM's registers
-# M = 16   7.9 / 6.9 / 23.0 / 13.6   the same
-# M = 32   10.0 / 8.0 / 29.9 / 16.6  split 4 / 8 / 1 / 8
-# M = 64   13.3 / 11.2 / 34.5 / 22.2 split 4 / 6 / 1 / 6, gate_up block_n 128
-# M = 128  18.0 / 14.6 / 53.3 / 34.7 block_m 64 and split 2 / 3 / - / 3; gate_up block_m 128
-# M = 256  25.8 / 20.6 / 107 / 51.8  block_m 128, split 1 / 2 / 1 / 2
+# Measured choices, us for qkv / o / gate_up / down; README.md says what else was tried:
+# M = 1     7.4 / 6.3 / 23.3 / 13.6   split 8 / 10 / 2 / 10; 7 blocks fill an SM's registers
+# M = 16    8.2 / 7.0 / 23.5 / 13.9   the same
+# M = 32    10.7 / 8.4 / 29.9 / 16.4  split 4 / 8 / 1 / 8
+# M = 64    12.4 / 11.3 / 34.1 / 22.5 split 4 / 6 / 1 / 6, gate_up block_n 128
+# M = 128   18.1 / 14.6 / 53.1 / 32.7 block_m 64, split 2 / 3; block_m 128, split 1 / 4
+# M = 256   26.1 / 20.7 / 110 / 51.6  block_m 128, split 1 / 2 / 1 / 2
+# M = 1024  77.9 / 52.0 / 407 / 190
 _LINEAR_ROWS = (
-    _LinearRow(max_m=16, block_m=16, max_split=12, blocks_per_sm=7, early=True),
+    _LinearRow(max_m=16, block_m=16, max_split=10, blocks_per_sm=7, early=True),
     _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=4, bulk=True, early=True),
     _LinearRow(
         max_m=64, block_m=64, max_split=6, blocks_per_sm=3, bulk=True, early=True, wide_from=1.5
@@ -120,7 +121,6 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
     def can_split(split: int) -> bool:
         return (
             split <= min(row.max_split, steps)
-            and (split <= 8 or split * LINEAR_MIN_STEPS_OF_PART <= steps)
             and split * tiles <= row.blocks_per_sm * sm_count
             and split * M * N <= LINEAR_WORKSPACE_FLOATS
             and tiles <= LINEAR_COUNTERS

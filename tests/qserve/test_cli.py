@@ -155,6 +155,10 @@ def test_unknown_architecture(capsys, docs_5m, tmp_path):
         fails_with(capsys, [command[0], str(tmp_path), *command[1:]], "RwkvForCausalLM")
 
 
+def test_bench_of_an_unknown_kernel_lists_the_known_ones(capsys):
+    fails_with(capsys, ["bench", "kernels", "--op", "w3a16"], "--op", "w3a16", "paged_attention")
+
+
 def test_missing_required_flag_is_a_usage_error(docs_5m):
     with pytest.raises(SystemExit) as error:
         main(["quantize", str(docs_5m)])
