@@ -110,7 +110,13 @@ def dequantize_case() -> dict:
 
 
 def attention_case(
-    requests: int, query: int, D: int, group: int, window: int = 0, dtype: str = BF16
+    requests: int,
+    query: int,
+    D: int,
+    group: int,
+    window: int = 0,
+    dtype: str = BF16,
+    page: int = 16,
 ) -> dict:
     tile = attention_tile(
         num_requests=requests,
@@ -131,7 +137,7 @@ def attention_case(
         "PADDED_GROUP": tile.block_m // tile.block_q,
         "D": D,
         "PADDED_D": 1 << math.ceil(math.log2(D)),
-        "B": 16,
+        "B": page,
         "WINDOW": window,
         "ALIGNED": True,
         "BLOCK_M": tile.block_m,
@@ -165,6 +171,7 @@ CASES = {
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),
     "attention chunk": lambda: attention_case(2, 2048, 128, 4),
+    "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
     "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),
