@@ -2,8 +2,12 @@
 
 import contextlib
 import functools
+import os
 
 import torch
+
+# Triton's own switch, read by it at import: its interpreter knows no inline assembly.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
 INTERPRETER_SM_COUNT = 4
@@ -14,6 +18,12 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it ends: sm_90 and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

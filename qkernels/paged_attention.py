@@ -59,6 +59,7 @@ def paged_attention(
     # Request r owns the blocks from query_starts[r] // block_q + r on, at least as many as its rows
     # need, so the grid follows from T and R alone.
     grid = (T // tile.block_q + R, J, tile.split)
+    strides = (*k_pages_PBJD.stride()[:3], *v_pages_PBJD.stride()[:3])
     with on_device(q_THD):
         _paged_attention[grid](
             q_THD,
@@ -75,8 +76,7 @@ def paged_attention(
             scale * math.log2(math.e),
             q_THD.stride(0),
             q_THD.stride(1),
-            *k_pages_PBJD.stride()[:3],
-            *v_pages_PBJD.stride()[:3],
+            *strides,
             block_tables_RX.stride(0),
             H=H,
             GROUP=H // J,
@@ -85,6 +85,7 @@ def paged_attention(
             PADDED_D=max(16, power_of_two(D)),
             B=k_pages_PBJD.shape[1],
             WINDOW=window or 0,
+            ALIGNED=all(stride % 8 == 0 for stride in strides),
             BLOCK_M=tile.block_m,
             BLOCK_Q=tile.block_q,
             KEYS=tile.keys,
@@ -139,6 +140,7 @@ def _paged_attention(
     PADDED_D: tl.constexpr,
     B: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     KEYS: tl.constexpr,
@@ -187,15 +189,50 @@ def _paged_attention(
     weights = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
     table = tables_ptr + request.to(tl.int64) * stride_table
+    k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
+    if BLOCK_M >= 64 and WINDOW == 0 and SPLIT == 1:
+        # a chunk's first row sees all keys of these steps, so every row does
+        whole_steps = (before + first_row + 1) // KEYS
+        for step in tl.range(0, whole_steps, num_stages=STAGES):
+            if B >= KEYS:
+                page = tl.load(table + step * KEYS // B).to(tl.int64)
+                offset = step * KEYS % B + tl.arange(0, KEYS)
+                k_rows = page * stride_kp + offset * stride_kb
+                v_rows = page * stride_vp + offset * stride_vb
+            else:
+                # one load for each page, not for each key: 409 instructions a step, not 480
+                pages = step * (KEYS // B) + tl.arange(0, KEYS // B)
+                page = tl.load(table + pages).to(tl.int64)[:, None]
+                offset = tl.arange(0, B)[None, :]
+                k_rows = (page * stride_kp + offset * stride_kb).reshape(KEYS)
+                v_rows = (page * stride_vp + offset * stride_vb).reshape(KEYS)
+            if ALIGNED:  # a reshape forgets it
+                k_rows = tl.multiple_of(k_rows, 8)
+                v_rows = tl.multiple_of(v_rows, 8)
+            if D == PADDED_D:
+                k = tl.load(k_head + k_rows[None, :] + d[:, None])
+                v = tl.load(v_head + v_rows[:, None] + d[None, :])
+            else:
+                k = tl.load(k_head + k_rows[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
+                v = tl.load(v_head + v_rows[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+            score = tl.dot(q, k, input_precision="ieee")
+            new_largest = tl.maximum(largest, tl.max(score, 1) * scale_log2)
+            weight = tl.exp2(score * scale_log2 - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            weights = weights * shrink + tl.sum(weight, 1)
+            values = values * shrink[:, None]
+            values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
+            largest = new_largest
+        first_step = whole_steps
     for step in tl.range(first_step, last_step, num_stages=STAGES):
         key = step * KEYS + tl.arange(0, KEYS)
         # pages outside begin..end may be freed or never written
         exists = (key >= begin) & (key < end)
         page = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
-        k_rows = page * stride_kp + (key % B) * stride_kb + kv_head * stride_kj
-        v_rows = page * stride_vp + (key % B) * stride_vb + kv_head * stride_vj
+        k_rows = page * stride_kp + (key % B) * stride_kb
+        v_rows = page * stride_vp + (key % B) * stride_vb
         k = tl.load(
-            k_ptr + k_rows[None, :] + d[:, None],
+            k_head + k_rows[None, :] + d[:, None],
             mask=exists[None, :] & (d[:, None] < D),
             other=0.0,
         )
@@ -211,12 +248,12 @@ def _paged_attention(
         shrink = tl.exp2(largest - base)
         weights = weights * shrink + tl.sum(weight, 1)
         v = tl.load(
-            v_ptr + v_rows[:, None] + d[None, :],
+            v_head + v_rows[:, None] + d[None, :],
             mask=exists[:, None] & (d[None, :] < D),
             other=0.0,
         )
         values = values * shrink[:, None]
-        values += tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
         largest = new_largest
 
     out_row = token * H + head

@@ -12,11 +12,10 @@ LINEAR_TILE_N = 64
 LINEAR_MAX_BLOCK_K = 128
 LINEAR_MIN_BLOCK_K = 32  # one row's 32 inputs fill a whole number of fragment words
 
-# Above this many rows the weight is dequantized to a scratch buffer for the library's GEMM. At M =
-# 256 a first form of the kernel took 43.5 / 33.6 / 159 / 104 us (qkv / o / gate_up / down), cuBLAS
-# 22.1 / 18.1 / 90.1 / 48.6 plus about 15 / 10 / 70 / 35 for dequantizing (bytes at 4.2 TB/s,
-# computed).
-LINEAR_MAX_ROWS = 256
+# Above this many rows the weight is dequantized to a scratch buffer for the library's GEMM. At 1024
+# rows of qkv / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, the scratch buffer 82 /
+# 58 / 421 / 204; at 2048 the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40.
+LINEAR_MAX_ROWS = 1024
 
 # Partial sums of all splits: 16 MiB of float32, allocated once for each device.
 LINEAR_WORKSPACE_FLOATS = 2**22
@@ -30,8 +29,10 @@ class LinearTile:
     block_m: int
     block_n: int  # 64 or 128: one or two stored tiles
     split: int  # parts of K that different blocks sum
-    warps: int
-    stages: int
+    warps: int = 4
+    stages: int = 3
+    bulk: bool = False  # x through the bulk copy engine
+    early: bool = False  # start while the kernel before it ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +41,43 @@ class _LinearRow:
     block_m: int
     max_split: int
     blocks_per_sm: int  # splitting stops before the grid exceeds this
-    wide_from: float  # block_n is 128 with 8 warps from this many such blocks for each SM
+    bulk: bool = False
+    early: bool = False
+    max_tiles_per_sm: float = float("inf")  # the row is for at most this many tiles of 64 outputs
+    max_steps: float = float("inf")  # and for at most this many steps
+    wide_from: float = float("inf")  # block_n is 128 from this many such tiles for each SM
 
 
-# M <= 16: 9.5 / 7.7 / 27.5 / 15.8 us with block_n 64, 4 warps, 3 stages, split 8 (gate_up 2).
-# M = 64: 14.2 / 11.9 / 41.4 / 26.7 us with split 4; gate_up block_n 128, 8 warps, no split.
-# The rows for 32 and 256 are interpolated, not measured; block_m 128 spills registers (compiled for
-# sm_90).
+# Splits are tried largest first. 12 parts cost registers where the last block adds them: down takes
+# 13.6 us at one row in 10 parts, 17.0 in 12.
+_SPLITS = (10, 8, 6, 4, 3, 2)
+
+# Measured choices, us for qkv / o / gate_up / down; README.md says what else was tried:
+# M = 1     7.4 / 6.3 / 23.3 / 13.6   split 8 / 10 / 2 / 10; 7 blocks fill an SM's registers
+# M = 16    8.2 / 7.0 / 23.5 / 13.9   the same
+# M = 32    10.7 / 8.4 / 29.9 / 16.4  split 4 / 8 / 1 / 8
+# M = 64    12.4 / 11.3 / 34.1 / 22.5 split 4 / 6 / 1 / 6, gate_up block_n 128
+# M = 128   18.1 / 14.6 / 53.1 / 32.7 block_m 64, split 2 / 3; block_m 128, split 1 / 4
+# M = 256   26.1 / 20.7 / 110 / 51.6  block_m 128, split 1 / 2 / 1 / 2
+# M = 1024  77.9 / 52.0 / 407 / 190
 _LINEAR_ROWS = (
-    _LinearRow(max_m=16, block_m=16, max_split=8, blocks_per_sm=7, wide_from=float("inf")),
-    _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=6, wide_from=float("inf")),
-    _LinearRow(max_m=64, block_m=64, max_split=4, blocks_per_sm=3, wide_from=1.5),
-    _LinearRow(max_m=LINEAR_MAX_ROWS, block_m=64, max_split=4, blocks_per_sm=2, wide_from=0),
+    _LinearRow(max_m=16, block_m=16, max_split=10, blocks_per_sm=7, early=True),
+    _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=4, bulk=True, early=True),
+    _LinearRow(
+        max_m=64, block_m=64, max_split=6, blocks_per_sm=3, bulk=True, early=True, wide_from=1.5
+    ),
+    _LinearRow(
+        max_m=128,
+        block_m=64,
+        max_split=3,
+        blocks_per_sm=3,
+        bulk=True,
+        early=True,
+        max_tiles_per_sm=1,
+        max_steps=64,
+    ),
+    _LinearRow(max_m=128, block_m=128, max_split=4, blocks_per_sm=2, bulk=True, early=True),
+    _LinearRow(max_m=LINEAR_MAX_ROWS, block_m=128, max_split=2, blocks_per_sm=2, bulk=True),
 )
 
 
@@ -78,24 +104,34 @@ def linear_padded_n(N: int) -> int:
 
 def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile | None:
     """The tile for M >= 1 rows; None: dequantize and use the library's GEMM."""
-    row = next((row for row in _LINEAR_ROWS if row.max_m >= M), None)
+    N = linear_padded_n(N)
+    tiles_per_sm = N // LINEAR_TILE_N / sm_count
+    steps = K // linear_block_k(group)
+
+    def is_for(row: _LinearRow) -> bool:
+        return row.max_m >= M and tiles_per_sm <= row.max_tiles_per_sm and steps <= row.max_steps
+
+    row = next(filter(is_for, _LINEAR_ROWS), None)
     if row is None:
         return None
-    N = linear_padded_n(N)
-    wide = N % 128 == 0 and row.wide_from * sm_count <= N // 128
+    wide = N % 128 == 0 and row.wide_from <= tiles_per_sm / 2
     block_n = 128 if wide else LINEAR_TILE_N
     tiles = N // block_n * ceil_div(M, row.block_m)
-    steps = K // linear_block_k(group)
-    split = 1
-    while (
-        2 * split <= min(row.max_split, steps)
-        and 2 * split * tiles <= row.blocks_per_sm * sm_count
-        and 2 * split * M * N <= LINEAR_WORKSPACE_FLOATS
-        and tiles <= LINEAR_COUNTERS
-    ):
-        split *= 2
+
+    def can_split(split: int) -> bool:
+        return (
+            split <= min(row.max_split, steps)
+            and split * tiles <= row.blocks_per_sm * sm_count
+            and split * M * N <= LINEAR_WORKSPACE_FLOATS
+            and tiles <= LINEAR_COUNTERS
+        )
+
     return LinearTile(
-        block_m=row.block_m, block_n=block_n, split=split, warps=8 if wide else 4, stages=3
+        block_m=row.block_m,
+        block_n=block_n,
+        split=next(filter(can_split, _SPLITS), 1),
+        bulk=row.bulk,
+        early=row.early,
     )
 
 
@@ -112,8 +148,9 @@ class AttentionTile:
 
 
 ATTENTION_MAX_SPLIT = 32
-# A part shorter than this reads less than it costs to start and to merge. Not measured.
-ATTENTION_MIN_KEYS_OF_PART = 256
+# A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
+# takes 10.8 us in 16 parts, 13.4 us in 8.
+ATTENTION_MIN_KEYS_OF_PART = 128
 
 
 def attention_tile(
@@ -130,26 +167,34 @@ def attention_tile(
 ) -> AttentionTile:
     """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
     group = power_of_two(heads_per_kv_head)
-    # 64 rows fill one warpgroup's wgmma; 16 is the least that a tensor core takes. float32 has no
-    # tensor core: more than 16 rows or 16 keys spill registers (compiled for sm_90).
-    most_rows = 16 if element_size == 4 else 64
-    block_m = max(16, group, min(most_rows, group * power_of_two(max_query_len)))
-    # K and V of all stages must leave room in 227 KB of shared memory: 96 KB at the widest
-    if element_size == 4:
-        keys, stages = 16, 2
-    else:
-        keys, stages = (64 if head_dim <= 128 else 32), 3
+    few_rows = group * max_query_len <= 32
+    programs = max(1, num_requests * num_kv_heads)
     split = 1
-    if group * max_query_len <= 32:
-        programs = max(1, num_requests * num_kv_heads)
+    if few_rows:
         visible = min(max_context_len, window or max_context_len)
-        # split by work: two blocks for each SM, as long as each part is worth a block
+        # split by work: up to two blocks for each SM, as long as each part is worth a block
         while (
             2 * split <= ATTENTION_MAX_SPLIT
-            and split * programs < 2 * sm_count
+            and 2 * split * programs <= 2 * sm_count
             and 2 * split * ATTENTION_MIN_KEYS_OF_PART <= visible
         ):
             split *= 2
+    # 16 rows is the least that a tensor core takes; 64 fill one warpgroup's wgmma. float32 has no
+    # tensor core: more than 16 rows or 16 keys spill registers (compiled for sm_90).
+    most_rows = 16 if element_size == 4 else 64
+    block_m = max(16, group, min(most_rows, group * power_of_two(max_query_len)))
+    # K and V of all stages must leave room in 227 KB of shared memory: 192 KB at the widest.
+    if element_size == 4:
+        keys, stages = 16, 2
+    elif head_dim > 128:
+        keys, stages = 32, 3
+    elif few_rows and split * programs <= 4 * sm_count:
+        # 8 x 4096 keys: 41.7 us, with 64 keys 54; 32 x 4096: 130.6, with 64 keys or 3 stages 140
+        keys, stages = 128, (3 if split > 1 else 2)
+    elif few_rows:
+        keys, stages = 64, 2  # 128 x 4096: 494 us, with 128 keys 504
+    else:
+        keys, stages = 64, 3
     return AttentionTile(
         block_m=block_m, block_q=block_m // group, keys=keys, split=split, warps=4, stages=stages
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import qserve
 from formats.errors import InputError
 from qserve.config import (
+    BenchConfig,
     EngineConfig,
     EvalConfig,
     GenerateConfig,
@@ -29,11 +30,14 @@ SHORT_FLAGS = {"output": "-o"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One subcommand: `run` gets the model folder and its settings, and returns the exit code."""
+    """One subcommand: `run` gets its argument and its settings, and returns the exit code."""
 
     help: str
     settings: tuple[type, ...]
     run: Callable[..., int]
+    argument: str = "model"
+    argument_help: str = "model folder"
+    argument_choices: tuple[str, ...] | None = None
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
@@ -113,6 +117,27 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
     return 0
 
 
+def bench(what: str, config: BenchConfig) -> int:
+    from qkernels.bench import HEADER, format_result, plot
+    from qkernels.bench_cases import run, versions
+
+    shown = []
+
+    def show(result) -> None:
+        if config.json:
+            print(json.dumps(result.to_dict()), flush=True)
+            return
+        if not shown:
+            print(f"{versions()}\n{HEADER}  error")
+        shown.append(result)
+        print(format_result(result), flush=True)
+
+    results = run(op=config.op, shape=config.shape, m=config.m, baseline=config.baseline, show=show)
+    if config.plot:
+        plot(results, config.plot)
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "quantize": Command(
         help="write a quantized copy of a float model",
@@ -139,6 +164,14 @@ COMMANDS: dict[str, Command] = {
         settings=(EngineConfig, EvalConfig),
         run=evaluate,
     ),
+    "bench": Command(
+        help="measure the kernels against their floors and other kernels",
+        settings=(BenchConfig,),
+        run=bench,
+        argument="what",
+        argument_help="what to measure",
+        argument_choices=("kernels",),
+    ),
 }
 
 
@@ -153,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
-        return command.run(arguments.model, *settings)
+        return command.run(getattr(arguments, command.argument), *settings)
     except (InputError, OSError) as error:
         print(f"qserve {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -170,7 +203,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help.capitalize())
-        sub.add_argument("model", metavar="MODEL", help="model folder")
+        sub.add_argument(
+            command.argument,
+            metavar=None if command.argument_choices else command.argument.upper(),
+            choices=command.argument_choices,
+            help=command.argument_help,
+        )
         for cls in command.settings:
             hints = typing.get_type_hints(cls)
             for field in dataclasses.fields(cls):

@@ -106,3 +106,17 @@ class InspectConfig:
     """What `qserve inspect` is told beside the folder."""
 
     json: bool = setting(False, "print the findings as JSON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """What `qserve bench` is told; lists are comma-separated."""
+
+    op: str | None = setting(None, "operations, such as w4a16,paged_attention; default: all")
+    shape: str | None = setting(None, "shapes, such as qkv,gate_up; default: all of each operation")
+    m: str | None = setting(None, "rows, or requests of attention, such as 1,16; default: a table")
+    baseline: str | None = setting(
+        None, "compare with these, such as cublas,int_mm,gemlite, or none; default: all installed"
+    )
+    json: bool = setting(False, "print one JSON object a line")
+    plot: str | None = setting(None, "also draw the times into this PNG file")

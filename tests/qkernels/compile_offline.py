@@ -26,7 +26,8 @@ def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, optio
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = pointers.get(name) or scalars.get(name) or "constexpr"
-        aligned = name in pointers or name in ("N", "K") or name.startswith("stride_")
+        aligned = name in ("N", "K") or name.startswith("stride_")
+        aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
@@ -83,13 +84,18 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool) -> dict:
         "TILE_N": 64,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
+        "BULK": tile.bulk,
+        "EARLY": tile.early,
+        "INTERPRETED": False,
         "bias_ptr": None,
-        "steps_of_group": 1,
+        "STEPS_OF_GROUP": 1,
     }
+    if tile.bulk:
+        pointers["x_ptr"] = f"tensordesc<bf16[{tile.block_m}, {min(128, group)}]>"
     if symmetric:
         constants["offsets_ptr"] = None
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
-    options = {"num_warps": tile.warps}
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
     return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
 
 
@@ -97,13 +103,20 @@ def dequantize_case() -> dict:
     pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": BF16}
     scalars = {"N": "i32", "K": "i32"}
     constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BK": 128, "TILE_N": 64}
-    constants |= {"offsets_ptr": None, "steps_of_group": 1}
+    constants |= {"ROWS": w4a16.DEQUANTIZE_ROWS, "INTERPRETED": False}
+    constants |= {"offsets_ptr": None, "STEPS_OF_GROUP": 1}
     kernel = w4a16._dequantize_weight
-    return compile_kernel(kernel, pointers, scalars, constants, {"num_warps": 4})
+    return compile_kernel(kernel, pointers, scalars, constants, {"num_warps": 1})
 
 
 def attention_case(
-    requests: int, query: int, D: int, group: int, window: int = 0, dtype: str = BF16
+    requests: int,
+    query: int,
+    D: int,
+    group: int,
+    window: int = 0,
+    dtype: str = BF16,
+    page: int = 16,
 ) -> dict:
     tile = attention_tile(
         num_requests=requests,
@@ -124,8 +137,9 @@ def attention_case(
         "PADDED_GROUP": tile.block_m // tile.block_q,
         "D": D,
         "PADDED_D": 1 << math.ceil(math.log2(D)),
-        "B": 16,
+        "B": page,
         "WINDOW": window,
+        "ALIGNED": True,
         "BLOCK_M": tile.block_m,
         "BLOCK_Q": tile.block_q,
         "KEYS": tile.keys,
@@ -150,11 +164,14 @@ CASES = {
     "linear M=32": lambda: linear_case(32, 6144, 4096, 128, True),
     "linear M=64 group 32": lambda: linear_case(64, 4096, 4096, 32, True),
     "linear M=64 wide": lambda: linear_case(64, 28672, 4096, 128, True),
+    "linear M=128": lambda: linear_case(128, 4096, 4096, 128, True),
     "linear M=256": lambda: linear_case(256, 4096, 14336, 128, True),
+    "linear M=256 asymmetric": lambda: linear_case(256, 4096, 14336, 128, False),
     "dequantize": dequantize_case,
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),
     "attention chunk": lambda: attention_case(2, 2048, 128, 4),
+    "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
     "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),

@@ -45,7 +45,7 @@ def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
     weight = ops.prepare_weight(packed, half)
     assert weight.kernel == "triton_w4a16"
     weight_NK = packed.dequantize(torch.float64)
-    for M in (1, 16, 17, 64, 129, 256, 257):
+    for M in (1, 16, 17, 64, 129, 257, LINEAR_MAX_ROWS + 1):
         x = torch.randn(M, K, device="cuda").to(half)
         got = ops.linear(x, weight)
         want = x.double() @ weight_NK.t()
@@ -54,7 +54,7 @@ def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
     assert not w4a16.workspace(torch.device("cuda", 0))[1].any()
 
 
-@pytest.mark.parametrize("M", [1, 16, 64, 200, 300])
+@pytest.mark.parametrize("M", [1, 16, 64, 200, LINEAR_MAX_ROWS + 1])
 def test_linear_in_a_cuda_graph(half, M):
     """Replayed with new inputs, split parts and counters must start afresh."""
     layer = QuantLinear.from_packed(random_weight(4096, 4096)).prepare(half, "cuda")

@@ -107,6 +107,16 @@ def test_page_sizes_around_their_edges(check, dtype, B):
     check([1, 1, 1, 3], [B - 1, B, B + 1, 2 * B + 1], 2, 1, 16, B, dtype)
 
 
+@pytest.mark.parametrize("B", [16, 64, 128])
+def test_chunk_after_many_keys(check, dtype, B):
+    """Most steps lie before the chunk's first row and take the path without a mask."""
+    check([40, 33, 1], [300, 33, 200], 4, 2, 32, B, dtype)
+
+
+def test_chunk_whose_rows_are_not_multiples_of_16_bytes(check, dtype):
+    check([40], [200], 2, 1, 18, 16, dtype, interleaved=True)
+
+
 @pytest.mark.parametrize("split", [2, 8])
 @pytest.mark.parametrize("window", [None, 50])
 def test_parts_of_a_context_merge(check, dtype, split, window):

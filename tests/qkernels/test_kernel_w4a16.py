@@ -85,7 +85,8 @@ def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, g
 
 def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poison):
     bias = torch.randn(64).to(device, half)
-    check(make_weight(64, 128, 128), random_x(257, 128, half, device), bias)
+    x = random_x(LINEAR_MAX_ROWS + 1, 128, half, device)
+    check(make_weight(64, 128, 128), x, bias)
 
 
 @pytest.mark.parametrize("split", [2, 3, 4, 8])
@@ -99,6 +100,19 @@ def test_split_sums_every_part_once(check, make_weight, device, half, poison, sp
     assert not counters.any(), "the kernel must leave its counters at zero"
     partials.fill_(float("nan"))
     assert torch.equal(first, check(packed, random_x(19, 9 * 32, half, device), bias, tile))
+
+
+@pytest.mark.parametrize("M", [1, 63, 130])
+def test_bulk_copy_stops_at_the_last_row(check, make_weight, device, half, poison, M):
+    tile = LinearTile(block_m=64, block_n=64, split=2, bulk=True)
+    check(make_weight(72, 96, 32, False), random_x(M, 96, half, device), tile=tile)
+
+
+def test_bulk_copy_of_x_at_an_odd_address(check, make_weight, device, half):
+    """The copy engine reads from multiples of 16 bytes only."""
+    x = random_x(1, 64 * 128 + 1, half, device)[0, 1:].view(64, 128)
+    assert x.is_contiguous() and x.data_ptr() % 16
+    check(make_weight(64, 128, 128), x, tile=LinearTile(block_m=64, block_n=64, split=1, bulk=True))
 
 
 @pytest.mark.parametrize("split", [1, 2])

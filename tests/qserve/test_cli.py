@@ -41,6 +41,7 @@ FLAGS = {
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "inspect": {"--json"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
+    "bench": {"--op", "--shape", "--m", "--baseline", "--json", "--plot"},
 }
 
 
@@ -152,6 +153,10 @@ def test_unknown_architecture(capsys, docs_5m, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((docs_5m / "model.safetensors").read_bytes())
     for command in (["quantize", "-o", str(tmp_path / "x")], ["generate", "--prompt", "a"]):
         fails_with(capsys, [command[0], str(tmp_path), *command[1:]], "RwkvForCausalLM")
+
+
+def test_bench_of_an_unknown_kernel_lists_the_known_ones(capsys):
+    fails_with(capsys, ["bench", "kernels", "--op", "w3a16"], "--op", "w3a16", "paged_attention")
 
 
 def test_missing_required_flag_is_a_usage_error(docs_5m):

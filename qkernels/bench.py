@@ -1,0 +1,182 @@
+"""How a kernel is measured: a correctness gate, cold inputs, one CUDA graph. Knows no operation.
+
+A time is the median over replays of one CUDA graph that makes a call on every copy of its inputs,
+enough copies that none is still in the L2 when its turn comes again: a decode step reads each
+weight once, from memory. No time is taken of a call whose result is wrong. The floor is the larger
+of bytes over bandwidth and operations over peak.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from qkernels.errors import KernelError
+
+COLD_BYTES = 400e6  # an H200's L2 holds 60 MB
+MAX_CALLS = 64  # of one graph; small inputs stay in the cache, as they do in a model
+REPLAYS = 15
+
+Call = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """What one GPU was measured to do, with torch: the floors follow from it."""
+
+    bytes_per_second: float
+    operations_per_second: float  # bf16
+
+
+CEILINGS = {"NVIDIA H200": Ceiling(bytes_per_second=4.4e12, operations_per_second=788e12)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One problem: the calls to time, the same on other copies, and what the first must return."""
+
+    op: str
+    shape: str
+    m: int  # rows, or requests
+    num_bytes: int  # read or written once
+    operations: int
+    calls: list[Call]
+    want: torch.Tensor  # in higher precision than the calls'
+    allowed_error: float
+    # name -> calls that do the same work, or None where one raised ImportError
+    baselines: dict[str, list[Call]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    op: str
+    shape: str
+    m: int
+    microseconds: float
+    floor_microseconds: float | None  # None: nobody measured this GPU
+    gigabytes_per_second: float
+    teraflops: float
+    error: float  # relative, Frobenius
+    baselines: dict[str, float]  # microseconds
+
+    @property
+    def percent_of_floor(self) -> float | None:
+        floor = self.floor_microseconds
+        return None if floor is None else 100 * floor / self.microseconds
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self) | {"percent_of_floor": self.percent_of_floor}
+
+
+def copies_needed(num_bytes: int) -> int:
+    """Copies of an input of this size that are more than any cache holds."""
+    return max(1, min(MAX_CALLS, -(-int(COLD_BYTES) // max(1, num_bytes))))
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
+    """Microseconds of one call, all of them inside one CUDA graph."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def check(case: Case) -> float:
+    """The error of the first call. Raises KernelError where it is too large, or not a number."""
+    error = relative_error(case.calls[0](), case.want)
+    if not error <= case.allowed_error:
+        raise KernelError(
+            f"{case.op} {case.shape} m={case.m}",
+            f"is wrong on this GPU: relative error {error:.1e}, allowed {case.allowed_error:.0e}",
+            "report it; no time of a wrong result is shown",
+        )
+    return error
+
+
+def measure(case: Case, ceiling: Ceiling | None) -> Result:
+    """Check one case, then time it and its baselines."""
+    error = check(case)
+    microseconds = time_calls(case.calls)
+    return Result(
+        op=case.op,
+        shape=case.shape,
+        m=case.m,
+        microseconds=microseconds,
+        floor_microseconds=None if ceiling is None else floor_microseconds(case, ceiling),
+        gigabytes_per_second=case.num_bytes / microseconds / 1e3,
+        teraflops=case.operations / microseconds / 1e6,
+        error=error,
+        baselines={name: time_calls(calls) for name, calls in case.baselines.items()},
+    )
+
+
+def floor_microseconds(case: Case, ceiling: Ceiling) -> float:
+    return 1e6 * max(
+        case.num_bytes / ceiling.bytes_per_second,
+        case.operations / ceiling.operations_per_second,
+    )
+
+
+HEADER = (
+    f"{'op':16} {'shape':12} {'m':>5} {'us':>8} {'GB/s':>6} {'TFLOP/s':>8} {'floor':>8} {'%':>4}"
+)
+
+
+def format_result(result: Result) -> str:
+    """One line; a ratio above 1 says that the baseline takes longer."""
+    floor = "-" if result.floor_microseconds is None else f"{result.floor_microseconds:.1f}"
+    percent = "-" if result.percent_of_floor is None else f"{result.percent_of_floor:.0f}"
+    line = (
+        f"{result.op:16} {result.shape:12} {result.m:5} {result.microseconds:8.1f}"
+        f" {result.gigabytes_per_second:6.0f} {result.teraflops:8.1f} {floor:>8} {percent:>4}"
+        f"  {result.error:.1e}"
+    )
+    for name, microseconds in result.baselines.items():
+        line += f"  {name} {microseconds:.1f} ({microseconds / result.microseconds:.2f}x)"
+    return line
+
+
+def plot(results: Iterable[Result], path: str) -> None:
+    """Microseconds over m, a panel for each op and shape. Raises KernelError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise KernelError("--plot", "needs matplotlib", "pip install matplotlib") from None
+    panels: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        panels.setdefault((result.op, result.shape), []).append(result)
+    columns = min(4, max(1, len(panels)))
+    rows = -(-max(1, len(panels)) // columns)
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    for axes, ((op, shape), points) in zip(all_axes, panels.items(), strict=False):
+        names = dict.fromkeys(name for point in points for name in point.baselines)
+        curves = {"ours": [(p.m, p.microseconds) for p in points]}
+        curves["floor"] = [(p.m, p.floor_microseconds) for p in points if p.floor_microseconds]
+        for name in names:
+            curves[name] = [(p.m, p.baselines[name]) for p in points if name in p.baselines]
+        for name, curve in curves.items():
+            axes.plot(*zip(*curve, strict=True) if curve else ([], []), marker="o", label=name)
+        axes.set(title=f"{op} {shape}", xscale="log", yscale="log", xlabel="m", ylabel="us")
+        axes.legend(fontsize="small")
+    figure.savefig(path)
