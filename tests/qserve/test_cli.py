@@ -35,11 +35,16 @@ FLAGS = {
         "--recipe",
         "--group-size",
         "--device",
+        "--ignore",
+        "--override",
+        "--pad",
+        "--max-shard-size",
     },
     "serve": ENGINE_FLAGS | {"--host", "--port", "--served-model-name", "--api-key"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
-    "inspect": {"--json"},
+    "convert": {"-o", "--output", "--format", "--max-shard-size"},
+    "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
 }
 
@@ -127,8 +132,8 @@ def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
 
 
 def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
-    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "96"]
-    fails_with(capsys, arguments, "model.layers.0.self_attn.q_proj", "256", "96")
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "512"]
+    fails_with(capsys, arguments, "model.layers.0.self_attn", "256", "512")
     assert os.listdir(tmp_path) == []
 
 
