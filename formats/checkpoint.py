@@ -8,6 +8,7 @@ folder that looks complete. Knows nothing of layers, schemes or models.
 import json
 import os
 import shutil
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,11 @@ from formats.errors import CheckpointError
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# A model of 100,000 tensors needs 10 MB of either; more costs a reader seconds and memory.
+MAX_HEADER_BYTES = 25_000_000
+MAX_JSON_BYTES = 25_000_000
+MAX_DIMS = 8
+MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
 # What a model folder holds besides weights and config: tokenizer, template, generation defaults.
 SIDE_FILES = (
@@ -67,16 +72,39 @@ class TensorEntry:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError where it is missing or not one."""
     try:
+        size = _size_of_file(path)
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                str(path), f"has {size} bytes, the limit is {MAX_JSON_BYTES}", "fetch it again"
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "is this a model folder?") from None
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(str(path), f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _size_of_file(path: Path) -> int:
+    """Bytes of a regular file: a pipe or a device would never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(str(path), "cannot be read: is not a file")
+    return status.st_size
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; the usual parser would keep the last of two tensors of one name."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return found
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -85,7 +113,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Layout: 8 bytes header length (little-endian), the JSON header, the data, without gaps.
     """
     try:
-        size = path.stat().st_size
+        size = _size_of_file(path)
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
@@ -93,7 +121,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise CheckpointError(
                     str(path), "is not a safetensors file, or is truncated", "fetch it again"
                 )
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
             raise TypeError(f"expected a JSON object, found {type(header).__name__}")
         entries, spans = {}, []
@@ -106,6 +134,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             begin, end = item["data_offsets"]
             if not all(type(number) is int for number in (*shape, begin, end)):
                 raise TypeError(f"{name} has a shape or an offset that is no whole number")
+            if len(shape) > MAX_DIMS or max(shape, default=0) > MAX_EXTENT:
+                raise ValueError(f"{name} has an absurd shape")
             count = 1
             for extent in shape:
                 count *= extent

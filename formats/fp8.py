@@ -11,6 +11,7 @@ import torch
 
 from formats.activation import check_input_scale, describe_scale, same_activation
 from formats.errors import CheckpointError
+from formats.packed import SCALE_DTYPES
 from formats.scheme import ALL, FP8_MAX, ActivationSpec, QuantSpec, Scheme
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -77,7 +78,7 @@ class Fp8Weight:
                 f" {list(self.codes_NK.shape)}",
             )
         shape = scales_shape(self.spec, *self.codes_NK.shape)
-        if self.scales_RC.shape != shape or not self.scales_RC.is_floating_point():
+        if self.scales_RC.shape != shape or self.scales_RC.dtype not in SCALE_DTYPES:
             raise CheckpointError(
                 f"{name} scales",
                 f"expected floating point {list(shape)},"

@@ -24,7 +24,7 @@ from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict, loads_in
 from formats.parallel import parallel_sizes
 from formats.quant_config import BLOCK, QuantConfig, find_block
-from formats.rules import FUSED, LAYER_NUMBER
+from formats.rules import FUSED, LAYER_NUMBER, natural_key
 from formats.table import size_text, text_table
 
 
@@ -111,7 +111,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     block = _find_block(folder, config, findings)
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
-    linears.sort(key=lambda linear: _natural(linear.name))
+    linears.sort(key=lambda linear: natural_key(linear.name))
     fused_mixed = _check_fused(linears, findings)
     _check_labels(linears, quant, block, findings)
     check_model(config, shards, findings)
@@ -305,8 +305,3 @@ def _check_labels(
             f"is false ({counts.most_common(1)[0][0]}): vLLM loads only symmetric GPTQ",
             "convert to awq or compressed-tensors",
         )
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key: layers.2 before layers.10."""
-    return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]

@@ -6,6 +6,7 @@ import torch
 
 from formats.findings import Findings
 from formats.inspect_files import Shards
+from formats.packed import SCALE_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ def check_scales(name: str, shards: Shards, findings: Findings) -> None:
     scales = shards.load(name, findings)
     if scales is None:
         return
-    if not scales.is_floating_point():
+    if scales.dtype not in SCALE_DTYPES:
         findings.error(name, f"expected floating point, found {scales.dtype}")
         return
     values = scales.float()

@@ -163,6 +163,9 @@ def _transformers(facts: Facts) -> Answer:
             return "no", "needs qzeros, also of symmetric weights"
         return "yes", "with gptqmodel installed"
     if facts.method == "compressed-tensors":
+        if any(_is_packed_asymmetric(scheme) for scheme in facts.schemes):
+            # compressed-tensors 0.20 makes the parameter unpacked, [N, G]: seen by running it
+            return "no", "expects weight_zero_point in another shape than the library writes"
         return "yes", "with compressed-tensors installed"
     return "yes", ""
 
@@ -173,6 +176,10 @@ PROGRAMS: dict[str, Callable[[Facts], Answer]] = {
     "SGLang": _sglang,
     "transformers": _transformers,
 }
+
+
+def _is_packed_asymmetric(scheme: Scheme) -> bool:
+    return not scheme.weight.symmetric and scheme.activation is None
 
 
 def _broken(facts: Facts) -> Answer | None:

@@ -15,6 +15,8 @@ from formats.bits import pack, packed_length, unpack
 from formats.errors import CheckpointError
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedWeight:
@@ -115,7 +117,7 @@ class PackedWeight:
                     f"expected {dtype or 'floating point'} [{self.out_features}, {width}],"
                     f" found {tensor.dtype} {list(tensor.shape)}",
                 )
-        if not self.scales_NG.is_floating_point():
+        if self.scales_NG.dtype not in SCALE_DTYPES:
             raise CheckpointError(f"{name} scales", f"not floating point: {self.scales_NG.dtype}")
         if not torch.isfinite(self.scales_NG).all() or (self.scales_NG == 0).any():
             raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero")

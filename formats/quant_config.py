@@ -11,7 +11,7 @@ from typing import Any
 from formats import awq_config, compressed_config, gptq_config
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError
-from formats.rules import Rule, first_match, split_schemes
+from formats.rules import Rule, check_cost, first_match, split_schemes
 from formats.scheme import Scheme
 
 BLOCK = "quantization_config"
@@ -53,7 +53,9 @@ class QuantConfig:
                 f"expected one of {', '.join(METHODS)}, found {method!r}",
                 "convert the model",
             )
-        return cls(method=method, **METHODS[method].read(block))
+        config = cls(method=method, **METHODS[method].read(block))
+        check_cost(config.rules, BLOCK)
+        return config
 
     @classmethod
     def of_modules(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from formats.errors import CheckpointError
 from formats.patterns import regex
 from formats.scheme import Scheme
 
@@ -19,6 +20,9 @@ FUSED: dict[tuple[str, ...], str] = {
     ("gate_proj", "up_proj"): "gate_up_proj",
 }
 _FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
+# Steps that all patterns of a config may take for one name: about 10 ms.
+MAX_STEPS = 10_000
+_PROBES = ("model.layers.10.self_attn.q_proj", "model.layers.10.mlp.down_proj")
 LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,9})\.")
 
 
@@ -37,6 +41,23 @@ class Rule:
         if self.kind == "name":
             return self.text == module
         return self.kind == "all" or self.text in module
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sort key: layers.2 before layers.10."""
+    return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def check_cost(rules: tuple[Rule, ...], subject: str) -> None:
+    """Raise CheckpointError where a stranger's patterns are wrong, or together take too long."""
+    for probe in _PROBES:
+        steps = 0
+        for rule in rules:
+            if rule.kind == "regex":
+                steps += regex(rule.text).cost(probe)
+            if steps <= MAX_STEPS:
+                continue
+            raise CheckpointError(subject, "its patterns take too long to match", "use fewer")
 
 
 def fused_name(module: str) -> str:
@@ -58,6 +79,7 @@ def split_schemes(
     schemes: Mapping[str, Scheme | None],
 ) -> tuple[Scheme | None, dict[str, Scheme | None]]:
     """(the scheme of most modules, the modules that have another one). None: all in float."""
+    schemes = dict(sorted(schemes.items(), key=lambda item: natural_key(item[0])))
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     main = counts.most_common(1)[0][0] if counts else None
     return main, {name: scheme for name, scheme in schemes.items() if scheme != main}
