@@ -22,7 +22,7 @@ REQUIRED = ("qweight", "scales")
 def encode(packed: PackedWeight, name: str = "weight") -> dict[str, torch.Tensor]:
     """The AWQ tensors of one linear."""
     return {
-        "qweight": _pack(packed.codes().t()),
+        "qweight": _from_rows(packed.words_NW),
         "qzeros": _pack(packed.zeros_NG.t()),
         "scales": packed.scales_NG.t().contiguous(),
     }
@@ -63,7 +63,7 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
             (out_features, num_groups), spec.symmetric_zero, dtype=torch.uint8
         ).to(qweight.device)
     packed = PackedWeight(
-        words_NW=pack(_unpack(qweight).t(), BITS),
+        words_NW=_to_rows(qweight),
         scales_NG=scales_GN.t().contiguous(),
         zeros_NG=zeros_NG,
         spec=spec,
@@ -76,6 +76,38 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str = "weigh
 def is_symmetric(qzeros: torch.Tensor) -> bool:
     """Is every zero point the middle, 8? All nibbles alike need no unpacking."""
     return bool((qzeros == -2004318072).all())  # 0x88888888
+
+
+def _from_rows(words_NW: torch.Tensor) -> torch.Tensor:
+    """Words of eight inputs [N, W] to interleaved words of eight outputs [8 W, N / 8]."""
+    lanes = words_NW.unflatten(0, (-1, LANES))
+    by_input = _transpose_nibbles([lanes[:, lane] for lane in LANE_ORDER])
+    return torch.stack([word_JW.t() for word_JW in by_input], 1).flatten(0, 1)
+
+
+def _to_rows(words_KJ: torch.Tensor) -> torch.Tensor:
+    """Undo `_from_rows`."""
+    inputs = words_KJ.unflatten(0, (-1, LANES))
+    by_nibble = _transpose_nibbles([inputs[:, i] for i in range(LANES)])
+    return torch.stack([by_nibble[i].t() for i in NIBBLE_OF_LANE], 1).flatten(0, 1)
+
+
+def _transpose_nibbles(words: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Nibble c of word r becomes nibble r of word c, in three rounds of swaps (Hacker's Delight).
+
+    Converting four layers of an 8B model from GPTQ takes 18 s with it on two cores, and 38 s where
+    codes are unpacked to bytes on the way.
+    """
+    words = [word.clone() for word in words]
+    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        shift = BITS * distance
+        for low in (r for r in range(LANES) if not r & distance):
+            high = low + distance
+            # >> is arithmetic: the mask drops the copies of the sign bit
+            swapped = (words[low] >> shift).bitwise_xor_(words[high]).bitwise_and_(mask)
+            words[high].bitwise_xor_(swapped)
+            words[low].bitwise_xor_(swapped << shift)
+    return words
 
 
 def _pack(codes_XN: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from formats.errors import CheckpointError
@@ -67,6 +67,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     file: Path
+    offset: int  # of its first byte in the file
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -150,7 +151,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                     "fetch it again",
                 )
             entries[name] = TensorEntry(
-                name=name, dtype=dtype, shape=shape, num_bytes=end - begin, file=path
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                num_bytes=end - begin,
+                file=path,
+                offset=8 + length + begin,
             )
             spans.append((begin, end))
         position = 0
@@ -190,7 +196,6 @@ class CheckpointReader:
             for name in entries.keys() & self.entries.keys():
                 raise CheckpointError(name, f"stands in two shards, one of them {file_name}")
             self.entries.update(entries)
-        self._open_files: dict[Path, Any] = {}
 
     @staticmethod
     def _listed_files(index_path: Path) -> dict[str, set[str]]:
@@ -209,16 +214,28 @@ class CheckpointReader:
         return name in self.entries
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """One tensor. Raises CheckpointError where there is none of that name."""
+        """One tensor. Raises CheckpointError where there is none of that name.
+
+        Its bytes are read, not mapped: pages of a mapped file would count as this process's memory.
+        """
         if name not in self.entries:
             raise CheckpointError(f"tensor {name!r}", f"is not in {self.folder}")
-        path = self.entries[name].file
+        entry = self.entries[name]
+        data = torch.empty(entry.num_bytes, dtype=torch.uint8)
         try:
-            if path not in self._open_files:
-                self._open_files[path] = safe_open(path, framework="pt")
-            return self._open_files[path].get_tensor(name).to(device)
-        except SafetensorError as error:
-            raise CheckpointError(str(path), f"cannot be read: {error}") from None
+            with entry.file.open("rb", buffering=0) as file:
+                file.seek(entry.offset)
+                view, done = memoryview(data.numpy()), 0
+                while done < entry.num_bytes:
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(str(entry.file), f"ends inside {name}")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(str(entry.file), f"cannot be read: {error.strerror}") from None
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        return data.view(entry.dtype).reshape(entry.shape).to(device)
 
     def children(self, prefix: str) -> dict[str, TensorEntry]:
         """Entries below `prefix` + ".", by what follows it."""
