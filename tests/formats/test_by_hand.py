@@ -190,6 +190,18 @@ def test_compressed_tensors_int_quantized(shape, name):
     assert (decoded.input_scale == 0.5) if name == "w8a8-static" else decoded.input_scale is None
 
 
+def test_compressed_tensors_int_quantized_with_weight_zeros():
+    codes, scales, zeros = parts(8, False)
+    tensors = {
+        "weight": (codes - 128).to(torch.int8),
+        "weight_scale": scales,
+        "weight_zero_point": (zeros - 128).to(torch.int8),
+    }
+    spec = QuantSpec(bits=8, symmetric=False, group_size=L)
+    decoded = compressed_tensors.decode(tensors, Scheme(weight=spec))
+    assert torch.equal(decoded.dequantize(), weights(codes, scales, zeros))
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -233,3 +233,13 @@ def test_float_model_is_refused(source, tmp_path):
         convert_checkpoint(source, tmp_path / "out", "gptq")
     with pytest.raises(InputError, match="known formats: gptq"):
         convert_checkpoint(source, tmp_path / "out", "gguf")
+
+
+def test_awq_with_one_symmetric_linear_stays_asymmetric(written, tmp_path):
+    def flatten(state):
+        state["model.layers.1.mlp.up_proj.qzeros"].fill_(-2004318072)  # 0x88888888
+
+    folder = edited(written("w4a16-asym-g32", "awq"), tmp_path, flatten)
+    convert_checkpoint(folder, tmp_path / "out", "compressed-tensors")
+    for module, weight in weights_of(folder).items():
+        assert same_weight(weight, weights_of(tmp_path / "out")[module]) is None

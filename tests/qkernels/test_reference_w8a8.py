@@ -16,9 +16,10 @@ INT8 = ActivationSpec()
 
 @pytest.mark.parametrize("K", [1, 1023, 1024, 5000])
 def test_integer_sums_are_exact(K):
-    """Extreme codes: the sum 5000 * 128 * 128 is far beyond what float32 counts."""
-    a = torch.full((3, K), -128, dtype=torch.int8)
-    b = torch.full((5, K), -128, dtype=torch.int8)
+    """Extreme odd codes: the sum 5000 * 127 * 127 is far beyond what float32 counts."""
+    a = torch.full((3, K), -127, dtype=torch.int8)
+    b = torch.full((5, K), -127, dtype=torch.int8)
+    b[2] = -128
     b[1] = torch.randint(-128, 128, (K,), generator=torch.Generator().manual_seed(K))
     want = a.long() @ b.long().t()
     assert torch.equal(reference.int8_matmul(a, b).long(), want)
