@@ -25,7 +25,7 @@ MEGABYTE = 2**20
 
 
 @contextlib.contextmanager
-def refused(match: str = "", megabytes: float = 40):
+def refused(match: str | None = None, megabytes: float = 40):
     """The block raises an InputError within a second and a bounded memory."""
     tracemalloc.start()
     began = time.perf_counter()

@@ -320,3 +320,34 @@ def test_transformers_refuses_packed_zeros_as_the_doctor_says(written):
     assert answers["transformers"] == "no"
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("output_format", ["gptq", "awq", "compressed-tensors"])
+def test_padded_feed_forward_computes_the_same(tmp_path, output_format):
+    """80 features do not fit groups of 32; the 16 added ones are silu(0) * 0."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mlp_bias=True,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "float")
+    quantize_checkpoint(
+        tmp_path / "float",
+        tmp_path / "wide",
+        scheme=Scheme.parse("w8a16-sym-g32" if output_format != "awq" else "w4a16-sym-g32"),
+        output_format=output_format,
+        pad=True,
+        progress=False,
+    )
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["intermediate_size"] == 96
+    found, want = logits(tmp_path / "wide"), logits(tmp_path / "float")
+    assert (found - want).norm() / want.norm() < (0.45 if output_format == "awq" else 0.03)
