@@ -6,10 +6,10 @@ import torch
 
 from calibrate import rtn
 from formats.errors import InputError
-from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
+from formats.weights import Weight
 
-Solver = Callable[[torch.Tensor, QuantSpec, str], PackedWeight]  # (weight [N, K], spec, its name)
+Solver = Callable[[torch.Tensor, QuantSpec, str], Weight]  # (weight [N, K], spec, its name)
 
 RECIPES: dict[str, Solver] = {
     "rtn": rtn.solve,

@@ -1,15 +1,15 @@
 """What a quantization run did, in numbers. Knows how to print itself, not how to quantize."""
 
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from formats.packed import PackedWeight
 from formats.scheme import Scheme
 from formats.table import size_text, text_table
+from formats.weights import Weight
 
 REPORT = "quantization_report.json"
 NUM_WORST = 5  # linears named in the summary
@@ -31,7 +31,7 @@ class LinearReport:
     def measure(
         cls,
         weight_NK: torch.Tensor,
-        packed: PackedWeight,
+        packed: Weight,
         scheme: Scheme,
         *,
         name: str,
@@ -65,6 +65,7 @@ class QuantizationReport:
     bytes_after: int
     versions: dict[str, str]
     seconds: float
+    left_in_float: dict[str, str] = field(default_factory=dict)  # linear -> why
 
     @property
     def bits_per_weight(self) -> float:
@@ -100,7 +101,16 @@ class QuantizationReport:
             f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||\n"
             f"{size_text(self.bytes_before)} -> {size_text(self.bytes_after)},"
             f" {self.bits_per_weight:.2f} bits per quantized weight\n"
-            f"worst: {worst}"
+            f"worst: {worst}" + self._left_text()
+        )
+
+    def _left_text(self) -> str:
+        """Which linears were left in float, by reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_in_float.items():
+            by_reason.setdefault(reason, []).append(name)
+        return "".join(
+            f"\nleft in float: {', '.join(names)}: {reason}" for reason, names in by_reason.items()
         )
 
 

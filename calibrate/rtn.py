@@ -2,10 +2,10 @@
 
 import torch
 
-from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
+from formats.weights import Weight, round_to_nearest
 
 
-def solve(weight_NK: torch.Tensor, spec: QuantSpec, name: str) -> PackedWeight:
+def solve(weight_NK: torch.Tensor, spec: QuantSpec, name: str) -> Weight:
     """Quantize one linear's weight. Raises CheckpointError, with `name`, on NaN or infinity."""
-    return PackedWeight.from_float(weight_NK, spec, name)
+    return round_to_nearest(weight_NK, spec, name)

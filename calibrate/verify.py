@@ -1,6 +1,6 @@
 """Prove a written checkpoint: read it back and compare it with what was solved and with its source.
 
-Knows the GPTQ folder that pipeline.py stages; trusts nothing but the files.
+Knows the folder that pipeline.py stages; trusts nothing but the files.
 """
 
 import hashlib
@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from calibrate.layer_map import find_layer_map
-from formats import gptq
 from formats.checkpoint import CheckpointReader, read_json
 from formats.errors import CheckpointError
-from formats.packed import PackedWeight
-from formats.quant_config import BLOCK, QuantConfig
-from formats.scheme import QuantSpec
+from formats.layouts import LAYOUTS, decode_linear
+from formats.padding import Padding
+from formats.quant_config import BLOCK, METHODS, QuantConfig
+from formats.scheme import Scheme
+from formats.weights import Weight, tensors_of
 
-QUANTIZE_CONFIG = "quantize_config.json"
 REMEDY = "nothing was published; check the disk, and run again"
 
 
@@ -26,23 +26,21 @@ REMEDY = "nothing was published; check the disk, and run again"
 class LinearDigest:
     """SHA-256 of what a solver produced for one linear."""
 
-    spec: QuantSpec
-    codes: str
-    scales: str
-    zeros: str
+    scheme: Scheme
+    hashes: dict[str, str]  # of codes, scales, zeros and input scale, as far as there are
+    fields: tuple[str, ...]  # local names of the tensors that the file must have
 
     @classmethod
-    def of(cls, packed: PackedWeight) -> "LinearDigest":
-        return cls(
-            spec=packed.spec,
-            codes=_sha256(packed.codes()),
-            scales=_sha256(packed.scales_NG),
-            zeros=_sha256(packed.zeros_NG),
-        )
+    def of(cls, weight: Weight, encoded: Mapping[str, torch.Tensor]) -> "LinearDigest":
+        hashes = {name: _sha256(tensor) for name, tensor in tensors_of(weight).items()}
+        return cls(scheme=weight.scheme, hashes=hashes, fields=tuple(encoded))
 
 
 def verify(
-    folder: str | Path, expected: Mapping[str, LinearDigest], source: CheckpointReader
+    folder: str | Path,
+    expected: Mapping[str, LinearDigest],
+    source: CheckpointReader,
+    padding: Padding | None = None,
 ) -> None:
     """Raise CheckpointError, naming the tensor, unless `folder` holds exactly what it must.
 
@@ -51,21 +49,27 @@ def verify(
     same.
     """
     written = CheckpointReader(folder)
-    config = _verify_config(written, source)
+    config = _verify_config(written, source, padding.config_changes if padding else {})
     kept = kept_tensors(source, expected)
-    names = {f"{name}.{field}" for name in expected for field in gptq.TENSOR_NAMES}
+    names = {f"{name}.{field}" for name in expected for field in expected[name].fields}
     for name in sorted(names.union(kept) - written.entries.keys()):
         raise CheckpointError(name, "is missing from the written checkpoint", REMEDY)
     for name in sorted(written.entries.keys() - names.union(kept)):
         raise CheckpointError(name, "is in the written checkpoint, but nothing wrote it", REMEDY)
     for name, digest in expected.items():
-        tensors = {field: written.get(f"{name}.{field}") for field in gptq.TENSOR_NAMES}
-        found = LinearDigest.of(gptq.decode(tensors, config.scheme.weight, name))
-        for field in ("codes", "scales", "zeros", "spec"):
-            if getattr(found, field) != getattr(digest, field):
-                raise CheckpointError(name, f"its {field} differ from what was solved", REMEDY)
+        tensors = {field: written.get(f"{name}.{field}") for field in digest.fields}
+        weight = decode_linear(name, tensors, config)
+        found = LinearDigest.of(weight, tensors)
+        for part in {**digest.hashes, **found.hashes}:
+            if found.hashes.get(part) != digest.hashes.get(part):
+                raise CheckpointError(name, f"its {part} differ from what was solved", REMEDY)
+        if found.scheme != METHODS[config.method].stored(digest.scheme):
+            raise CheckpointError(
+                name, f"reads back as {found.scheme}, not as {digest.scheme}", REMEDY
+            )
     for name in kept:
         tensor, original = written.get(name), source.get(name)
+        original = padding.apply(name, original) if padding else original
         if not _same_bits(tensor, original):
             raise CheckpointError(
                 name, "differs from the source, though it is not quantized", REMEDY
@@ -82,17 +86,20 @@ def kept_tensors(source: CheckpointReader, linears: Mapping[str, object]) -> lis
     ]
 
 
-def _verify_config(written: CheckpointReader, source: CheckpointReader) -> QuantConfig:
+def _verify_config(
+    written: CheckpointReader, source: CheckpointReader, changes: Mapping[str, object]
+) -> QuantConfig:
     block = written.config.get(BLOCK)
-    if {**source.config, BLOCK: block} != written.config:
+    if {**source.config, **changes, BLOCK: block} != written.config:
         raise CheckpointError(
             "config.json", f"differs from the source in more than {BLOCK}", REMEDY
         )
     config = QuantConfig.from_dict(block)
     if config.to_dict() != block:
         raise CheckpointError("config.json", f"{BLOCK} does not read back the same", REMEDY)
-    if read_json(written.folder / QUANTIZE_CONFIG) != block:
-        raise CheckpointError(QUANTIZE_CONFIG, f"differs from config.json's {BLOCK}", REMEDY)
+    second = LAYOUTS[config.method].second_file
+    if second is not None and read_json(written.folder / second) != block:
+        raise CheckpointError(second, f"differs from config.json's {BLOCK}", REMEDY)
     return config
 
 

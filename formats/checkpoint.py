@@ -8,13 +8,14 @@ folder that looks complete. Knows nothing of layers, schemes or models.
 import json
 import os
 import shutil
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from formats.errors import CheckpointError
@@ -22,7 +23,11 @@ from formats.errors import CheckpointError
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# A model of 100,000 tensors needs 10 MB of either; more costs a reader seconds and memory.
+MAX_HEADER_BYTES = 25_000_000
+MAX_JSON_BYTES = 25_000_000
+MAX_DIMS = 8
+MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
 # What a model folder holds besides weights and config: tokenizer, template, generation defaults.
 SIDE_FILES = (
@@ -62,21 +67,45 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     file: Path
+    offset: int  # of its first byte in the file
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError where it is missing or not one."""
     try:
+        size = _size_of_file(path)
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(
+                str(path), f"has {size} bytes, the limit is {MAX_JSON_BYTES}", "fetch it again"
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "is this a model folder?") from None
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(str(path), f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _size_of_file(path: Path) -> int:
+    """Bytes of a regular file: a pipe or a device would never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(str(path), "cannot be read: is not a file")
+    return status.st_size
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; the usual parser would keep the last of two tensors of one name."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return found
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -85,7 +114,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Layout: 8 bytes header length (little-endian), the JSON header, the data, without gaps.
     """
     try:
-        size = path.stat().st_size
+        size = _size_of_file(path)
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
@@ -93,7 +122,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise CheckpointError(
                     str(path), "is not a safetensors file, or is truncated", "fetch it again"
                 )
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
             raise TypeError(f"expected a JSON object, found {type(header).__name__}")
         entries, spans = {}, []
@@ -106,6 +135,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             begin, end = item["data_offsets"]
             if not all(type(number) is int for number in (*shape, begin, end)):
                 raise TypeError(f"{name} has a shape or an offset that is no whole number")
+            if len(shape) > MAX_DIMS or max(shape, default=0) > MAX_EXTENT:
+                raise ValueError(f"{name} has an absurd shape")
             count = 1
             for extent in shape:
                 count *= extent
@@ -120,7 +151,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                     "fetch it again",
                 )
             entries[name] = TensorEntry(
-                name=name, dtype=dtype, shape=shape, num_bytes=end - begin, file=path
+                name=name,
+                dtype=dtype,
+                shape=shape,
+                num_bytes=end - begin,
+                file=path,
+                offset=8 + length + begin,
             )
             spans.append((begin, end))
         position = 0
@@ -160,7 +196,6 @@ class CheckpointReader:
             for name in entries.keys() & self.entries.keys():
                 raise CheckpointError(name, f"stands in two shards, one of them {file_name}")
             self.entries.update(entries)
-        self._open_files: dict[Path, Any] = {}
 
     @staticmethod
     def _listed_files(index_path: Path) -> dict[str, set[str]]:
@@ -179,16 +214,28 @@ class CheckpointReader:
         return name in self.entries
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """One tensor. Raises CheckpointError where there is none of that name."""
+        """One tensor. Raises CheckpointError where there is none of that name.
+
+        Its bytes are read, not mapped: pages of a mapped file would count as this process's memory.
+        """
         if name not in self.entries:
             raise CheckpointError(f"tensor {name!r}", f"is not in {self.folder}")
-        path = self.entries[name].file
+        entry = self.entries[name]
+        data = torch.empty(entry.num_bytes, dtype=torch.uint8)
         try:
-            if path not in self._open_files:
-                self._open_files[path] = safe_open(path, framework="pt")
-            return self._open_files[path].get_tensor(name).to(device)
-        except SafetensorError as error:
-            raise CheckpointError(str(path), f"cannot be read: {error}") from None
+            with entry.file.open("rb", buffering=0) as file:
+                file.seek(entry.offset)
+                view, done = memoryview(data.numpy()), 0
+                while done < entry.num_bytes:
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(str(entry.file), f"ends inside {name}")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(str(entry.file), f"cannot be read: {error.strerror}") from None
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        return data.view(entry.dtype).reshape(entry.shape).to(device)
 
     def children(self, prefix: str) -> dict[str, TensorEntry]:
         """Entries below `prefix` + ".", by what follows it."""

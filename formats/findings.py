@@ -14,6 +14,7 @@ class Problem:
     subject: str
     text: str
     remedy: str = ""
+    read_here: bool = False  # an error for others: this project reads it right nevertheless
 
     def __str__(self) -> str:
         remedy = f" ({self.remedy})" if self.remedy else ""
@@ -26,8 +27,12 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list)
 
-    def error(self, subject: str, text: str, remedy: str = "") -> None:
-        self.problems.append(Problem(severity="error", subject=subject, text=text, remedy=remedy))
+    def error(self, subject: str, text: str, remedy: str = "", *, read_here: bool = False) -> None:
+        self.problems.append(
+            Problem(
+                severity="error", subject=subject, text=text, remedy=remedy, read_here=read_here
+            )
+        )
 
     def warning(self, subject: str, text: str, remedy: str = "") -> None:
         self.problems.append(Problem(severity="warning", subject=subject, text=text, remedy=remedy))

@@ -1,11 +1,10 @@
-"""The checkpoint doctor: what a model folder holds, and what is wrong with it.
+"""The checkpoint doctor: what a model folder holds, what is wrong with it, and who loads it.
 
-Reads headers, and of the tensors only the small ones of GPTQ linears (zeros, scales, group index).
-Needs no model, GPU or memory. Damage becomes a Problem, so that the rest is still reported. Legend:
-N outputs, K inputs, G groups.
+Reads headers, and of the tensors only the small ones of quantized linears (zeros, scales, group
+index). Needs no model, GPU or memory. Damage becomes a Problem, so that the rest is still reported.
+Legend: N outputs, K inputs, G groups.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -15,20 +14,18 @@ from typing import Any
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError
 from formats.findings import Findings, Problem
+from formats.inspect_awq import awq_linear
+from formats.inspect_compressed import compressed_linear
 from formats.inspect_files import Shards, read_shards
-from formats.inspect_gptq import LinearSummary, gptq_linear, gptq_names
-from formats.quant_config import BLOCK, QuantConfig
-from formats.scheme import CHANNEL, Scheme
+from formats.inspect_gptq import gptq_linear
+from formats.inspect_model import check_model, check_shapes
+from formats.layouts import LAYOUTS, is_quantized
+from formats.linear_summary import LinearSummary
+from formats.loads_in import Facts, Verdict, loads_in
+from formats.parallel import parallel_sizes
+from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.rules import FUSED, LAYER_NUMBER, natural_key
 from formats.table import size_text, text_table
-
-# Servers load the members of each row as one matrix, so all must have one scheme.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Families whose layers are all alike, with these tensors beside them.
-UNIFORM_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-MODEL_TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
-HEAD = "lm_head.weight"
-VLLM_GROUP_SIZES = (CHANNEL, 32, 64, 128)
-LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +39,8 @@ class Inspection:
     linears: tuple[LinearSummary, ...]
     other_bytes: int  # embeddings, norms, biases, head
     total_bytes: int  # of all tensors
+    parallel: dict[int, str]  # number of GPUs -> why it cannot be; empty: it can
+    loads_in: tuple[Verdict, ...]
     problems: tuple[Problem, ...]
 
     @property
@@ -56,7 +55,14 @@ class Inspection:
         return 8 * sum(linear.num_bytes for linear in self.linears) / weights if weights else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bits_per_weight": self.bits_per_weight, "ok": self.ok}
+        linears = [{**asdict(linear), "traits": sorted(linear.traits)} for linear in self.linears]
+        return {
+            **asdict(self),
+            "linears": linears,
+            "loads_in": [verdict._asdict() for verdict in self.loads_in],
+            "bits_per_weight": self.bits_per_weight,
+            "ok": self.ok,
+        }
 
     def to_text(self) -> str:
         """What it is, a table of the linears, the totals, the problems."""
@@ -79,6 +85,15 @@ class Inspection:
             f"{len(rows)} linears: {size_text(self.total_bytes - self.other_bytes)},"
             f" {self.bits_per_weight:.2f} bits per weight;"
             f" other tensors: {size_text(self.other_bytes)}; total: {size_text(self.total_bytes)}",
+            "",
+            text_table(
+                ("loads in", "", "why"), [(v.program, v.answer, v.reason) for v in self.loads_in]
+            ),
+            "tensor parallel: "
+            + "; ".join(
+                f"{size} {'no: ' + why if why else 'yes'}" for size, why in self.parallel.items()
+            ),
+            "",
             *(str(problem) for problem in self.problems),
             "no problems found" if not self.problems else f"{len(self.problems)} problems found",
         ]
@@ -93,25 +108,39 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     findings = Findings()
     config = _read_config(folder, findings)
     shards = read_shards(folder, findings)
-    block = config.get(BLOCK)
-    scheme, layout = _read_quantization(folder, block, shards, findings)
-    linears = [
-        gptq_linear(name, shards, scheme, layout, findings) for name in gptq_names(shards, block)
-    ]
-    linears += _float_linears(shards)
-    linears = sorted(filter(None, linears), key=lambda linear: _natural(linear.name))
-    _check_fused(linears, findings)
-    _check_model(config, shards, findings)
+    block = _find_block(folder, config, findings)
+    quant, config_error = _read_quantization(folder, block, config, shards, findings)
+    linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
+    linears.sort(key=lambda linear: natural_key(linear.name))
+    fused_mixed = _check_fused(linears, findings)
+    _check_labels(linears, quant, block, findings)
+    check_model(config, shards, findings)
+    check_shapes(config, linears, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     names = config.get("architectures")
+    method = _format_name(block, shards)
+    block = block if isinstance(block, dict) else {}
+    errors = [problem for problem in findings.problems if problem.severity == "error"]
+    facts = Facts(
+        method=method,
+        config=quant,
+        config_error=config_error,
+        linears=linears,
+        first_error=next((f"{e.subject}: {e.text}" for e in errors if not e.read_here), ""),
+        fused_mixed=fused_mixed,
+        desc_act=bool(block.get("desc_act")),
+        written_by_gptqmodel="gptqmodel" in str(block.get("meta", "")).lower(),
+    )
     return Inspection(
         folder=str(folder),
         architecture=str(names[0]) if isinstance(names, list) and names else "",
-        format=_format_name(block, shards),
-        scheme=str(scheme) if scheme else "",
+        format=method,
+        scheme=str(quant.scheme) if quant else "",
         linears=tuple(linears),
         other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
         total_bytes=total_bytes,
+        parallel=parallel_sizes(config, quant, linears),
+        loads_in=tuple(loads_in(facts)),
         problems=tuple(findings.problems),
     )
 
@@ -124,41 +153,82 @@ def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
         return {}
 
 
+def _find_block(folder: Path, config: dict[str, Any], findings: Findings) -> Any:
+    try:
+        return find_block(folder, config)
+    except CheckpointError as error:
+        findings.caught(error)
+        return None
+
+
 def _read_quantization(
-    folder: Path, block: Any, shards: Shards, findings: Findings
-) -> tuple[Scheme | None, str]:
-    """(the scheme that config.json states, "gptq" or "gptq_v2": how zeros are stored)."""
-    has_codes = any(name.endswith(".qweight") for name in shards.entries)
+    folder: Path, block: Any, config: dict[str, Any], shards: Shards, findings: Findings
+) -> tuple[QuantConfig | None, str]:
+    """(what config.json says of the linears, why it cannot be read)."""
+    has_codes = any(is_quantized(module, shards.entries) for module in _modules(shards))
     if block is None:
         if has_codes:
             findings.error(CONFIG, f"has no {BLOCK}, but there are quantized tensors")
-        return None, "gptq"
-    scheme = None
+        return None, ""
     try:
-        scheme = QuantConfig.from_dict(block).scheme
+        quant = QuantConfig.from_dict(block)
     except InputError as error:
         findings.caught(error)
-    if not isinstance(block, dict) or block.get("quant_method") != "gptq":
-        return None, "gptq"
+        return None, f"{error.subject}: {error.problem}"
     if not has_codes and not shards.damaged:
         findings.error(CONFIG, f"has a {BLOCK}, but there are no quantized tensors")
-    if scheme is not None and not scheme.weight.symmetric:
-        findings.warning(f"{BLOCK}.sym", "is false: vLLM loads only symmetric GPTQ")
-    if scheme is not None and scheme.weight.group_size not in VLLM_GROUP_SIZES:
-        findings.warning(
-            f"{BLOCK}.group_size",
-            f"is {scheme.weight.group_size}: vLLM's kernels take 32, 64, 128 or -1",
-        )
-    if block.get("desc_act"):
-        findings.warning(f"{BLOCK}.desc_act", "is true: vLLM refuses it with groups", "requantize")
-    copy = folder / "quantize_config.json"
-    if copy.exists():
+    second = LAYOUTS[quant.method].second_file
+    if second is not None and (folder / second).exists() and BLOCK in config:
         try:
-            if read_json(copy) != block:
-                findings.warning(copy.name, f"differs from config.json's {BLOCK}", "copy the block")
+            if read_json(folder / second) != block:
+                findings.warning(second, f"differs from config.json's {BLOCK}", "copy the block")
         except CheckpointError as error:
             findings.caught(error)
-    return scheme, str(block.get("checkpoint_format", block.get("format", "gptq")))
+    if block.get("desc_act"):
+        findings.warning(f"{BLOCK}.desc_act", "is true: vLLM refuses it with groups", "requantize")
+    return quant, ""
+
+
+def _modules(shards: Shards) -> Iterable[str]:
+    return dict.fromkeys(name.rpartition(".")[0] for name in shards.entries)
+
+
+def _quantized_linears(
+    shards: Shards, block: Any, quant: QuantConfig | None, findings: Findings
+) -> Iterable[LinearSummary]:
+    """Check each quantized linear. Without a config that can be read, GPTQ ones by their shapes."""
+    stated = block.get("quant_method") if isinstance(block, dict) else "gptq"
+    for name in _modules(shards):
+        if not is_quantized(name, shards.entries):
+            continue
+        summary = None
+        if quant is None:
+            if stated == "gptq":
+                summary = gptq_linear(name, shards, None, "v1", findings)
+        else:
+            summary = _quantized_linear(name, shards, quant, findings)
+        if summary is not None:
+            yield summary
+
+
+def _quantized_linear(
+    name: str, shards: Shards, quant: QuantConfig, findings: Findings
+) -> LinearSummary | None:
+    try:
+        scheme = quant.scheme_for(name)
+    except InputError as error:
+        findings.caught(error)
+        return None
+    if scheme is None:
+        findings.error(
+            name, "has quantized tensors, but the configuration leaves it in float", "mend it"
+        )
+        return None
+    if quant.method == "gptq":
+        return gptq_linear(name, shards, scheme, quant.zeros, findings)
+    if quant.method == "awq":
+        return awq_linear(name, shards, scheme, findings)
+    return compressed_linear(name, shards, scheme, findings)
 
 
 def _format_name(block: Any, shards: Shards) -> str:
@@ -170,21 +240,30 @@ def _format_name(block: Any, shards: Shards) -> str:
 def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
     """The float matrices of decoder layers."""
     for name, entry in shards.entries.items():
-        if name.endswith(".weight") and len(entry.shape) == 2 and LAYER_NUMBER.search(name):
+        module = name.removesuffix(".weight")
+        if (
+            name.endswith(".weight")
+            and len(entry.shape) == 2
+            and LAYER_NUMBER.search(name)
+            and not is_quantized(module, shards.entries)
+        ):
             yield LinearSummary(
-                name=name.removesuffix(".weight"),
+                name=module,
                 out_features=entry.shape[0],
                 in_features=entry.shape[1],
                 scheme=str(entry.dtype).removeprefix("torch."),
                 num_bytes=entry.num_bytes,
+                traits=frozenset({"float"}),
             )
 
 
-def _check_fused(linears: list[LinearSummary], findings: Findings) -> None:
+def _check_fused(linears: list[LinearSummary], findings: Findings) -> str:
+    """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
     by_parent: dict[str, dict[str, str]] = defaultdict(dict)
     for linear in linears:
         parent, _, local = linear.name.rpartition(".")
         by_parent[parent][local] = linear.scheme
+    first = ""
     for parent, schemes in by_parent.items():
         for members in FUSED:
             present = {local: schemes[local] for local in members if local in schemes}
@@ -193,42 +272,36 @@ def _check_fused(linears: list[LinearSummary], findings: Findings) -> None:
                 findings.error(
                     parent, f"{text}: servers load these as one matrix", "give them one scheme"
                 )
+                first = first or f"{', '.join(present)} of {parent}"
+    return first
 
 
-def _check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> None:
-    """What the model as a whole must hold."""
-    tied = bool(config.get("tie_word_embeddings", False))
-    if tied and HEAD in shards:
-        findings.warning(HEAD, "is stored, though it is tied to the embedding", "remove it")
-    if config.get("model_type") not in UNIFORM_MODEL_TYPES or shards.damaged:
-        return
-    for name in MODEL_TENSORS if tied else (*MODEL_TENSORS, HEAD):
-        if name not in shards and name not in shards.lost:
-            findings.error(name, "is missing", "the checkpoint is incomplete")
-    # A linear may lack g_idx, and may be float in one layer and quantized in another.
-    seen = {
-        re.sub(r"\.(qweight|qzeros|scales|g_idx)$", ".weight", name)
-        for name in (*shards.entries, *shards.lost)
-        if LAYER_NUMBER.search(name)
-    }
-    locals_seen = Counter(LAYER_NUMBER.sub(".layers.{i}.", name) for name in seen)
-    layers = {int(LAYER_NUMBER.search(name)[1]) for name in seen}
-    count = config.get("num_hidden_layers")
-    if isinstance(count, int) and layers != set(range(count)):
-        findings.error(
-            CONFIG,
-            f"states {count} layers, the tensors are of {len(layers)}"
-            + f" (0 to {max(layers)})" * bool(layers),
-            "the checkpoint is incomplete",
-        )
-    for local, number in sorted(locals_seen.items()):
-        if number < len(layers):
-            lacking = [i for i in sorted(layers) if local.replace("{i}", str(i)) not in seen]
+def _check_labels(
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
+) -> None:
+    """What the linears say about labels of the config."""
+    for linear in linears:
+        if "act-order" in linear.traits and not (isinstance(block, dict) and block.get("desc_act")):
             findings.error(
-                local, f"is missing in layers {lacking[:8]}", "the checkpoint is incomplete"
+                f"{linear.name}.g_idx",
+                "inputs are not grouped in order, and the configuration does not say so: vLLM drops"
+                " this tensor and computes garbage",
+                "requantize with desc_act off",
+                read_here=True,
             )
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key: layers.2 before layers.10."""
-    return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+    quantized = [linear for linear in linears if "float" not in linear.traits]
+    if quant is None or quant.method != "gptq" or quant.scheme.weight.symmetric or not quantized:
+        return
+    if all("symmetric data" in linear.traits for linear in quantized):
+        findings.warning(
+            f"{BLOCK}.sym",
+            "is false, but all zero points are symmetric: vLLM would load it as symmetric",
+            "set sym to true",
+        )
+    else:
+        counts = Counter(linear.scheme for linear in quantized)
+        findings.warning(
+            f"{BLOCK}.sym",
+            f"is false ({counts.most_common(1)[0][0]}): vLLM loads only symmetric GPTQ",
+            "convert to awq or compressed-tensors",
+        )

@@ -3,8 +3,7 @@
 Legend: N outputs, K inputs, G groups, b bits.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -12,39 +11,21 @@ from formats.bits import unpack
 from formats.checkpoint import TensorEntry
 from formats.errors import InputError
 from formats.findings import Findings
-from formats.gptq import TENSOR_NAMES
+from formats.gptq import TENSOR_NAMES, stored_version
 from formats.inspect_files import Shards
+from formats.linear_summary import LinearSummary, check_scales
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearSummary:
-    """One linear of a decoder layer, as its tensors' shapes describe it."""
-
-    name: str
-    out_features: int
-    in_features: int
-    scheme: str  # a scheme's printed form, or the dtype of a float weight
-    num_bytes: int  # without the bias
-
-
-def gptq_names(shards: Shards, block: Any) -> list[str]:
-    """Linears of which a qweight or qzeros is there; none in another tool's format."""
-    if isinstance(block, dict) and block.get("quant_method") != "gptq":
-        return []
-    return sorted(
-        {
-            name.rpartition(".")[0]
-            for name in shards.entries
-            if name.endswith((".qweight", ".qzeros"))
-        }
-    )
+BITS = (2, 3, 4, 8)
 
 
 def gptq_linear(
-    name: str, shards: Shards, scheme: Scheme | None, layout: str, findings: Findings
+    name: str, shards: Shards, scheme: Scheme | None, label: str, findings: Findings
 ) -> LinearSummary | None:
-    """Check a linear's tensors against each other and the config; None: its shape is unclear."""
+    """Check a linear's tensors against each other and the config; None: its shape is unclear.
+
+    `label` is "v1" or "v2", how config.json says that zeros are stored.
+    """
     full = {tensor: f"{name}.{tensor}" for tensor in TENSOR_NAMES}
     missing = [t for t in ("qweight", "qzeros", "scales") if full[t] not in shards]
     for tensor in missing:
@@ -61,7 +42,7 @@ def gptq_linear(
     stated = scheme.weight if scheme else spec
     if spec.bits != stated.bits:
         findings.error(name, f"its tensors have {spec.bits} bits, config.json states {stated.bits}")
-    elif spec.group_length(in_features) != stated.group_length(in_features):
+    elif -(-in_features // stated.group_length(in_features)) != found["scales"].shape[0]:
         findings.error(
             name,
             f"its tensors have groups of {spec.group_length(in_features)}, config.json states"
@@ -69,18 +50,19 @@ def gptq_linear(
         )
     else:
         spec = stated  # one group for the whole input may be called -1 or by its length
-    _check_zeros(full["qzeros"], spec, layout, shards, findings)
-    _check_scales(full["scales"], shards, findings)
-    if "g_idx" in found:
-        _check_group_index(
-            full["g_idx"], spec.group_length(in_features), in_features, shards, findings
-        )
+    traits = _check_zeros(full["qzeros"], spec, label, out_features, shards, findings)
+    check_scales(full["scales"], shards, findings)
+    if "g_idx" in found and not _is_grouped_in_order(
+        full["g_idx"], spec.group_length(in_features), in_features, shards, findings
+    ):
+        traits |= {"act-order"}
     return LinearSummary(
         name=name,
         out_features=out_features,
         in_features=in_features,
-        scheme=str(Scheme(weight=spec)),
+        scheme=str(replace(scheme, weight=spec) if scheme else Scheme(weight=spec)),
         num_bytes=sum(entry.num_bytes for entry in found.values()),
+        traits=frozenset(traits),
     )
 
 
@@ -100,17 +82,15 @@ def _spec_of_shapes(
             findings.error(entry.name, f"expected {wanted}, found {entry.dtype}")
             return None
     qweight, qzeros, scales = (found[t].shape for t in ("qweight", "qzeros", "scales"))
-    out_features = qweight[1]
+    out_features, num_groups = qweight[1], scales[0]
     bits = 32 * qzeros[1] // out_features if out_features else 0
     in_features = qweight[0] * 32 // bits if bits else 0
-    num_groups = scales[0]
     if (
-        bits not in (4, 8)
+        bits not in BITS
         or scales != (qzeros[0], out_features)
         or 32 * qzeros[1] != bits * out_features
         or not num_groups
         or not in_features
-        or in_features % num_groups
     ):
         findings.error(
             name,
@@ -119,65 +99,53 @@ def _spec_of_shapes(
         )
         return None
     symmetric = scheme.weight.symmetric if scheme else True
-    group_size = in_features // num_groups if num_groups > 1 else CHANNEL
+    group_size = -(-in_features // num_groups) if num_groups > 1 else CHANNEL
     try:
-        spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
-        spec.check_shape(name, out_features, in_features)
+        return QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
     except InputError as error:
         findings.error(name, f"{error.subject}: {error.problem}", error.remedy)
         return None
-    return spec
 
 
 def _check_zeros(
-    name: str, spec: QuantSpec, layout: str, shards: Shards, findings: Findings
-) -> None:
+    name: str, spec: QuantSpec, label: str, out_features: int, shards: Shards, findings: Findings
+) -> set[str]:
+    """Check the stored zeros against the labels. Returns the linear's traits."""
     qzeros = shards.load(name, findings)
     if qzeros is None:
-        return
-    stored = unpack(qzeros, spec.bits)
-    middle = spec.symmetric_zero
-    expected, other = (middle, middle - 1) if layout == "gptq_v2" else (middle - 1, middle)
-    if not spec.symmetric:
-        if layout != "gptq_v2" and (stored == spec.max_code).any():
-            findings.warning(name, "holds a zero point of 0, which v1 readers disagree about")
-    elif (stored == other).all():
-        held, stated = ("v1", "gptq_v2") if layout == "gptq_v2" else ("v2", "gptq (v1)")
+        return set()
+    stored = unpack(qzeros, spec.bits)[:, :out_features]
+    try:
+        version = stored_version(stored, spec, label, name)
+    except InputError as error:
+        findings.caught(error)
+        return {"zeros not certain"}
+    if version != label:
         findings.error(
             name,
-            f"holds {held} zeros ({other}), config.json says {stated}:"
-            " every weight is off by one step",
-            "mend checkpoint_format, or requantize",
+            f"holds {version} zeros ({int(stored[0, 0])}), config.json says"
+            f" {'gptq_v2' if label == 'v2' else 'gptq (v1)'}: readers that believe it are off by"
+            " one step in every weight",
+            "mend checkpoint_format, or convert the checkpoint",
+            read_here=True,
         )
-    elif (stored != expected).any():
-        values = stored.unique().tolist()
-        findings.error(
-            name,
-            f"a symmetric scheme stores {expected} throughout, found {values[:8]}",
-            "requantize",
-        )
+        return {"mislabelled"}
+    middle = spec.symmetric_zero - (version == "v1")
+    if not spec.symmetric and (stored == middle).all():
+        return {"symmetric data"}
+    return set()
 
 
-def _check_scales(name: str, shards: Shards, findings: Findings) -> None:
-    scales = shards.load(name, findings)
-    if scales is None:
-        return
-    if not torch.isfinite(scales.float()).all():
-        findings.error(name, "contains NaN or infinity", "requantize")
-    if (scales.float() == 0).any():
-        findings.error(name, "contains zero", "requantize")
-
-
-def _check_group_index(
+def _is_grouped_in_order(
     name: str, group: int, in_features: int, shards: Shards, findings: Findings
-) -> None:
+) -> bool:
     g_idx = shards.load(name, findings)
     if g_idx is None:
-        return
-    trivial = torch.arange(in_features, dtype=torch.int32) // group
-    if not torch.equal(g_idx, trivial):
-        findings.error(
-            name,
-            "inputs are not grouped in order: vLLM drops this tensor and computes garbage",
-            "requantize with desc_act off",
-        )
+        return True
+    if g_idx.shape != (in_features,):
+        findings.error(name, f"expected [{in_features}], found {list(g_idx.shape)}")
+        return True
+    groups = -(-in_features // group)
+    if g_idx.min() < 0 or g_idx.max() >= groups:
+        findings.error(name, f"expected groups 0..{groups - 1}, found {int(g_idx.max())}")
+    return torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // group)

@@ -1,28 +1,39 @@
-"""The one in-memory form of a quantized weight. Knows no file format and no kernel.
+"""The one in-memory form of a weight in integer codes. Knows no file format and no kernel.
 
 Every on-disk format is decoded into it once, and encoded from it. Zero points are the true ones,
-always present, constant where symmetric. Legend: N outputs, K inputs, G groups, W words of a row.
+always present, constant where symmetric. `Fp8Weight` is its counterpart for float8 numbers. Legend:
+N outputs, K inputs, G groups, W words of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from formats import affine
+from formats.activation import check_input_scale, describe_scale, same_activation
 from formats.bits import pack, packed_length, unpack
 from formats.errors import CheckpointError
-from formats.scheme import QuantSpec
+from formats.scheme import ActivationSpec, QuantSpec, Scheme
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedWeight:
-    """A weight [N, K]: W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), g = k // (K / G)."""
+    """A weight [N, K]: W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), g = k // (K / G).
+
+    With an `input_order`, k counts the sorted inputs: column j belongs to input input_order[j], so
+    that the inputs of a group stand together whatever the file's order was.
+    """
 
     words_NW: torch.Tensor  # int32 [N, K * bits / 32], each row packed along K (formats/bits.py)
     scales_NG: torch.Tensor  # floating point [N, G], finite, never zero, may be negative
     zeros_NG: torch.Tensor  # uint8 [N, G], in code units
     spec: QuantSpec
     in_features: int
+    input_order: torch.Tensor | None = None  # int64 [K], a permutation; None: the identity
+    activation: ActivationSpec | None = None  # how the linear's input is rounded; None: not at all
+    input_scale: torch.Tensor | None = None  # float32 [], of a static activation
 
     @classmethod
     def from_codes(
@@ -84,6 +95,10 @@ class PackedWeight:
         return self.spec.num_groups(self.in_features)
 
     @property
+    def scheme(self) -> Scheme:
+        return Scheme(weight=self.spec, activation=self.activation)
+
+    @property
     def device(self) -> torch.device:
         return self.words_NW.device
 
@@ -102,7 +117,7 @@ class PackedWeight:
                     f"expected {dtype or 'floating point'} [{self.out_features}, {width}],"
                     f" found {tensor.dtype} {list(tensor.shape)}",
                 )
-        if not self.scales_NG.is_floating_point():
+        if self.scales_NG.dtype not in SCALE_DTYPES:
             raise CheckpointError(f"{name} scales", f"not floating point: {self.scales_NG.dtype}")
         if not torch.isfinite(self.scales_NG).all() or (self.scales_NG == 0).any():
             raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero")
@@ -112,23 +127,31 @@ class PackedWeight:
                 f"a symmetric scheme has {self.spec.symmetric_zero} throughout,"
                 f" found {self.zeros_NG.unique().tolist()[:8]}",
             )
+        check_input_scale(self.activation, self.input_scale, name)
 
     def codes(self) -> torch.Tensor:
-        """uint8 codes [N, K]."""
+        """uint8 codes [N, K], columns in `input_order`."""
         return unpack(self.words_NW, self.spec.bits)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Weights [N, K] in `dtype`, computed in float32."""
-        return affine.dequantize(self.codes(), self.scales_NG, self.zeros_NG).to(dtype)
+        """Weights [N, K] in `dtype`, computed in float32, columns in the model's order."""
+        weight_NK = affine.dequantize(self.codes(), self.scales_NG, self.zeros_NG).to(dtype)
+        if self.input_order is None:
+            return weight_NK
+        return torch.empty_like(weight_NK).index_copy_(1, self.input_order, weight_NK)
 
     def to(self, device: torch.device | str) -> "PackedWeight":
-        return PackedWeight(
-            words_NW=self.words_NW.to(device),
-            scales_NG=self.scales_NG.to(device),
-            zeros_NG=self.zeros_NG.to(device),
-            spec=self.spec,
-            in_features=self.in_features,
-        )
+        moved = {
+            field: None if tensor is None else tensor.to(device)
+            for field, tensor in (
+                ("words_NW", self.words_NW),
+                ("scales_NG", self.scales_NG),
+                ("zeros_NG", self.zeros_NG),
+                ("input_order", self.input_order),
+                ("input_scale", self.input_scale),
+            )
+        }
+        return replace(self, **moved)
 
     @staticmethod
     def merge(parts: "list[PackedWeight]", name: str = "weight") -> "PackedWeight":
@@ -141,10 +164,23 @@ class PackedWeight:
                     f"its parts differ: {first.spec} with {first.in_features} inputs"
                     f" against {part.spec} with {part.in_features}",
                 )
-        return PackedWeight(
+            if not same_activation(first, part):
+                raise CheckpointError(
+                    name,
+                    f"its parts differ: inputs {describe_scale(first)} against"
+                    f" {describe_scale(part)}",
+                )
+            if not _same_order(first.input_order, part.input_order):
+                raise CheckpointError(name, "its parts order their inputs differently")
+        return replace(
+            first,
             words_NW=torch.cat([part.words_NW for part in parts]),
             scales_NG=torch.cat([part.scales_NG for part in parts]),
             zeros_NG=torch.cat([part.zeros_NG for part in parts]),
-            spec=first.spec,
-            in_features=first.in_features,
         )
+
+
+def _same_order(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)

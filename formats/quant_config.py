@@ -1,22 +1,45 @@
-"""config.json's `quantization_config` <-> QuantConfig. Knows keys and values, not tensors."""
+"""config.json's `quantization_config` <-> QuantConfig: which scheme has which module.
 
-from dataclasses import dataclass, field
+Knows keys and values, not tensors. One module for each method reads and writes its keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from formats import awq_config, compressed_config, gptq_config
+from formats.checkpoint import read_json
 from formats.errors import CheckpointError
-from formats.scheme import QuantSpec, Scheme
+from formats.rules import Rule, check_cost, first_match, split_schemes
+from formats.scheme import Scheme
 
 BLOCK = "quantization_config"
-REQUIRED_KEYS = ("bits", "group_size", "desc_act", "sym")
+HEAD = "lm_head"
+METHODS = {
+    "gptq": gptq_config,
+    "awq": awq_config,
+    "compressed-tensors": compressed_config,
+}
+# Files that hold the block where config.json has none, and the method that they mean.
+SECOND_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """What a GPTQ checkpoint says of its quantized linears. Which those are, its tensors tell."""
+    """What a checkpoint says of its linears. A module that no rule fits has `scheme`."""
 
     scheme: Scheme
+    method: str = "gptq"
+    rules: tuple[Rule, ...] = ()  # the first that fits a module decides
+    zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty elsewhere
+    lm_head: bool = False  # the head is quantized too
+    kv_scales: bool = False  # layers have k_scale and v_scale for an 8-bit KV cache
     quantizer: str = ""  # "tool:version" of the writer
-    method: str = field(default="gptq", init=False)
+
+    def __post_init__(self) -> None:
+        if self.method == "gptq" and not self.zeros:
+            object.__setattr__(self, "zeros", gptq_config.zeros_rule(self.scheme.weight))
 
     @classmethod
     def from_dict(cls, block: dict[str, Any]) -> "QuantConfig":
@@ -24,50 +47,58 @@ class QuantConfig:
         if not isinstance(block, dict):
             raise CheckpointError(BLOCK, f"expected a JSON object, found {type(block).__name__}")
         method = block.get("quant_method")
-        if method != "gptq":
+        if not isinstance(method, str) or method not in METHODS:
             raise CheckpointError(
-                f"{BLOCK}.quant_method", f"expected 'gptq', found {method!r}", "convert the model"
+                f"{BLOCK}.quant_method",
+                f"expected one of {', '.join(METHODS)}, found {method!r}",
+                "convert the model",
             )
-        for key in REQUIRED_KEYS:
-            if key not in block:
-                raise CheckpointError(f"{BLOCK}.{key}", "missing")
-        layout = block.get("checkpoint_format", block.get("format", "gptq"))
-        if layout != "gptq":
-            raise CheckpointError(
-                f"{BLOCK}.checkpoint_format", f"expected 'gptq' (v1), found {layout!r}"
-            )
-        if block["bits"] not in (4, 8):
-            raise CheckpointError(f"{BLOCK}.bits", f"expected 4 or 8, found {block['bits']!r}")
-        if not isinstance(block["group_size"], int):
-            raise CheckpointError(
-                f"{BLOCK}.group_size", f"expected a number, found {block['group_size']!r}"
-            )
-        for key, empty in (("dynamic", {}), ("lm_head", False)):
-            if block.get(key, empty) not in (empty, None):
-                raise CheckpointError(f"{BLOCK}.{key}", f"not supported, found {block[key]!r}")
-        spec = QuantSpec(
-            bits=block["bits"], symmetric=bool(block["sym"]), group_size=block["group_size"]
-        )
-        meta = block.get("meta")
-        quantizer = meta.get("quantizer", "") if isinstance(meta, dict) else ""
+        config = cls(method=method, **METHODS[method].read(block))
+        check_cost(config.rules, BLOCK)
+        return config
+
+    @classmethod
+    def of_modules(
+        cls,
+        method: str,
+        schemes: Mapping[str, Scheme | None],
+        quantizer: str = "",
+        zeros: str = "",
+    ) -> "QuantConfig":
+        """The config of a checkpoint whose linears have these schemes; None: left in float.
+
+        `schemes` names every linear but a float head. Raises CheckpointError where the method
+        cannot say it.
+        """
+        main, others = split_schemes(schemes)
+        if main is None:
+            raise CheckpointError("checkpoint", "none of its linears is quantized")
         return cls(
-            scheme=Scheme(weight=spec),
-            quantizer=str(quantizer[0] if isinstance(quantizer, list) and quantizer else quantizer),
+            method=method,
+            scheme=METHODS[method].stored(main),
+            rules=METHODS[method].rules_for(schemes, others),
+            lm_head=schemes.get(HEAD) is not None,
+            quantizer=quantizer,
+            zeros=zeros,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The block that vLLM, SGLang, GPTQModel and transformers read (see formats/README.md)."""
-        spec = self.scheme.weight
-        return {
-            "quant_method": "gptq",
-            "bits": spec.bits,
-            "group_size": spec.group_size,
-            "desc_act": False,
-            "sym": spec.symmetric,
-            "lm_head": False,
-            "checkpoint_format": "gptq",
-            "format": "gptq",
-            "pack_dtype": "int32",
-            "true_sequential": False,
-            "meta": {"quantizer": [self.quantizer]} if self.quantizer else {},
-        }
+        """The block that vLLM, SGLang and transformers read (see formats/README.md)."""
+        return METHODS[self.method].write(self)
+
+    def scheme_for(self, module: str) -> Scheme | None:
+        """What the config gives a module; None: it stays in float."""
+        if module == HEAD and not self.lm_head:
+            return None
+        rule = first_match(self.rules, module)
+        return self.scheme if rule is None else rule.scheme
+
+
+def find_block(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The quantization block: config.json's, or that of a second file; None: there is none."""
+    if config.get(BLOCK) is not None:
+        return config[BLOCK]
+    for file_name, method in SECOND_FILES.items():
+        if (folder / file_name).is_file():
+            return {"quant_method": method, **read_json(folder / file_name)}
+    return None

@@ -1,6 +1,11 @@
-"""Plain text tables and sizes for reports. Knows nothing of checkpoints."""
+"""Plain text tables and sizes, for reports and flags. Knows nothing of checkpoints."""
 
+import re
 from collections.abc import Sequence
+
+from formats.errors import InputError
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,3 +29,11 @@ def size_text(num_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} GB"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500MB", "2GB", "1GiB" or "1000". Raises InputError."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in UNITS or not float(found[1]):
+        raise InputError(f"size {text!r}", "expected a number of bytes such as 500MB or 2GB")
+    return int(float(found[1]) * UNITS[found[2].upper()])

@@ -5,12 +5,12 @@ The default on a CPU, where dequantizing on every call costs far more than the p
 
 import torch
 
-from formats.packed import PackedWeight
+from formats.weights import Weight
 from qkernels.prepared import PreparedWeight
 
 
 def prepare_weight(
-    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
     """Dequantize to `dtype`."""
     weight_NK = packed.dequantize(dtype)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from formats.scheme import QuantSpec
+from formats.scheme import ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
 from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
 
@@ -30,6 +30,7 @@ class Problem:
     dtype: torch.dtype  # of the activations
     requested: str | None = None  # the kernel that the caller asked for by name
     spec: QuantSpec | None = None
+    activation: ActivationSpec | None = None
     out_features: int = 0
     in_features: int = 0
     head_dim: int = 0
@@ -90,6 +91,8 @@ def _supports_triton_w4a16(problem: Problem) -> str | None:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.spec is None or problem.spec.bits != 4:
         return f"takes 4-bit weights, not {problem.spec}"
+    if problem.activation is not None:
+        return "takes 16-bit activations, not 8-bit ones"
     group = problem.spec.group_length(problem.in_features)
     if linear_block_k(group) < LINEAR_MIN_BLOCK_K or problem.in_features % group:
         return f"takes groups divisible by {LINEAR_MIN_BLOCK_K}, not {group}"
@@ -101,6 +104,8 @@ def _supports_triton_w4a16(problem: Problem) -> str | None:
 
 
 def _supports_dense(problem: Problem) -> str | None:
+    if problem.activation is not None:
+        return "takes activations as they are, not rounded to 8 bits"
     if problem.device != "cpu" and problem.requested is None:
         return "holds the weight unpacked; on a GPU it must be asked for by name"
     return None

@@ -4,12 +4,17 @@ Its state_dict is exactly what a GPTQ checkpoint stores for one linear. The kern
 weight is made at the first forward and never saved. Legend: N outputs, K inputs, G groups.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from formats import gptq
+from formats.errors import SchemeError
+from formats.layouts import check_writable, find_layout
 from formats.packed import PackedWeight
 from formats.scheme import Scheme
+from formats.weights import Weight
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
@@ -22,19 +27,30 @@ class QuantLinear(nn.Module):
         self, in_features: int, out_features: int, scheme: str | Scheme, bias: bool = False
     ) -> None:
         """An empty layer, to be filled by load_state_dict."""
+        self._start(in_features, out_features, Scheme.parse(scheme))
+        self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
+        gptq_layout = find_layout("gptq")
+        check_writable(gptq_layout, self.scheme, "QuantLinear")
+        reason = gptq_layout.refuses_shape(self.scheme, out_features, in_features)
+        if reason is not None:
+            raise SchemeError("QuantLinear", reason, "its tensors are those of GPTQ")
+        for name, tensor in self._empty_tensors(torch.device("cpu")).items():
+            setattr(self, name, tensor)
+        if bias:
+            self.bias = torch.zeros(out_features, dtype=torch.float16)
+
+    def _start(self, in_features: int, out_features: int, scheme: Scheme) -> None:
+        """A layer with no tensors."""
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.scheme = Scheme.parse(scheme)
-        self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
+        self.scheme = scheme
         # made by prepare(), dropped whenever the buffers change
         self._prepared: PreparedWeight | None = None
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
-        for name, tensor in self._empty_tensors(torch.device("cpu")).items():
-            self.register_buffer(name, tensor)
-        empty_bias = torch.zeros(out_features, dtype=torch.float16) if bias else None
-        self.register_buffer("bias", empty_bias)
+        for name in (*gptq.TENSOR_NAMES, "bias"):
+            self.register_buffer(name, None)
 
     @classmethod
     def from_float(
@@ -52,8 +68,10 @@ class QuantLinear(nn.Module):
         if isinstance(linear_or_weight, nn.Linear):
             weight_NK = linear_or_weight.weight
             bias = linear_or_weight.bias if bias is None else bias
-        spec = Scheme.parse(scheme).weight
-        return cls.from_packed(PackedWeight.from_float(weight_NK.detach(), spec, name), bias)
+        scheme = Scheme.parse(scheme)
+        check_writable(find_layout("gptq"), scheme, name)
+        packed = PackedWeight.from_float(weight_NK.detach(), scheme.weight, name)
+        return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
     @classmethod
     def from_codes(
@@ -66,19 +84,38 @@ class QuantLinear(nn.Module):
         bias: torch.Tensor | None = None,
     ) -> "QuantLinear":
         """Take a solver's unsigned codes, scales and zero points untouched."""
-        spec = Scheme.parse(scheme).weight
-        return cls.from_packed(PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec), bias)
+        scheme = Scheme.parse(scheme)
+        packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
+        return cls.from_packed(replace(packed, activation=scheme.activation), bias)
+
+    @classmethod
+    def for_inference(
+        cls,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> "QuantLinear":
+        """A layer that can only run, as after `prepare(release=True)`, of any kind of weight."""
+        layer = cls.__new__(cls)
+        layer._start(weight.in_features, weight.out_features, weight.scheme)
+        layer._prepared = ops.prepare_weight(weight, dtype, device)
+        if bias is not None:
+            layer.bias = bias.detach().to(layer._prepared.device)
+            layer._prepared_bias = layer.bias.to(dtype)
+        layer._released = True
+        return layer
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
-        """Wrap a packed weight. Raises InputError where GPTQ v1 cannot store it."""
+        """Wrap a packed weight. Raises InputError where GPTQ cannot store it."""
         packed.check()
         if bias is not None and bias.shape != (packed.out_features,):
             raise KernelError("bias", f"expected [{packed.out_features}], found {list(bias.shape)}")
         layer = cls(
             packed.in_features,
             packed.out_features,
-            Scheme(weight=packed.spec),
+            packed.scheme,
             bias=bias is not None,
         )
         for name, tensor in gptq.encode(packed).items():
@@ -121,7 +158,8 @@ class QuantLinear(nn.Module):
         """The weight in memory form. Raises CheckpointError on an empty or damaged layer."""
         self._check_not_released()
         tensors = {name: getattr(self, name) for name in gptq.TENSOR_NAMES}
-        return gptq.decode(tensors, self.scheme.weight, "QuantLinear")
+        packed = gptq.decode(tensors, self.scheme.weight, "QuantLinear")
+        return replace(packed, activation=self.scheme.activation)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Weights [N, K] in `dtype`."""
@@ -159,6 +197,7 @@ class QuantLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         if self._released:
+            check_writable(find_layout("gptq"), self.scheme, "QuantLinear")
             self._released = False
             for name, tensor in self._empty_tensors(self._prepared.device).items():
                 setattr(self, name, tensor)

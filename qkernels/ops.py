@@ -7,9 +7,11 @@ a CUDA graph (the plain torch `paged_attention`, taken where triton is missing, 
 exception).
 """
 
+from dataclasses import replace
+
 import torch
 
-from formats.packed import PackedWeight
+from formats.weights import Weight
 from qkernels import dispatch
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
@@ -19,7 +21,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def prepare_weight(
-    packed: PackedWeight,
+    packed: Weight,
     dtype: torch.dtype,
     device: torch.device | str | None = None,
     kernel: str | None = None,
@@ -39,9 +41,14 @@ def prepare_weight(
         spec=packed.spec,
         out_features=packed.out_features,
         in_features=packed.in_features,
+        activation=packed.activation,
     )
     row = dispatch.choose("linear", problem)
-    return dispatch.linear_module(row.name).prepare_weight(packed, dtype, device)
+    order = packed.input_order
+    if order is not None:  # kernels see sorted inputs; `linear` sorts x
+        packed, order = replace(packed, input_order=None), order.to(device)
+    prepared = dispatch.linear_module(row.name).prepare_weight(packed, dtype, device)
+    return replace(prepared, input_order=order, activation=packed.activation)
 
 
 def linear(
@@ -60,6 +67,8 @@ def linear(
         )
     if bias is not None:
         _check("linear bias", bias, (weight.out_features,), (x.dtype,), x)
+    if weight.input_order is not None:
+        x = x.index_select(-1, weight.input_order)
     return dispatch.linear_module(weight.kernel).linear(x, weight, bias)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from formats.scheme import QuantSpec
+from formats.scheme import ActivationSpec, QuantSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +20,9 @@ class PreparedWeight:
     out_features: int
     in_features: int
     dtype: torch.dtype
+    # set by ops.prepare_weight: column j of the weight takes input input_order[j]; None: input j
+    input_order: torch.Tensor | None = None
+    activation: ActivationSpec | None = None  # how the row rounds its input; None: not at all
 
     @property
     def device(self) -> torch.device:
@@ -32,4 +35,5 @@ class PreparedWeight:
     def to(self, device: torch.device | str) -> "PreparedWeight":
         """The same on another device of the same type."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors)
+        order = None if self.input_order is None else self.input_order.to(device)
+        return replace(self, tensors=tensors, input_order=order)

@@ -17,6 +17,7 @@ import qserve
 from formats.errors import InputError
 from qserve.config import (
     BenchConfig,
+    ConvertConfig,
     EngineConfig,
     EvalConfig,
     GenerateConfig,
@@ -42,7 +43,9 @@ class Command:
 
 def quantize(model: str, config: QuantizeConfig) -> int:
     from calibrate.pipeline import quantize_checkpoint
+    from formats.plan import parse_override
     from formats.scheme import Scheme
+    from formats.table import parse_size
 
     report = quantize_checkpoint(
         model,
@@ -50,6 +53,10 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         scheme=Scheme.parse(config.scheme, config.group_size),
         recipe=config.recipe,
         output_format=config.format,
+        ignore=config.ignore,
+        overrides=[parse_override(text) for text in config.override],
+        pad=config.pad,
+        max_shard_bytes=parse_size(config.max_shard_size),
         device=_device(config.device),
         quantizer=f"qserve-kit:{qserve.__version__}",
     )
@@ -84,12 +91,40 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
     return 0
 
 
+def convert(model: str, config: ConvertConfig) -> int:
+    from formats.convert import convert_checkpoint
+    from formats.table import parse_size
+
+    conversion = convert_checkpoint(
+        model,
+        config.output,
+        config.format,
+        max_shard_bytes=parse_size(config.max_shard_size),
+        quantizer=f"qserve-kit:{qserve.__version__}",
+    )
+    print(conversion.to_text())
+    return 0
+
+
 def inspect(model: str, config: InspectConfig) -> int:
     from formats.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(model)
-    print(json.dumps(inspection.to_dict(), indent=2) if config.json else inspection.to_text())
-    return 0 if inspection.ok else 1
+    comparison = None
+    if config.deep is not None and inspection.ok:
+        from qserve.compare import compare_models
+
+        comparison = compare_models(model, config.deep)
+    if config.json:
+        found = inspection.to_dict()
+        if comparison is not None:
+            found["deep"] = dataclasses.asdict(comparison)
+        print(json.dumps(found, indent=2))
+    else:
+        print(inspection.to_text())
+        if comparison is not None:
+            print(comparison.to_text())
+    return 0 if inspection.ok and (comparison is None or comparison.ok) else 1
 
 
 def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
@@ -153,6 +188,11 @@ COMMANDS: dict[str, Command] = {
         help="continue one prompt and print the text",
         settings=(EngineConfig, GenerateConfig),
         run=generate,
+    ),
+    "convert": Command(
+        help="write a quantized checkpoint in another format, code for code",
+        settings=(ConvertConfig,),
+        run=convert,
     ),
     "inspect": Command(
         help="show what a checkpoint holds and what is wrong with it",
@@ -223,6 +263,9 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
     help_text = field.metadata["help"]
     if hint is bool:
         parser.add_argument(*names, action="store_true", help=help_text)
+        return
+    if typing.get_origin(hint) is list:
+        parser.add_argument(*names, action="append", default=[], help=help_text)
         return
     required = field.default is dataclasses.MISSING
     if not required and field.default is not None:

@@ -10,14 +10,18 @@ from typing import Any
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+FORMATS = ("gptq", "awq", "compressed-tensors")
 
 
 REQUIRED = MISSING  # as a default: the flag must be given
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command-line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+    """A dataclass field that is also a command-line flag; a list is a flag that may be repeated."""
+    metadata = {"help": help, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +73,37 @@ class QuantizeConfig:
 
     output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
     scheme: str = setting(
-        "w4a16-sym", "numerics of the linear layers, such as w4a16-sym, w8a16-sym"
+        "w4a16-sym", "numerics of the linear layers, such as w4a16-sym, w8a8, w8a8-fp8"
     )
-    format: str = setting("gptq", "layout on disk", ("gptq",))
+    format: str | None = setting(
+        None, "layout on disk; default: the one that most servers load the scheme from", FORMATS
+    )
     recipe: str = setting("rtn", "how codes are chosen; rtn: round to nearest", ("rtn",))
     group_size: int | None = setting(
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )
     device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
+    ignore: list[str] = setting(
+        [],
+        "leave linears in float whose name has this part, fits this glob or re:EXPRESSION;"
+        " may be given again",
+    )
+    override: list[str] = setting(
+        [], "PATTERN=SCHEME: another scheme for some linears; may be given again"
+    )
+    pad: bool = setting(
+        False, "widen the feed-forward with zeros where its size does not fit the groups"
+    )
+    max_shard_size: str = setting("2GB", "most bytes of one weight file, such as 500MB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertConfig:
+    """What `qserve convert` is told beside the folder to read."""
+
+    output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
+    format: str = setting(REQUIRED, "layout on disk", FORMATS)
+    max_shard_size: str = setting("1GB", "most bytes of one weight file, such as 500MB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +133,9 @@ class InspectConfig:
     """What `qserve inspect` is told beside the folder."""
 
     json: bool = setting(False, "print the findings as JSON")
+    deep: str | None = setting(
+        None, "a float model folder: load both models and compare their logits"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

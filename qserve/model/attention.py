@@ -42,6 +42,8 @@ class Attention(torch.nn.Module):
         o_proj: Linear,
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -50,6 +52,9 @@ class Attention(torch.nn.Module):
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
+        # float32 [], of a checkpoint calibrated for an 8-bit KV cache; a 16-bit cache needs none
+        self.register_buffer("k_scale", k_scale)
+        self.register_buffer("v_scale", v_scale)
 
     def forward(
         self, x_TC: torch.Tensor, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor

@@ -18,4 +18,15 @@ class FloatLinear(torch.nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
 
-Linear = FloatLinear | QuantLinear
+class SplitLinear(torch.nn.Module):
+    """Layers of one input whose weights cannot be one matrix: their outputs stand side by side."""
+
+    def __init__(self, parts: "list[FloatLinear | QuantLinear]") -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+Linear = FloatLinear | QuantLinear | SplitLinear

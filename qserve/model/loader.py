@@ -13,11 +13,14 @@ from tqdm import tqdm
 from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
+from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
 from formats.packed import PackedWeight
+from formats.weights import Weight, merge
 from qkernels import QuantLinear
 from qserve.model.attention import Attention
 from qserve.model.decoder import Decoder, Layer, Mlp
-from qserve.model.linear import FloatLinear, Linear
+from qserve.model.linear import FloatLinear, Linear, SplitLinear
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import cos_sin_table
 
@@ -27,6 +30,11 @@ logger = logging.getLogger(__name__)
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 # dummy weights: activations stay in range through any number of layers
 DUMMY_SCALE = 0.02
+# Where writers put the scales of an 8-bit KV cache, below a layer's self_attn.
+KV_SCALE_NAMES = {
+    "k_scale": ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"),
+    "v_scale": ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale"),
+}
 
 
 class WeightSource:
@@ -36,6 +44,7 @@ class WeightSource:
         self.reader = reader
         self.quant = config.quant
         self._used: set[str] = set()
+        self._mislabelled = 0  # linears whose zeros follow the other rule than the label says
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A float tensor. Raises CheckpointError where its shape is not `shape`."""
@@ -50,26 +59,62 @@ class WeightSource:
         return self.reader.get(name)
 
     def is_quantized(self, module: str) -> bool:
-        return f"{module}.qweight" in self.reader
+        return is_quantized(module, self.reader.entries)
 
-    def packed(self, module: str, shape: tuple[int, int]) -> PackedWeight:
+    def stays_in_float(self, module: str) -> bool:
+        """Does the configuration say that a module is not quantized?"""
+        return self.quant is None or self.quant.scheme_for(module) is None
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """A quantized linear's weight. Raises CheckpointError where its shape is not `shape`."""
         if self.quant is None:
-            raise CheckpointError(f"{module}.qweight", "but config.json has no quantization_config")
-        found = [name for name in gptq.TENSOR_NAMES if f"{module}.{name}" in self.reader]
-        tensors = {name: self.reader.get(f"{module}.{name}") for name in found}
-        self._used.update(f"{module}.{name}" for name in found)
-        packed = gptq.decode(tensors, self.quant.scheme.weight, module)
-        if (packed.out_features, packed.in_features) != shape:
+            raise CheckpointError(
+                module, "has quantized tensors such as qweight, but no quantization_config"
+            )
+        names = tensor_names(module, LAYOUTS[self.quant.method], self.reader.entries)
+        tensors = {field: self.reader.get(name) for field, name in names.items()}
+        self._used.update(names.values())
+        weight = decode_linear(module, tensors, self.quant)
+        if (weight.out_features, weight.in_features) != shape:
             raise CheckpointError(
                 module,
                 f"expected {list(shape)} from config.json,"
-                f" found {[packed.out_features, packed.in_features]}",
+                f" found {[weight.out_features, weight.in_features]}",
             )
-        return packed
+        if self.quant.method == "gptq" and gptq.is_mislabelled(
+            tensors, weight.spec, self.quant.zeros
+        ):
+            self._mislabelled += 1
+        return weight
+
+    def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
+        """The k_scale and v_scale of a layer, as far as it has them. Raises CheckpointError."""
+        scales = {}
+        for kind, places in KV_SCALE_NAMES.items():
+            found = [f"{attention}.{place}" for place in places if f"{attention}.{place}" in self]
+            self._used.update(found)
+            if found:
+                scale = self.reader.get(found[0]).float()
+                if scale.numel() != 1 or not torch.isfinite(scale).all() or not (scale > 0).all():
+                    raise CheckpointError(
+                        found[0], f"expected one finite number above 0, found {scale.tolist()}"
+                    )
+                scales[kind] = scale.reshape(())
+        return scales
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.reader
 
     def audit(self, tied_head: bool) -> None:
         """Raise CheckpointError, with the names, where tensors were left over."""
+        if self._mislabelled:
+            logger.warning(
+                "%s: checkpoint_format says that zeros are %s, in %d linears the data says"
+                " otherwise; loaded as the data says",
+                self.reader.folder,
+                self.quant.zeros,
+                self._mislabelled,
+            )
         left = {
             name
             for name in self.reader.entries.keys() - self._used
@@ -101,22 +146,43 @@ class DummySource:
         return noise.normal_(0, DUMMY_SCALE, generator=self._generator)
 
     def is_quantized(self, module: str) -> bool:
-        return self.quant is not None and module != "lm_head"
+        return self.quant is not None and self.quant.scheme_for(module) is not None
 
-    def packed(self, module: str, shape: tuple[int, int]) -> PackedWeight:
-        spec = self.quant.scheme.weight
+    def stays_in_float(self, module: str) -> bool:
+        return not self.is_quantized(module)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        scheme = self.quant.scheme_for(module)
+        spec, device = scheme.weight, self.device
+        sizes = {"device": device, "generator": self._generator}
+        input_scale = None
+        if scheme.activation is not None and not scheme.activation.dynamic:
+            input_scale = torch.tensor(DUMMY_SCALE, device=device)
+        if spec.type == "float":
+            noise = torch.empty(shape, device=device).normal_(generator=self._generator)
+            return Fp8Weight(
+                codes_NK=noise.to(FP8_DTYPE),
+                scales_RC=torch.full(scales_shape(spec, *shape), DUMMY_SCALE, device=device),
+                spec=spec,
+                activation=scheme.activation,
+                input_scale=input_scale,
+            )
         words = shape[1] * spec.bits // 32
-        sizes = {"device": self.device, "generator": self._generator}
         # Uniform codes have a standard deviation of 2^bits / sqrt(12).
         scale = DUMMY_SCALE * 12**0.5 / 2**spec.bits
         groups = (shape[0], spec.num_groups(shape[1]))
         return PackedWeight(
             words_NW=torch.randint(-(2**31), 2**31, (shape[0], words), dtype=torch.int32, **sizes),
-            scales_NG=torch.full(groups, scale, dtype=torch.float16, device=self.device),
-            zeros_NG=torch.full(groups, spec.symmetric_zero, dtype=torch.uint8, device=self.device),
+            scales_NG=torch.full(groups, scale, dtype=torch.float16, device=device),
+            zeros_NG=torch.full(groups, spec.symmetric_zero, dtype=torch.uint8, device=device),
             spec=spec,
             in_features=shape[1],
+            activation=scheme.activation,
+            input_scale=input_scale,
         )
+
+    def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
+        return {}
 
     def audit(self, tied_head: bool) -> None:
         """Nothing can be left over."""
@@ -140,7 +206,7 @@ def load(
     numbers = tqdm(range(config.num_layers), desc="Loading layers", disable=not progress)
     layers = [builder.layer(number) for number in numbers]
     head: Linear
-    if config.tied_head:
+    if config.tied_head and not source.is_quantized("lm_head"):
         head = FloatLinear(embedding)
     else:
         head = builder.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
@@ -166,26 +232,46 @@ class _Builder:
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def linear(self, modules: list[str], outputs: list[int], inputs: int, *, bias: bool) -> Linear:
-        """One layer from the modules of a merged group: all quantized, or all float."""
+        """One layer from the modules of a merged group.
+
+        Members that the checkpoint quantizes differently stay apart. Raises CheckpointError where
+        only some are quantized and the configuration does not say so.
+        """
         quantized = {module for module in modules if self.source.is_quantized(module)}
-        if quantized and quantized != set(modules):
+        rest = [module for module in modules if module not in quantized]
+        biases = [None] * len(modules)
+        if bias:
+            biases = self._each(modules, outputs, lambda m, n: (f"{m}.bias", (n,)))
+        if not quantized:
+            return FloatLinear(
+                torch.cat(self._each(modules, outputs, lambda m, n: (f"{m}.weight", (n, inputs)))),
+                torch.cat(biases) if bias else None,
+            )
+        if not all(self.source.stays_in_float(module) for module in rest):
             raise CheckpointError(
                 ", ".join(modules),
                 f"only {', '.join(sorted(quantized))} of this group is quantized",
             )
-        merged_bias = None
-        if bias:
-            merged_bias = torch.cat(self._each(modules, outputs, lambda m, n: (f"{m}.bias", (n,))))
-        if not quantized:
-            return FloatLinear(
-                torch.cat(self._each(modules, outputs, lambda m, n: (f"{m}.weight", (n, inputs)))),
-                merged_bias,
-            )
-        parts = [self.source.packed(m, (n, inputs)) for m, n in zip(modules, outputs, strict=True)]
-        packed = PackedWeight.merge(parts, modules[0]).to(self.device)
-        layer = QuantLinear.from_packed(packed, bias=merged_bias)
-        layer.prepare(self.dtype, self.device, release=True)
-        return layer
+        if not rest:
+            sizes = zip(modules, outputs, strict=True)
+            parts = [self.source.weight(module, (n, inputs)) for module, n in sizes]
+            try:
+                merged = merge(parts, modules[0]) if len(parts) > 1 else parts[0]
+            except CheckpointError as error:
+                logger.info("%s stay apart: %s", ", ".join(modules), error.problem)
+                layers = [self._quantized(w, b) for w, b in zip(parts, biases, strict=True)]
+                return SplitLinear(layers)
+            return self._quantized(merged, torch.cat(biases) if bias else None)
+        layers = []
+        for module, n, own_bias in zip(modules, outputs, biases, strict=True):
+            if module in quantized:
+                layers.append(self._quantized(self.source.weight(module, (n, inputs)), own_bias))
+            else:
+                layers.append(FloatLinear(self.float(f"{module}.weight", (n, inputs)), own_bias))
+        return SplitLinear(layers)
+
+    def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
+        return QuantLinear.for_inference(weight.to(self.device), bias, self.dtype, self.device)
 
     def layer(self, number: int) -> Layer:
         config, prefix = self.config, f"model.layers.{number}"
@@ -198,6 +284,9 @@ class _Builder:
                 name: self.float(f"{attention}.{name}.weight", (config.head_dim,))
                 for name in ("q_norm", "k_norm")
             }
+        scales = {
+            name: scale.to(self.device) for name, scale in self.source.kv_scales(attention).items()
+        }
         return Layer(
             config,
             attention=Attention(
@@ -211,6 +300,7 @@ class _Builder:
                 ),
                 o_proj=self.linear([f"{attention}.o_proj"], [hidden], q_size, bias=config.o_bias),
                 **norms,
+                **scales,
             ),
             mlp=Mlp(
                 gate_up_proj=self.linear(

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError
-from formats.quant_config import BLOCK, QuantConfig
+from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.architectures import architecture_of
 from qserve.model.rope import RopeConfig
 
@@ -43,6 +43,7 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
+        block = find_block(Path(folder), raw)
         name, family = architecture_of(raw)
         try:
             # The block is ours to read: transformers would look for the library that wrote it.
@@ -82,7 +83,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             windows=_windows(config, family.window),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
-            quant=QuantConfig.from_dict(raw[BLOCK]) if raw.get(BLOCK) else None,
+            quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(Path(folder), config),
         )
 

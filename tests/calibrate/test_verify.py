@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.verify import LinearDigest, verify
+from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 from formats.packed import PackedWeight
@@ -15,6 +16,11 @@ from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 
 SCHEME = Scheme.parse("w4a16-sym-g32")
+
+
+def digest(weight: torch.Tensor) -> LinearDigest:
+    packed = PackedWeight.from_float(weight, SCHEME.weight)
+    return LinearDigest.of(packed, gptq.encode(packed))
 
 
 @pytest.fixture
@@ -25,10 +31,7 @@ def written(tiny_checkpoint):
     target = source.parent / "out"
     report = quantize_checkpoint(source, target, scheme=SCHEME, progress=False)
     digests = {
-        linear.name: LinearDigest.of(
-            PackedWeight.from_float(model.tensors[f"{linear.name}.weight"], SCHEME.weight)
-        )
-        for linear in report.linears
+        linear.name: digest(model.tensors[f"{linear.name}.weight"]) for linear in report.linears
     }
     return target, digests, CheckpointReader(source)
 

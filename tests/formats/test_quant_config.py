@@ -7,7 +7,9 @@ from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 
-@pytest.mark.parametrize("name", ["w4a16-sym", "w4a16-asym-g64", "w8a16-sym-channel"])
+@pytest.mark.parametrize(
+    "name", ["w4a16-sym", "w4a16-asym-g64", "w8a16-sym-channel", "w3a16-sym", "w8a8"]
+)
 def test_block_round_trips(name):
     config = QuantConfig(scheme=Scheme.parse(name), quantizer="tool:1")
     block = config.to_dict()
@@ -18,15 +20,23 @@ def test_block_round_trips(name):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("quant_method", "awq"),
+        ("quant_method", "bitsandbytes"),
+        ("quant_method", ["gptq"]),
         ("quant_method", None),
-        ("bits", 3),
+        ("bits", 5),
         ("bits", "4"),
-        ("checkpoint_format", "gptq_v2"),
+        ("checkpoint_format", "marlin"),
         ("group_size", "128"),
         ("group_size", None),
-        ("dynamic", {"-:.*mlp.*": {}}),
-        ("lm_head", True),
+        ("sym", "yes"),
+        ("dynamic", []),
+        ("dynamic", {"+:.*mlp.*": 3}),
+        ("dynamic", {"+:.*mlp.*": {"bits": 5}}),
+        ("modules_in_block_to_quantize", {"a": 1}),
+        ("modules_in_block_to_quantize", [[1]]),
+        ("lm_head", "yes"),
+        ("pack_dtype", "int64"),
+        ("qserve", {"act": {"bits": 4}}),
     ],
 )
 def test_value_that_cannot_be_loaded_names_its_key(key, value):
@@ -35,7 +45,7 @@ def test_value_that_cannot_be_loaded_names_its_key(key, value):
         QuantConfig.from_dict(block)
 
 
-@pytest.mark.parametrize("key", ["bits", "group_size", "desc_act", "sym"])
+@pytest.mark.parametrize("key", ["bits", "group_size", "sym"])
 def test_missing_required_key_is_named(key):
     block = QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict()
     del block[key]

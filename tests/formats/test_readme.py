@@ -64,8 +64,102 @@ def test_worked_example(scale):
     assert " ".join(str(weight + 0.0) for weight in weights) in README
 
 
-def test_config_block_of_the_page_is_the_written_one():
-    block = json.loads(re.search(r"```json\n(.*?)```", README, re.DOTALL)[1])
-    config = QuantConfig(scheme=Scheme.parse("w4a16-sym"), quantizer="qserve-kit:0.1.0")
-    assert config.to_dict() == block
-    assert QuantConfig.from_dict(block) == config
+def test_three_bit_words_stand_in_the_page():
+    words = pack(torch.arange(32) % 8, 3).tolist()
+    assert words == [-1996831096, -964101434, -87652102]
+    assert ", ".join(map(str, words)) in README
+
+
+def test_awq_example():
+    from formats import awq
+
+    assert "0x75316420, 1966171168" in README
+    tensors = {
+        "qweight": torch.full((8, 1), 1966171168, dtype=torch.int32),
+        "qzeros": torch.full((1, 1), -2004318072, dtype=torch.int32),
+        "scales": torch.full((1, 8), 0.5, dtype=torch.float16),
+    }
+    packed = awq.decode(tensors, QuantSpec(bits=4, symmetric=False, group_size=8))
+    weights = [-4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5]
+    assert packed.dequantize()[:, 0].tolist() == weights
+    assert " ".join(map(str, weights)) in README
+    assert all(torch.equal(awq.encode(packed)[name], tensor) for name, tensor in tensors.items())
+
+
+def compressed_example(scheme: str, tensors: dict[str, torch.Tensor], weights: list[float]) -> None:
+    """The tensors of one row mean the weights, which stand in the page, and are written again."""
+    from formats import compressed_tensors
+
+    decoded = compressed_tensors.decode(tensors, Scheme.parse(scheme))
+    assert decoded.dequantize()[0].tolist() == weights
+    assert " ".join(map(str, weights)) in " ".join(README.split())
+    encoded = compressed_tensors.encode(decoded)
+    assert encoded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert encoded[name].dtype == tensor.dtype, name
+        assert bytes(encoded[name].view(torch.uint8).flatten().tolist()) == bytes(
+            tensor.view(torch.uint8).flatten().tolist()
+        )
+
+
+def test_pack_quantized_example():
+    tensors = {
+        "weight_packed": torch.tensor([[-2023406815]], dtype=torch.int32),
+        "weight_scale": torch.tensor([[0.5]], dtype=torch.float16),
+        "weight_shape": torch.tensor([1, 8]),
+    }
+    weights = [-3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0]
+    compressed_example("w4a16-sym-g8", tensors, weights)
+
+
+def test_int_quantized_example():
+    stored = [-128, -2, -1, 0, 1, 2, 3, 127]
+    assert " ".join(map(str, stored)) in README
+    tensors = {
+        "weight": torch.tensor([stored], dtype=torch.int8),
+        "weight_scale": torch.tensor([[0.25]], dtype=torch.float16),
+    }
+    compressed_example("w8a8", tensors, [value * 0.25 for value in stored])
+
+
+def test_float_quantized_example():
+    stored = [0x38, 0x40, 0xB8, 0x7E, 0x00, 0x01, 0x08, 0xFE]
+    assert " ".join(f"0x{byte:02X}" for byte in stored) in README
+    tensors = {
+        "weight": torch.tensor([stored], dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "weight_scale": torch.tensor([[0.5]]),
+    }
+    numbers = [1, 2, -1, 448, 0, 2**-9, 2**-6, -448]
+    compressed_example("w8a8-fp8", tensors, [number * 0.5 for number in numbers])
+
+
+BLOCKS = {
+    "compressed-tensors": ("w8a8", ""),
+    "gptq": ("w4a16-sym", "qserve-kit:0.1.0"),
+    "awq": ("w4a16-asym", ""),
+}
+
+
+def test_config_blocks_of_the_page_are_the_written_ones():
+    blocks = [json.loads(b) for b in re.findall(r"```json\n(.*?)```", README, re.DOTALL)]
+    assert [block["quant_method"] for block in blocks] == list(BLOCKS)
+    for block in blocks:
+        scheme, quantizer = BLOCKS[block["quant_method"]]
+        schemes = {"model.layers.0.mlp.up_proj": Scheme.parse(scheme)}
+        config = QuantConfig.of_modules(block["quant_method"], schemes, quantizer)
+        assert config.to_dict() == block
+        assert QuantConfig.from_dict(block) == config
+
+
+def test_scheme_table_of_the_page_is_what_can_be_written():
+    from formats.layouts import LAYOUTS, default_format
+
+    rows = re.findall(r"^\| (`w\d.*?) \| (.*?) \|$", README, re.MULTILINE)
+    assert len(rows) == 6
+    for names, formats in rows:
+        listed = [text.split()[0] for text in formats.split(", ")]
+        for name in names.split(", "):
+            scheme = Scheme.parse(name.strip("`"))
+            able = [row.name for row in LAYOUTS.values() if row.refuses(scheme) is None]
+            assert sorted(able) == sorted(listed), name
+            assert default_format(scheme) == listed[0]

@@ -35,11 +35,16 @@ FLAGS = {
         "--recipe",
         "--group-size",
         "--device",
+        "--ignore",
+        "--override",
+        "--pad",
+        "--max-shard-size",
     },
     "serve": ENGINE_FLAGS | {"--host", "--port", "--served-model-name", "--api-key"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
-    "inspect": {"--json"},
+    "convert": {"-o", "--output", "--format", "--max-shard-size"},
+    "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
     "bench": {"--op", "--shape", "--m", "--baseline", "--json", "--plot"},
 }
@@ -128,8 +133,8 @@ def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
 
 
 def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
-    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "96"]
-    fails_with(capsys, arguments, "model.layers.0.self_attn.q_proj", "256", "96")
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "512"]
+    fails_with(capsys, arguments, "model.layers.0.self_attn", "256", "512")
     assert os.listdir(tmp_path) == []
 
 
@@ -163,3 +168,32 @@ def test_missing_required_flag_is_a_usage_error(docs_5m):
     with pytest.raises(SystemExit) as error:
         main(["quantize", str(docs_5m)])
     assert error.value.code == 2
+
+
+def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
+    converted = tmp_path / "awq"
+    assert main(["convert", str(quantized_5m), "-o", str(converted), "--format", "awq"]) == 0
+    assert "from gptq to awq" in capsys.readouterr().out
+    assert main(["inspect", str(converted), "--json", "--deep", str(docs_5m)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "awq" and 0 < found["deep"]["divergence"] < 1
+    # codes shifted by two steps in every linear
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(converted / "model.safetensors")
+    for name in [name for name in state if name.endswith("qzeros")]:
+        state[name] = state[name] ^ 0x22222222
+    save_file(state, converted / "model.safetensors", metadata={"format": "pt"})
+    assert main(["inspect", str(converted), "--deep", str(docs_5m)]) == 1
+    assert "a broken one" in capsys.readouterr().out
+
+
+def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
+    arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--ignore", "layers.0.mlp"]
+    arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB"]
+    assert main([*arguments, "--ignore", "layers.3.mlp"]) == 0
+    assert "left in float: model.layers.0.mlp" in capsys.readouterr().out
+    config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
+    assert {rule["bits"] for rule in config["dynamic"].values() if rule} == {8}
+    assert len(list((tmp_path / "x").glob("*.safetensors"))) > 2
+    fails_with(capsys, [*arguments, "--max-shard-size", "many"], "size 'many'", "500MB")

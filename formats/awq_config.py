@@ -1,0 +1,84 @@
+"""The keys of an AWQ block, in AutoAWQ's old and new spelling. Knows no tensors."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from formats.errors import CheckpointError
+from formats.rules import Rule
+from formats.scheme import QuantSpec, Scheme, checked_group_size
+
+if TYPE_CHECKING:
+    from formats.quant_config import QuantConfig
+
+BLOCK = "quantization_config"
+
+
+def stored(scheme: Scheme) -> Scheme:
+    """How a scheme reads back: symmetric ones are written as asymmetric with zeros of 8.
+
+    Described as symmetric, servers refuse their fast kernels, and some the checkpoint.
+    """
+    return replace(scheme, weight=replace(scheme.weight, symmetric=False))
+
+
+def read(block: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a QuantConfig. Raises CheckpointError, naming the key."""
+    bits = block.get("bits", block.get("w_bit"))
+    if bits != 4 or isinstance(bits, bool | float):
+        raise CheckpointError(f"{BLOCK}.bits", f"expected 4, found {bits!r}")
+    group_size = block.get("group_size", block.get("q_group_size"))
+    zero_point = block.get("zero_point")
+    if not isinstance(zero_point, bool):
+        raise CheckpointError(
+            f"{BLOCK}.zero_point", f"expected true or false, found {zero_point!r}"
+        )
+    version = block.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise CheckpointError(
+            f"{BLOCK}.version",
+            f"expected 'gemm', found {version!r}",
+            "the other layouts of AWQ are not read",
+        )
+    spec = QuantSpec(
+        bits=4,
+        symmetric=not zero_point,
+        group_size=checked_group_size(group_size, f"{BLOCK}.group_size: group size"),
+    )
+    skipped = block.get("modules_to_not_convert") or []
+    if not isinstance(skipped, list) or not all(isinstance(s, str) and s for s in skipped):
+        raise CheckpointError(f"{BLOCK}.modules_to_not_convert", "expected a list of names")
+    return {
+        "scheme": Scheme(weight=spec),
+        "rules": tuple(Rule(kind="contains", text=name, scheme=None) for name in skipped),
+        "lm_head": bool(block.get("lm_head", False)),
+    }
+
+
+def write(config: "QuantConfig") -> dict[str, Any]:
+    spec = config.scheme.weight
+    block = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": spec.group_size,
+        "zero_point": not spec.symmetric,
+        "version": "gemm",
+        "modules_to_not_convert": [rule.text for rule in config.rules] or None,
+    }
+    if config.lm_head:
+        block["lm_head"] = True
+    return block
+
+
+def rules_for(
+    schemes: Mapping[str, Scheme | None], others: Mapping[str, Scheme | None]
+) -> tuple[Rule, ...]:
+    """The names of modules that stay in float; AWQ has one scheme for all others."""
+    for name, scheme in others.items():
+        if scheme is not None:
+            raise CheckpointError(
+                name,
+                f"cannot have the scheme {scheme}: AWQ has one for all linears",
+                "write compressed-tensors or gptq",
+            )
+    return tuple(Rule(kind="contains", text=name, scheme=None) for name in others)

@@ -1,0 +1,255 @@
+"""The keys of a compressed-tensors block. Knows no tensors."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from formats.compressed_tensors import FLOAT, INTEGER, PACKED, PACKED_BITS, layout_of
+from formats.errors import CheckpointError
+from formats.rules import Rule, exact_patterns
+from formats.scheme import ALL, CHANNEL, ActivationSpec, QuantSpec, Scheme, checked_group_size
+
+if TYPE_CHECKING:
+    from formats.quant_config import QuantConfig
+
+BLOCK = "quantization_config"
+VERSION = "0.17.0"  # of the library's schema that the block follows
+KNOWN_LAYOUTS = (PACKED, INTEGER, FLOAT, "naive-quantized", "mixed-precision", "dense")
+MAX_RULES = 20_000
+
+
+def stored(scheme: Scheme) -> Scheme:
+    """How a scheme reads back: as itself."""
+    return scheme
+
+
+def read(block: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a QuantConfig. Raises CheckpointError, naming the key."""
+    _check_layout(block.get("format"), f"{BLOCK}.format")
+    for key in ("transform_config", "sparsity_config"):
+        if block.get(key) and _is_used(block[key]):
+            raise CheckpointError(f"{BLOCK}.{key}", "is not supported", "requantize without it")
+    groups = block.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{BLOCK}.config_groups", "expected an object with a group or more")
+    ignored = [_target(text, None) for text in _names(block.get("ignore"), f"{BLOCK}.ignore")]
+    named: list[Rule] = []
+    of_class: list[Scheme] = []
+    for key, group in groups.items():
+        where = f"{BLOCK}.config_groups.{key}"
+        if not isinstance(group, dict):
+            raise CheckpointError(where, f"expected an object, found {type(group).__name__}")
+        _check_layout(group.get("format"), f"{where}.format")
+        if group.get("output_activations") is not None:
+            raise CheckpointError(f"{where}.output_activations", "is not supported")
+        if group.get("weights") is None:
+            raise CheckpointError(f"{where}.weights", "missing")
+        scheme = Scheme(
+            weight=_weight(group["weights"], f"{where}.weights"),
+            activation=_activation(group.get("input_activations"), f"{where}.input_activations"),
+        )
+        for target in _names(group.get("targets"), f"{where}.targets"):
+            if target == "Linear":
+                of_class.append(scheme)
+            else:
+                named.append(_target(target, scheme))
+    rules = (*ignored, *named)
+    if not of_class:
+        rules = (*rules, Rule(kind="all", scheme=None))
+    main = of_class[0] if of_class else named[0].scheme if named else None
+    if main is None:
+        raise CheckpointError(f"{BLOCK}.config_groups", "has no targets")
+    return {
+        "scheme": main,
+        "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
+        "lm_head": _HEAD_IGNORED not in rules,
+        "kv_scales": _has_kv_scales(block.get("kv_cache_scheme")),
+    }
+
+
+def write(config: "QuantConfig") -> dict[str, Any]:
+    others = dict.fromkeys(rule.scheme for rule in config.rules if rule.scheme is not None)
+    targets = {config.scheme: ["Linear"]}
+    for scheme in others:
+        targets[scheme] = [_text(rule) for rule in config.rules if rule.scheme == scheme]
+    layouts = {layout_of(scheme) for scheme in targets}
+    return {
+        "quant_method": "compressed-tensors",
+        "version": VERSION,
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{number}": {
+                "targets": names,
+                "weights": _weight_keys(scheme.weight),
+                "input_activations": _activation_keys(scheme.activation),
+                "output_activations": None,
+                "format": layout_of(scheme),
+            }
+            for number, (scheme, names) in enumerate(targets.items())
+        },
+        "ignore": ["lm_head"] * (not config.lm_head)
+        + [_text(rule) for rule in config.rules if rule.scheme is None],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def rules_for(
+    schemes: Mapping[str, Scheme | None], others: Mapping[str, Scheme | None]
+) -> tuple[Rule, ...]:
+    """Ignored modules, then further groups."""
+    rules = [
+        Rule(kind="regex", text=text, scheme=scheme)
+        for text, scheme in exact_patterns(schemes, others)
+    ]
+    return tuple(sorted(rules, key=lambda rule: rule.scheme is not None))
+
+
+def _weight_keys(spec: QuantSpec) -> dict[str, Any]:
+    strategy, group_size, block = "group", spec.group_size, None
+    if spec.rows == ALL:
+        strategy, group_size = "tensor", None
+    elif spec.rows > 1:
+        strategy, group_size, block = "block", None, [spec.rows, spec.group_size]
+    elif spec.group_size == CHANNEL:
+        strategy, group_size = "channel", None
+    return {
+        "num_bits": spec.bits,
+        "type": spec.type,
+        "symmetric": spec.symmetric,
+        "strategy": strategy,
+        "group_size": group_size,
+        "block_structure": block,
+        "dynamic": False,
+        "actorder": None,
+    }
+
+
+def _activation_keys(spec: ActivationSpec | None) -> dict[str, Any] | None:
+    if spec is None:
+        return None
+    return {
+        "num_bits": 8,
+        "type": spec.type,
+        "symmetric": True,
+        "strategy": spec.per,
+        "group_size": spec.group_size if spec.per == "group" else None,
+        "dynamic": spec.dynamic,
+    }
+
+
+def _weight(args: Any, where: str) -> QuantSpec:
+    bits, kind, symmetric = _common(args, where)
+    if args.get("dynamic"):
+        raise CheckpointError(f"{where}.dynamic", "weights have static scales")
+    if args.get("actorder") not in (None, False, "weight", "static", "group", "dynamic", True):
+        raise CheckpointError(f"{where}.actorder", f"unknown: {args['actorder']!r}")
+    if kind == "float" and (bits, symmetric) != (8, True):
+        raise CheckpointError(f"{where}.num_bits", f"expected 8 symmetric float bits, found {bits}")
+    if kind == "int" and bits not in PACKED_BITS:
+        raise CheckpointError(f"{where}.num_bits", f"expected 4 or 8, found {bits!r}")
+    strategy, rows, group_size = args.get("strategy"), 1, CHANNEL
+    if strategy is None:
+        strategy = "tensor" if args.get("group_size") is None else "group"
+    if strategy == "group":
+        group_size = checked_group_size(args.get("group_size"), f"{where}.group_size: group size")
+    elif strategy == "tensor":
+        rows = ALL if kind == "float" else 1  # integer codes get the one scale for every row
+    elif strategy == "block":
+        block = args.get("block_structure")
+        if isinstance(block, str):
+            block = [int(part) if part.isdecimal() else 0 for part in block.split("x")]
+        if (
+            kind != "float"
+            or not isinstance(block, list)
+            or len(block) != 2
+            or not all(type(part) is int and 8 <= part <= 2**20 for part in block)
+        ):
+            raise CheckpointError(
+                f"{where}.block_structure", f"expected [128, 128] of float weights, found {block!r}"
+            )
+        rows, group_size = block
+    elif strategy != "channel":
+        raise CheckpointError(f"{where}.strategy", f"not supported: {strategy!r}")
+    return QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size, rows=rows, type=kind)
+
+
+def _activation(args: Any, where: str) -> ActivationSpec | None:
+    if args is None:
+        return None
+    bits, kind, symmetric = _common(args, where)
+    if bits != 8 or not symmetric:
+        raise CheckpointError(
+            where, f"expected 8 symmetric bits, found {bits} bits, symmetric {symmetric}"
+        )
+    dynamic = args.get("dynamic", False)
+    strategy = args.get("strategy") or ("token" if dynamic else "tensor")
+    if not isinstance(dynamic, bool) or strategy not in ("token", "tensor", "group"):
+        raise CheckpointError(where, f"not supported: {strategy!r}, dynamic {dynamic!r}")
+    if not dynamic and strategy != "tensor":
+        raise CheckpointError(where, f"static scales per {strategy} are not supported")
+    if strategy == "group":
+        group_size = checked_group_size(args.get("group_size"), f"{where}.group_size: group size")
+        return ActivationSpec(type=kind, dynamic=True, per="group", group_size=group_size)
+    return ActivationSpec(type=kind, dynamic=dynamic, per=strategy)
+
+
+def _common(args: Any, where: str) -> tuple[int, str, bool]:
+    if not isinstance(args, dict):
+        raise CheckpointError(where, f"expected an object, found {args!r}")
+    bits, kind, symmetric = args.get("num_bits", 8), args.get("type", "int"), args.get("symmetric")
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise CheckpointError(f"{where}.num_bits", f"expected 1 to 8, found {bits!r}")
+    if kind not in ("int", "float"):
+        raise CheckpointError(f"{where}.type", f"expected 'int' or 'float', found {kind!r}")
+    if not isinstance(symmetric, bool | None):
+        raise CheckpointError(f"{where}.symmetric", f"expected true or false, found {symmetric!r}")
+    return bits, kind, symmetric is not False
+
+
+def _target(text: str, scheme: Scheme | None) -> Rule:
+    if text.startswith("re:"):
+        return Rule(kind="regex", text=text.removeprefix("re:"), scheme=scheme)
+    return Rule(kind="name", text=text, scheme=scheme)
+
+
+def _text(rule: Rule) -> str:
+    return f"re:{rule.text}" if rule.kind == "regex" else rule.text
+
+
+def _names(value: Any, where: str) -> list[str]:
+    value = [] if value is None else value
+    if (
+        not isinstance(value, list)
+        or len(value) > MAX_RULES
+        or not all(isinstance(name, str) for name in value)
+    ):
+        raise CheckpointError(where, "expected a list of names and patterns")
+    return value
+
+
+def _check_layout(layout: Any, where: str) -> None:
+    if layout is not None and layout not in KNOWN_LAYOUTS:
+        raise CheckpointError(
+            where, f"expected one of {', '.join(KNOWN_LAYOUTS)}, found {layout!r}"
+        )
+
+
+def _is_used(value: Any) -> bool:
+    """Writers put a "dense" sparsity_config and an empty transform_config."""
+    if not isinstance(value, dict):
+        return True
+    return value.get("format", "") != "dense" and any(value.values())
+
+
+def _has_kv_scales(value: Any) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, dict) or value.get("num_bits") != 8:
+        raise CheckpointError(f"{BLOCK}.kv_cache_scheme", f"expected 8 bits, found {value!r}")
+    return True
+
+
+_HEAD_IGNORED = Rule(kind="name", text="lm_head", scheme=None)

@@ -1,0 +1,184 @@
+"""From one quantized format to another, code for code and scale for scale. Knows no model.
+
+One linear is in memory at a time, besides the shard that is being filled. Nothing is rounded again:
+what the target cannot say exactly is refused before the first byte is written, or at the linear.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from formats import awq
+from formats.checkpoint import CheckpointReader, CheckpointWriter
+from formats.errors import CheckpointError
+from formats.layouts import (
+    LAYOUTS,
+    Layout,
+    check_writable,
+    decode_linear,
+    encode_linear,
+    find_layout,
+    quantized_modules,
+    tensor_names,
+    why_not,
+)
+from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.scheme import Scheme
+from formats.table import size_text
+from formats.weights import Weight, same_weight
+
+DEFAULT_MAX_SHARD_BYTES = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What was done."""
+
+    source: str
+    target: str
+    from_format: str
+    to_format: str
+    scheme: str
+    num_linears: int
+    bytes_before: int  # of all tensors
+    bytes_after: int
+    seconds: float
+
+    def to_text(self) -> str:
+        return (
+            f"{self.num_linears} linears, {self.scheme}, from {self.from_format} to"
+            f" {self.to_format}: {size_text(self.bytes_before)} -> {size_text(self.bytes_after)}"
+            f" in {self.seconds:.1f} s\nWrote {self.target}"
+        )
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    output_format: str,
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    quantizer: str = "qserve-kit",
+) -> Conversion:
+    """Write `source` as `output_format` to `target`, which appears only when it is complete.
+
+    Every linear is decoded again from what is written and compared bit for bit. Raises
+    CheckpointError or SchemeError, naming the linear and the reason, where the format cannot
+    express it.
+    """
+    began = time.perf_counter()
+    reader = CheckpointReader(source)
+    layout = find_layout(output_format)
+    block = find_block(reader.folder, reader.config)
+    if block is None:
+        raise CheckpointError(str(source), f"has no {BLOCK}", "use `qserve quantize`")
+    config = QuantConfig.from_dict(block)
+    schemes = _schemes(reader, config, layout)
+    new_config = QuantConfig.of_modules(layout.name, schemes, _quantizer(config, quantizer))
+    new_block = new_config.to_dict()
+    modules = {name for name, scheme in schemes.items() if scheme is not None}
+    fields = set(LAYOUTS[config.method].fields)
+    written = set()
+    with CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer:
+        for name in reader.entries:
+            module, _, field = name.rpartition(".")
+            if module not in modules or field not in fields:
+                writer.add(name, reader.get(name))
+            elif module not in written:
+                written.add(module)
+                weight = _read(reader, module, config, schemes[module])
+                for local, tensor in _encode(weight, module, layout, new_config).items():
+                    writer.add(f"{module}.{local}", tensor)
+        staged = writer.seal({**reader.config, BLOCK: new_block}, side_files_from=reader.folder)
+        if layout.second_file is not None:
+            writer.write_json(layout.second_file, new_block)
+        after = CheckpointReader(staged)
+        writer.publish()
+    return Conversion(
+        source=str(source),
+        target=str(target),
+        from_format=config.method,
+        to_format=layout.name,
+        scheme=str(new_config.scheme),
+        num_linears=len(modules),
+        bytes_before=sum(entry.num_bytes for entry in reader.entries.values()),
+        bytes_after=sum(entry.num_bytes for entry in after.entries.values()),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _schemes(
+    reader: CheckpointReader, config: QuantConfig, layout: Layout
+) -> dict[str, Scheme | None]:
+    """The scheme of every linear, checked against the target; None: it is a float matrix."""
+    quantized = set(quantized_modules(reader.entries))
+    if not quantized:
+        raise CheckpointError(str(reader.folder), "holds no quantized tensors")
+    symmetric = config.method == "awq" and _all_symmetric(reader, quantized)
+    schemes: dict[str, Scheme | None] = {}
+    for name in reader.entries:
+        module, _, field = name.rpartition(".")
+        if module in schemes:
+            continue
+        if module not in quantized:
+            is_layer_matrix = field == "weight" and ".layers." in module
+            if is_layer_matrix and len(reader.entries[name].shape) == 2:
+                schemes[module] = None
+            continue
+        scheme = config.scheme_for(module)
+        if scheme is None:
+            raise CheckpointError(
+                module, "has quantized tensors, but the configuration leaves it in float"
+            )
+        if symmetric:  # AWQ states symmetric weights as asymmetric ones with zeros of 8
+            scheme = replace(scheme, weight=replace(scheme.weight, symmetric=True))
+        check_writable(layout, scheme, module)
+        schemes[module] = scheme
+    return schemes
+
+
+def _all_symmetric(reader: CheckpointReader, modules: set[str]) -> bool:
+    """Are all zero points of an AWQ checkpoint 8? Reads the zeros alone."""
+    names = [f"{module}.qzeros" for module in modules]
+    return all(name not in reader or awq.is_symmetric(reader.get(name)) for name in names)
+
+
+def _read(reader: CheckpointReader, module: str, config: QuantConfig, scheme: Scheme) -> Weight:
+    names = tensor_names(module, LAYOUTS[config.method], reader.entries)
+    tensors = {field: reader.get(name) for field, name in names.items()}
+    weight = decode_linear(module, tensors, config)
+    if weight.spec.symmetric != scheme.weight.symmetric:
+        weight = replace(weight, spec=replace(weight.spec, symmetric=scheme.weight.symmetric))
+    if weight.spec.group_length(weight.in_features) != scheme.weight.group_length(
+        weight.in_features
+    ):
+        raise CheckpointError(
+            module,
+            f"its g_idx has groups of other sizes than {scheme.weight.group_size}",
+            "requantize without act-order",
+        )
+    return weight
+
+
+def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) -> dict:
+    """The linear in the new format, proved by reading it again."""
+    if weight.input_order is not None:
+        raise CheckpointError(
+            module,
+            f"its inputs are not grouped in order (act-order), which {layout.name} is not written"
+            " with, since servers refuse it",
+            "requantize without act-order",
+        )
+    reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
+    if reason is not None:
+        raise CheckpointError(module, f"cannot be written as {layout.name}: {reason}")
+    tensors = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)
+    different = same_weight(weight, decode_linear(module, tensors, config))
+    if different is not None:
+        raise CheckpointError(module, f"its {different} would change in {layout.name}")
+    return tensors
+
+
+def _quantizer(config: QuantConfig, converter: str) -> str:
+    """Who chose the codes, as far as the source says it."""
+    return config.quantizer or converter

@@ -1,0 +1,165 @@
+"""The in-memory form of a weight in float8 numbers. Knows no file format and no kernel.
+
+`PackedWeight` is its counterpart for integer codes. Legend: N outputs, K inputs; R, C: rows and
+columns of scales, each for a block of `spec.rows` outputs and `spec.group_size` inputs (-1: all).
+The last block of a row or column may be smaller.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from formats.activation import check_input_scale, describe_scale, same_activation
+from formats.errors import CheckpointError
+from formats.packed import SCALE_DTYPES
+from formats.scheme import ALL, FP8_MAX, ActivationSpec, QuantSpec, Scheme
+
+FP8_DTYPE = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fp8Weight:
+    """A weight [N, K]: W[n, k] = scales[n // rows, k // group_size] * codes[n, k]."""
+
+    codes_NK: torch.Tensor  # float8_e4m3fn
+    scales_RC: torch.Tensor  # floating point, finite, not zero
+    spec: QuantSpec
+    activation: ActivationSpec | None = None
+    input_scale: torch.Tensor | None = None  # float32 [], of a static activation
+
+    @classmethod
+    def from_float(
+        cls, weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
+    ) -> "Fp8Weight":
+        """Round to nearest; a block's scale is its largest magnitude over 448.
+
+        Raises CheckpointError, with `name`, on NaN or infinity.
+        """
+        weight_NK = weight_NK.float()
+        if not torch.isfinite(weight_NK).all():
+            raise CheckpointError(name, "its weights contain NaN or infinity", "mend the model")
+        rows, columns = block_size(spec, *weight_NK.shape)
+        tiles = _tiles(weight_NK, rows, columns)
+        largest_RC = tiles.abs().amax((1, 3))
+        scales_RC = torch.where(largest_RC == 0, 1.0, largest_RC / FP8_MAX)
+        scaled = weight_NK / _spread(scales_RC, rows, columns, weight_NK.shape)
+        codes_NK = scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+        weight = cls(codes_NK=codes_NK, scales_RC=scales_RC, spec=spec)
+        weight.check(name)
+        return weight
+
+    @property
+    def out_features(self) -> int:
+        return self.codes_NK.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.codes_NK.shape[1]
+
+    @property
+    def input_order(self) -> None:
+        """float8 formats have no order of inputs but the model's."""
+        return None
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(weight=self.spec, activation=self.activation)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes_NK.device
+
+    def check(self, name: str = "weight") -> None:
+        """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
+        if self.codes_NK.dtype != FP8_DTYPE or self.codes_NK.ndim != 2 or not self.codes_NK.numel():
+            raise CheckpointError(
+                name,
+                f"expected float8_e4m3fn [N, K], found {self.codes_NK.dtype}"
+                f" {list(self.codes_NK.shape)}",
+            )
+        shape = scales_shape(self.spec, *self.codes_NK.shape)
+        if self.scales_RC.shape != shape or self.scales_RC.dtype not in SCALE_DTYPES:
+            raise CheckpointError(
+                f"{name} scales",
+                f"expected floating point {list(shape)},"
+                f" found {self.scales_RC.dtype} {list(self.scales_RC.shape)}",
+            )
+        if not torch.isfinite(self.scales_RC).all() or (self.scales_RC == 0).any():
+            raise CheckpointError(f"{name} scales", "contain NaN, infinity or zero")
+        # 0x7F and 0xFF are the two NaN of this type; it has no infinity
+        if ((self.codes_NK.view(torch.uint8) & 0x7F) == 0x7F).any():
+            raise CheckpointError(name, "its weights contain NaN", "quantize again")
+        check_input_scale(self.activation, self.input_scale, name)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Weights [N, K] in `dtype`, computed in float32."""
+        rows, columns = block_size(self.spec, *self.codes_NK.shape)
+        scales_NK = _spread(self.scales_RC.float(), rows, columns, self.codes_NK.shape)
+        return (self.codes_NK.float() * scales_NK).to(dtype)
+
+    def to(self, device: torch.device | str) -> "Fp8Weight":
+        scale = self.input_scale
+        return replace(
+            self,
+            codes_NK=self.codes_NK.to(device),
+            scales_RC=self.scales_RC.to(device),
+            input_scale=None if scale is None else scale.to(device),
+        )
+
+    @staticmethod
+    def merge(parts: "list[Fp8Weight]", name: str = "weight") -> "Fp8Weight":
+        """Stack outputs. Raises CheckpointError where the parts' numerics or inputs differ.
+
+        Where a part ends inside a block, or has one scale of its own, scales become those of rows.
+        """
+        first = parts[0]
+        for part in parts[1:]:
+            if (part.spec, part.in_features) != (first.spec, first.in_features):
+                raise CheckpointError(name, f"its parts differ: {first.spec} against {part.spec}")
+            if not same_activation(first, part):
+                raise CheckpointError(
+                    name,
+                    f"its parts differ: inputs {describe_scale(first)} against"
+                    f" {describe_scale(part)}",
+                )
+        rows = first.spec.rows
+        if rows == ALL or any(part.out_features % rows for part in parts[:-1]):
+            parts = [part._with_scales_of_rows() for part in parts]
+        return replace(
+            parts[0],
+            codes_NK=torch.cat([p.codes_NK.view(torch.uint8) for p in parts]).view(FP8_DTYPE),
+            scales_RC=torch.cat([part.scales_RC for part in parts]),
+        )
+
+    def _with_scales_of_rows(self) -> "Fp8Weight":
+        rows, _ = block_size(self.spec, *self.codes_NK.shape)
+        scales_NC = self.scales_RC.repeat_interleave(rows, 0)[: self.out_features]
+        return replace(self, scales_RC=scales_NC, spec=replace(self.spec, rows=1))
+
+
+def block_size(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
+    """(outputs, inputs) that share a scale."""
+    rows = out_features if spec.rows == ALL else spec.rows
+    return rows, spec.group_length(in_features)
+
+
+def scales_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
+    """Rows and columns of the scales of a weight [N, K]."""
+    rows, columns = block_size(spec, out_features, in_features)
+    return -(-out_features // rows), -(-in_features // columns)
+
+
+def _tiles(weight_NK: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[R, rows, C, columns], filled up with zeros."""
+    (N, K) = weight_NK.shape
+    padded = torch.nn.functional.pad(weight_NK, (0, -K % columns, 0, -N % rows))
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def _spread(
+    scales_RC: torch.Tensor, rows: int, columns: int, shape: torch.Size | tuple[int, int]
+) -> torch.Tensor:
+    """The scale of every weight [N, K]."""
+    wide = scales_RC if scales_RC.shape[1] == 1 else scales_RC.repeat_interleave(columns, 1)
+    tall = wide if wide.shape[0] == 1 else wide.repeat_interleave(rows, 0)
+    return tall[: shape[0], : shape[1]]

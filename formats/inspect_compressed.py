@@ -1,0 +1,122 @@
+"""Are the tensors of a compressed-tensors linear right? Reads the small ones.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+import torch
+
+from formats.bits import packed_length
+from formats.errors import InputError
+from formats.findings import Findings
+from formats.fp8 import FP8_DTYPE, scales_shape
+from formats.inspect_files import Shards
+from formats.layouts import LAYOUTS, tensor_names
+from formats.linear_summary import LinearSummary, check_scales
+from formats.scheme import Scheme
+
+
+def compressed_linear(
+    name: str, shards: Shards, scheme: Scheme, findings: Findings
+) -> LinearSummary | None:
+    """Check a linear's tensors against each other and the config; None: its shape is unclear."""
+    names = tensor_names(name, LAYOUTS["compressed-tensors"], shards.entries)
+    found = {field: shards.entries[full] for field, full in names.items()}
+    if "weight_scale" not in found:
+        if f"{name}.weight_scale" not in shards.lost:
+            findings.error(f"{name}.weight_scale", "is missing", "the checkpoint is incomplete")
+        return None
+    shape = _shape(name, found, scheme, shards, findings)
+    if shape is None:
+        return None
+    out_features, in_features = shape
+    scales = found["weight_scale"].shape
+    expected = scales_shape(scheme.weight, *shape)
+    if scheme.weight.type == "int" and in_features % scheme.weight.group_length(in_features):
+        findings.error(name, f"{in_features} inputs have no whole groups in {scheme}")
+    number = expected[0] * expected[1]
+    one_for_all = scheme.weight.type == "int" and scales in ((), (1,), (1, 1)) and expected[1] == 1
+    if _count(scales) != number and not one_for_all:
+        findings.error(
+            f"{name}.weight_scale", f"expected {list(expected)} for {scheme}, found {list(scales)}"
+        )
+        return None
+    check_scales(names["weight_scale"], shards, findings)
+    traits = set()
+    static = scheme.activation is not None and not scheme.activation.dynamic
+    if static != ("input_scale" in found):
+        findings.error(
+            f"{name}.input_scale",
+            "is missing" if static else "is there, but config.json states no static activations",
+        )
+    elif static:
+        check_scales(names["input_scale"], shards, findings)
+    if scheme.weight.symmetric and "weight_zero_point" in found:
+        traits.add("weight zeros")
+        findings.warning(f"{name}.weight_zero_point", "is there, though the scheme is symmetric")
+    if not scheme.weight.symmetric and "weight_zero_point" not in found:
+        findings.error(f"{name}.weight_zero_point", "is missing", "the checkpoint is incomplete")
+    if "weight_g_idx" in found:
+        g_idx = shards.load(names["weight_g_idx"], findings)
+        length = scheme.weight.group_length(in_features)
+        if g_idx is not None and not torch.equal(g_idx.long(), torch.arange(in_features) // length):
+            traits.add("act-order")
+    return LinearSummary(
+        name=name,
+        out_features=out_features,
+        in_features=in_features,
+        scheme=str(scheme),
+        num_bytes=sum(entry.num_bytes for entry in found.values()),
+        traits=frozenset(traits),
+    )
+
+
+def _shape(
+    name: str, found: dict, scheme: Scheme, shards: Shards, findings: Findings
+) -> tuple[int, int] | None:
+    """[N, K], where the weight's own tensors agree on it."""
+    if "weight_packed" not in found:
+        wanted = FP8_DTYPE if scheme.weight.type == "float" else torch.int8
+        entry = found.get("weight")
+        if entry is None:
+            if f"{name}.weight" not in shards.lost and f"{name}.weight_packed" not in shards.lost:
+                findings.error(name, "has neither weight nor weight_packed")
+            return None
+        if entry.dtype != wanted or len(entry.shape) != 2:
+            findings.error(
+                entry.name, f"expected {wanted} [N, K], found {entry.dtype} {list(entry.shape)}"
+            )
+            return None
+        return entry.shape
+    entry = found["weight_packed"]
+    if entry.dtype != torch.int32 or len(entry.shape) != 2 or scheme.weight.type == "float":
+        findings.error(
+            entry.name, f"found {entry.dtype} {list(entry.shape)} for the scheme {scheme}"
+        )
+        return None
+    out_features, words = entry.shape
+    in_features = words * 32 // scheme.weight.bits
+    if "weight_shape" in found:
+        stated = shards.load(f"{name}.weight_shape", findings)
+        if stated is None:
+            return None
+        if stated.numel() == 2:
+            in_features = int(stated.flatten()[1])
+        try:
+            fits = stated.flatten().tolist() == [out_features, in_features]
+            fits = fits and words == packed_length(in_features, scheme.weight.bits)
+        except InputError:
+            fits = False
+        if not fits:
+            findings.error(
+                f"{name}.weight_shape",
+                f"states {stated.flatten().tolist()[:4]}, weight_packed has {list(entry.shape)}",
+            )
+            return None
+    return out_features, in_features
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    number = 1
+    for extent in shape:
+        number *= extent
+    return number

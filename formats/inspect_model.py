@@ -1,0 +1,89 @@
+"""Does a folder hold every tensor of its model, in its shape? Knows Llama-like names, no bytes."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from formats.checkpoint import CONFIG
+from formats.findings import Findings
+from formats.inspect_files import Shards
+from formats.layouts import LAYOUTS, is_quantized
+from formats.linear_summary import LinearSummary
+from formats.rules import LAYER_NUMBER
+
+# Families whose layers are all alike, with these tensors beside them.
+UNIFORM_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
+HEAD = "lm_head.weight"
+_FIELDS = sorted({field for row in LAYOUTS.values() for field in row.fields}, key=len, reverse=True)
+_QUANTIZED_FIELD = re.compile(rf"\.({'|'.join(_FIELDS)})$")
+# of a linear: [N, K], as config.json calls them; "q" and "kv" are head_dim times a number of heads
+EXTENTS = {
+    "self_attn.q_proj": ("q", "hidden_size"),
+    "self_attn.k_proj": ("kv", "hidden_size"),
+    "self_attn.v_proj": ("kv", "hidden_size"),
+    "self_attn.o_proj": ("hidden_size", "q"),
+    "mlp.gate_proj": ("intermediate_size", "hidden_size"),
+    "mlp.up_proj": ("intermediate_size", "hidden_size"),
+    "mlp.down_proj": ("hidden_size", "intermediate_size"),
+}
+
+
+def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> None:
+    """Report tensors that are missing, or there twice, and layers that differ from the rest."""
+    tied = bool(config.get("tie_word_embeddings", False))
+    if tied and HEAD in shards:
+        findings.warning(HEAD, "is stored, though it is tied to the embedding", "remove it")
+    if config.get("model_type") not in UNIFORM_MODEL_TYPES or shards.damaged:
+        return
+    head_is_quantized = is_quantized("lm_head", shards.entries)
+    for name in MODEL_TENSORS if tied or head_is_quantized else (*MODEL_TENSORS, HEAD):
+        if name not in shards and name not in shards.lost:
+            findings.error(name, "is missing", "the checkpoint is incomplete")
+    # A linear may lack g_idx, and may be float in one layer and quantized in another.
+    seen = {
+        _QUANTIZED_FIELD.sub(".weight", name)
+        for name in (*shards.entries, *shards.lost)
+        if LAYER_NUMBER.search(name)
+    }
+    locals_seen = Counter(LAYER_NUMBER.sub(".layers.{i}.", name) for name in seen)
+    layers = {int(LAYER_NUMBER.search(name)[1]) for name in seen}
+    count = config.get("num_hidden_layers")
+    if isinstance(count, int) and layers != set(range(min(count, 10**6))):
+        findings.error(
+            CONFIG,
+            f"states {count} layers, the tensors are of {len(layers)}"
+            + f" (0 to {max(layers)})" * bool(layers),
+            "the checkpoint is incomplete",
+        )
+    for local, number in sorted(locals_seen.items()):
+        if number < len(layers):
+            lacking = [i for i in sorted(layers) if local.replace("{i}", str(i)) not in seen]
+            findings.error(
+                local, f"is missing in layers {lacking[:8]}", "the checkpoint is incomplete"
+            )
+
+
+def check_shapes(
+    config: Mapping[str, Any], linears: Iterable[LinearSummary], findings: Findings
+) -> None:
+    """Report linears whose shape is not the one that config.json states, as far as it does."""
+    if config.get("model_type") not in UNIFORM_MODEL_TYPES:
+        return
+    extents = {key: config.get(key) for key in ("hidden_size", "intermediate_size")}
+    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    kv_heads = config.get("num_key_value_heads", heads)
+    if head_dim is None and isinstance(heads, int) and isinstance(extents["hidden_size"], int):
+        head_dim = extents["hidden_size"] // max(heads, 1)
+    if isinstance(head_dim, int):
+        extents["q"] = heads * head_dim if isinstance(heads, int) else None
+        extents["kv"] = kv_heads * head_dim if isinstance(kv_heads, int) else None
+    for linear in linears:
+        local = ".".join(linear.name.split(".")[-2:])
+        wanted = [extents.get(key) for key in EXTENTS.get(local, ())]
+        found = (linear.out_features, linear.in_features)
+        for expected, extent in zip(wanted, found, strict=False):
+            if isinstance(expected, int) and expected != extent:
+                findings.error(linear.name, f"config.json states {wanted}, found {list(found)}")
+                break

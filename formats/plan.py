@@ -1,0 +1,118 @@
+"""Which linear gets which scheme, decided before a weight is read. Knows shapes, not weights."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from formats.errors import InputError, SchemeError
+from formats.layouts import Layout, check_writable, default_format, find_layout, why_not
+from formats.padding import Padding
+from formats.patterns import regex
+from formats.quant_config import QuantConfig
+from formats.rules import FUSED
+from formats.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The scheme of every linear; None: it stays in float. `reasons` says why, by name."""
+
+    layout: Layout
+    schemes: dict[str, Scheme | None]
+    reasons: dict[str, str]
+    padding: Padding | None = None
+
+    @property
+    def quantized(self) -> dict[str, Scheme]:
+        return {name: scheme for name, scheme in self.schemes.items() if scheme is not None}
+
+    def config(self, quantizer: str) -> QuantConfig:
+        """The config block's object."""
+        return QuantConfig.of_modules(self.layout.name, self.schemes, quantizer)
+
+
+def make_plan(
+    shapes: Mapping[str, tuple[int, int]],
+    scheme: Scheme,
+    *,
+    output_format: str | None = None,
+    ignore: Sequence[str] = (),
+    overrides: Iterable[tuple[str, Scheme]] = (),
+    padding: Padding | None = None,
+) -> Plan:
+    """Decide for every linear of `shapes` ([N, K] by name).
+
+    `ignore` and `overrides` have patterns (see `fits`); the first override that fits wins, and
+    what is ignored stays in float. A linear whose shape does not fit stays in float, and with it
+    those that servers load as one matrix with it. Raises InputError where a pattern fits nothing,
+    a scheme cannot be written, or nothing is left to quantize.
+    """
+    layout = find_layout(output_format or default_format(scheme))
+    overrides = list(overrides)
+    for each in (scheme, *(other for _, other in overrides)):
+        check_writable(layout, each)
+    for pattern in (*ignore, *(pattern for pattern, _ in overrides)):
+        if not any(fits(pattern, name) for name in shapes):
+            raise InputError(
+                f"pattern {pattern!r}", "fits no linear", f"one of them is {next(iter(shapes), '')}"
+            )
+    schemes: dict[str, Scheme | None] = {}
+    reasons: dict[str, str] = {}
+    for name, shape in shapes.items():
+        shape = padding.shape(name, shape) if padding else shape
+        wanted = next((other for pattern, other in overrides if fits(pattern, name)), scheme)
+        if any(fits(pattern, name) for pattern in ignore):
+            reason = "ignored"
+        else:
+            reason = why_not(layout, wanted, *shape)
+        schemes[name] = None if reason else wanted
+        if reason:
+            reasons[name] = reason
+    _agree_in_fused(schemes, reasons)
+    plan = Plan(layout=layout, schemes=schemes, reasons=reasons, padding=padding)
+    if not plan.quantized:
+        name, reason = next(iter(reasons.items()))
+        raise SchemeError(name, reason, "no linear can be quantized like this")
+    plan.config("")  # raises what the format cannot say of single modules
+    return plan
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Does a user's pattern fit a linear's name?
+
+    "re:..." is a regular expression from the start of the name; a text with * or ? is matched
+    against the whole name; any other is a part of it.
+    """
+    if pattern.startswith("re:"):
+        return regex(pattern.removeprefix("re:")).matches(name)
+    if "*" in pattern or "?" in pattern:
+        return fnmatchcase(name, pattern)
+    return pattern in name
+
+
+def parse_override(text: str) -> tuple[str, Scheme]:
+    """ "PATTERN=SCHEME", as a flag says it. Raises InputError."""
+    pattern, equals, scheme = text.rpartition("=")
+    if not equals or not pattern:
+        raise InputError(f"override {text!r}", "expected PATTERN=SCHEME")
+    return pattern, Scheme.parse(scheme)
+
+
+def _agree_in_fused(schemes: dict[str, Scheme | None], reasons: dict[str, str]) -> None:
+    """Servers load a fused matrix in one scheme only: float if one member has to be."""
+    for name in list(schemes):
+        parent, dot, local = name.rpartition(".")
+        for members in FUSED:
+            if local != members[0]:
+                continue
+            present = [parent + dot + m for m in members if parent + dot + m in schemes]
+            lost = next((member for member in present if schemes[member] is None), None)
+            for member in present:
+                if lost is not None and schemes[member] is not None:
+                    schemes[member] = None
+                    reasons[member] = f"is one matrix with {lost.rpartition('.')[2]} in servers"
+            if len({schemes[member] for member in present}) > 1:
+                text = ", ".join(f"{m.rpartition('.')[2]} {schemes[m]}" for m in present)
+                raise SchemeError(
+                    parent, f"{text}: servers load these as one matrix", "give them one scheme"
+                )

@@ -1,0 +1,119 @@
+"""Which scheme a module has, by its name: the lines of a config. Knows no format.
+
+A server may load q, k and v as one matrix, and some configs name that one: a module is also known
+by the name of its fused matrix.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from formats.errors import CheckpointError
+from formats.patterns import regex
+from formats.scheme import Scheme
+
+# Members that servers load as one matrix -> the name of that matrix.
+FUSED: dict[tuple[str, ...], str] = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+}
+_FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
+# Steps that all patterns of a config may take for one name: about 10 ms.
+MAX_STEPS = 10_000
+_PROBES = ("model.layers.10.self_attn.q_proj", "model.layers.10.mlp.down_proj")
+LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,9})\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Modules that `text` fits have `scheme`; None: they stay in float."""
+
+    kind: Literal["regex", "name", "contains", "all"]
+    text: str = ""
+    scheme: Scheme | None
+
+    def matches(self, module: str) -> bool:
+        """Raises CheckpointError where a stranger's pattern takes too long."""
+        if self.kind == "regex":
+            return regex(self.text).matches(module)
+        if self.kind == "name":
+            return self.text == module
+        return self.kind == "all" or self.text in module
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sort key: layers.2 before layers.10."""
+    return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def check_cost(rules: tuple[Rule, ...], subject: str) -> None:
+    """Raise CheckpointError where a stranger's patterns are wrong, or together take too long."""
+    for probe in _PROBES:
+        steps = 0
+        for rule in rules:
+            if rule.kind == "regex":
+                steps += regex(rule.text).cost(probe)
+            if steps <= MAX_STEPS:
+                continue
+            raise CheckpointError(subject, "its patterns take too long to match", "use fewer")
+
+
+def fused_name(module: str) -> str:
+    """The name of the matrix that servers load `module` into; its own where there is none."""
+    parent, dot, local = module.rpartition(".")
+    return parent + dot + _FUSED_NAME.get(local, local)
+
+
+def first_match(rules: tuple[Rule, ...], module: str) -> Rule | None:
+    """The first rule that fits a module, under its own name before the fused one."""
+    for name in dict.fromkeys((module, fused_name(module))):
+        for rule in rules:
+            if rule.matches(name):
+                return rule
+    return None
+
+
+def split_schemes(
+    schemes: Mapping[str, Scheme | None],
+) -> tuple[Scheme | None, dict[str, Scheme | None]]:
+    """(the scheme of most modules, the modules that have another one). None: all in float."""
+    schemes = dict(sorted(schemes.items(), key=lambda item: natural_key(item[0])))
+    counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
+    main = counts.most_common(1)[0][0] if counts else None
+    return main, {name: scheme for name, scheme in schemes.items() if scheme != main}
+
+
+def exact_patterns(
+    schemes: Mapping[str, Scheme | None], chosen: Mapping[str, Scheme | None]
+) -> list[tuple[str, Scheme | None]]:
+    """Regular expressions that fit exactly the chosen modules of `schemes`, one per local name.
+
+    Where all members of a fused matrix are chosen alike, its name is in the pattern too: vLLM
+    looks for that one.
+    """
+    numbers: dict[tuple[str, Scheme | None], list[str]] = defaultdict(list)
+    totals = Counter(LAYER_NUMBER.sub(".layers.#.", name) for name in schemes)
+    for name, scheme in chosen.items():
+        numbers[LAYER_NUMBER.sub(".layers.#.", name), scheme].append(name)
+    texts: dict[tuple[str, Scheme | None], str] = {}
+    for (local, scheme), names in numbers.items():
+        number = r"\d+"
+        if len(names) < totals[local]:
+            number = "(?:" + "|".join(LAYER_NUMBER.search(name)[1] for name in names) + ")"
+        if "#" not in local:
+            number = ""
+        texts[local, scheme] = number
+    patterns = []
+    for (local, scheme), number in texts.items():
+        parent, dot, leaf = local.rpartition(".")
+        leaves = [leaf]
+        for members, fused in FUSED.items():
+            alike = [texts.get((parent + dot + member, scheme)) == number for member in members]
+            if leaf in members and all(alike):
+                leaves.append(fused)
+        end = leaves[0] if len(leaves) == 1 else f"(?:{'|'.join(leaves)})"
+        start = re.escape(parent + dot).replace(r"\#", number).replace("#", number)
+        patterns.append((f"^{start}{end}$", scheme))
+    return patterns

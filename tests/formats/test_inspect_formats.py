@@ -1,0 +1,230 @@
+"""The doctor on AWQ and compressed-tensors, and its table of who loads what."""
+
+import pytest
+import torch
+
+from formats import awq, compressed_tensors, gptq
+from formats.inspect import inspect_checkpoint
+from formats.quant_config import BLOCK, QuantConfig
+from formats.scheme import Scheme
+from formats.weights import round_to_nearest, with_activation
+
+Q0 = "model.layers.0.self_attn.q_proj"
+ENCODE = {"gptq": gptq.encode, "awq": awq.encode, "compressed-tensors": compressed_tensors.encode}
+
+
+@pytest.fixture
+def model(float_model):
+    """model(format, scheme) -> (tensors, config), both free to be changed."""
+
+    def make(method: str, name: str):
+        tensors, config = float_model
+        scheme, state, schemes = Scheme.parse(name), {}, {}
+        for full, tensor in tensors.items():
+            module = full.removesuffix(".weight")
+            if "_proj" not in full:
+                state[full] = tensor
+                continue
+            schemes[module] = scheme
+            scale = 0.5 if scheme.activation and not scheme.activation.dynamic else None
+            packed = with_activation(round_to_nearest(tensor, scheme.weight), scheme, scale)
+            for field, value in ENCODE[method](packed, module).items():
+                state[f"{module}.{field}"] = value
+        block = QuantConfig.of_modules(method, schemes, "test:1").to_dict()
+        return state, {**config, BLOCK: block}
+
+    return make
+
+
+GOOD = [
+    ("gptq", "w4a16-sym-g32"),
+    ("gptq", "w3a16-sym-g32"),
+    ("gptq", "w8a8"),
+    ("awq", "w4a16-sym-g32"),
+    ("awq", "w4a16-asym-g32"),
+    ("compressed-tensors", "w4a16-asym-g32"),
+    ("compressed-tensors", "w8a16-sym-channel"),
+    ("compressed-tensors", "w8a8"),
+    ("compressed-tensors", "w8a8-static"),
+    ("compressed-tensors", "w8a8-fp8"),
+    ("compressed-tensors", "w8a8-fp8-static"),
+    ("compressed-tensors", "w8a8-fp8-block"),
+]
+
+
+@pytest.mark.parametrize(("method", "scheme"), GOOD)
+def test_good_folder(model, write_folder, method, scheme):
+    tensors, config = model(method, scheme)
+    found = inspect_checkpoint(write_folder(tensors, config))
+    assert found.problems == ()
+    assert len(found.linears) == 14
+    assert found.format == method
+    assert found.total_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    others = sum(t.nbytes for name, t in tensors.items() if "_proj" not in name)
+    assert found.other_bytes == others
+    assert "loads in" in found.to_text()
+
+
+def put(name, value):
+    return lambda tensors, config: tensors.update({name: value(tensors[name]).contiguous()})
+
+
+def drop(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def first(tensor, value):
+    tensor = tensor.clone()
+    tensor.view(-1)[0] = value
+    return tensor
+
+
+DAMAGE = [
+    ("awq", "w4a16-asym-g32", drop(f"{Q0}.qzeros"), "error", "qzeros: is missing"),
+    ("awq", "w4a16-asym-g32", drop(f"{Q0}.scales"), "error", "scales: is missing"),
+    ("awq", "w4a16-asym-g32", put(f"{Q0}.scales", lambda s: s[:1]), "error", "expected [2, 64]"),
+    ("awq", "w4a16-asym-g32", put(f"{Q0}.scales", lambda s: first(s, 0)), "error", "zero"),
+    ("awq", "w4a16-asym-g32", put(f"{Q0}.scales", lambda s: first(s, 1e-7)), "warning", "subnorm"),
+    ("awq", "w4a16-asym-g32", put(f"{Q0}.qweight", lambda w: w.long()), "error", "int64"),
+    (
+        "compressed-tensors",
+        "w4a16-asym-g32",
+        drop(f"{Q0}.weight_zero_point"),
+        "error",
+        "weight_zero_point: is missing",
+    ),
+    (
+        "compressed-tensors",
+        "w4a16-asym-g32",
+        put(f"{Q0}.weight_shape", lambda s: s + 1),
+        "error",
+        "weight_shape: states [65, 65]",
+    ),
+    (
+        "compressed-tensors",
+        "w8a8",
+        put(f"{Q0}.weight_scale", lambda s: first(s, float("nan"))),
+        "error",
+        "NaN",
+    ),
+    ("compressed-tensors", "w8a8", drop(f"{Q0}.weight_scale"), "error", "weight_scale: is missing"),
+    ("compressed-tensors", "w8a8-static", drop(f"{Q0}.input_scale"), "error", "input_scale: is mi"),
+    (
+        "compressed-tensors",
+        "w8a8-fp8",
+        put(f"{Q0}.weight", lambda w: w.view(torch.int8)),
+        "error",
+        "expected torch.float8_e4m3fn",
+    ),
+    (
+        "compressed-tensors",
+        "w8a8-fp8-block",
+        put(f"{Q0}.weight_scale", lambda s: s.expand(2, 1)),
+        "error",
+        "expected [1, 1]",
+    ),
+    (
+        "compressed-tensors",
+        "w8a8",
+        lambda t, c: c.update(hidden_size=128),
+        "error",
+        "config.json states [None, 128]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "scheme", "change", "severity", "text"), DAMAGE)
+def test_damage_is_named(model, write_folder, method, scheme, change, severity, text):
+    tensors, config = model(method, scheme)
+    change(tensors, config)
+    found = inspect_checkpoint(write_folder(tensors, config))
+    assert any(text in str(problem) and problem.severity == severity for problem in found.problems)
+    assert found.ok == (severity == "warning")
+    if severity == "error":
+        assert {verdict.answer for verdict in found.loads_in} == {"no"}
+
+
+def answers(folder):
+    return {verdict.program: verdict.answer for verdict in inspect_checkpoint(folder).loads_in}
+
+
+def everywhere(answer, **others):
+    return dict.fromkeys(("this project", "vLLM", "SGLang", "transformers"), answer) | others
+
+
+def g_idx_reversed(tensors, config):
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name] = tensors[name].flip(0).contiguous()
+
+
+def block(**values):
+    return lambda tensors, config: config[BLOCK].update(values)
+
+
+def old_symmetric_awq(tensors, config):
+    config[BLOCK]["zero_point"] = False
+
+
+def without_zeros(tensors, config):
+    old_symmetric_awq(tensors, config)
+    for name in [name for name in tensors if name.endswith("qzeros")]:
+        del tensors[name]
+
+
+def act_order(tensors, config):
+    g_idx_reversed(tensors, config)
+    config[BLOCK]["desc_act"] = True
+
+
+LOADS = [
+    ("gptq", "w4a16-sym-g32", None, everywhere("yes", SGLang="slow")),  # 64 x 64: no fast kernel
+    ("gptq", "w4a16-asym-g32", None, everywhere("yes", vLLM="no", SGLang="slow")),
+    (
+        "gptq",
+        "w3a16-sym-g32",
+        None,
+        {"this project": "slow", "vLLM": "no", "SGLang": "slow", "transformers": "yes"},
+    ),
+    (
+        "gptq",
+        "w4a16-sym-g32",
+        act_order,
+        {"this project": "slow", "vLLM": "no", "SGLang": "slow", "transformers": "yes"},
+    ),
+    (
+        "gptq",
+        "w4a16-sym-g32",
+        g_idx_reversed,
+        {"this project": "slow", "vLLM": "no", "SGLang": "no", "transformers": "yes"},
+    ),
+    ("awq", "w4a16-sym-g32", None, everywhere("yes")),
+    (
+        "awq",
+        "w4a16-sym-g32",
+        old_symmetric_awq,
+        everywhere("yes", vLLM="slow", SGLang="slow"),
+    ),
+    ("awq", "w4a16-sym-g32", without_zeros, everywhere("no", **{"this project": "yes"})),
+    ("compressed-tensors", "w4a16-sym-g32", None, everywhere("yes")),
+    ("compressed-tensors", "w4a16-asym-g32", None, everywhere("yes", transformers="no")),
+    ("compressed-tensors", "w8a8", None, everywhere("yes")),
+    ("compressed-tensors", "w8a8-fp8-block", None, everywhere("yes")),
+    ("gptq", "w4a16-sym-g32", block(bits=5), everywhere("no")),
+]
+
+
+@pytest.mark.parametrize(("method", "scheme", "change", "expected"), LOADS)
+def test_who_loads_what(model, write_folder, method, scheme, change, expected):
+    tensors, config = model(method, scheme)
+    if change:
+        change(tensors, config)
+    assert answers(write_folder(tensors, config)) == expected
+
+
+def test_sizes_of_tensor_parallel(model, write_folder):
+    tensors, config = model("gptq", "w4a16-sym-g32")
+    config["num_attention_heads"] = 4
+    parallel = inspect_checkpoint(write_folder(tensors, config)).parallel
+    assert parallel[1] == ""
+    assert parallel[2] == "model.layers.0.mlp.down_proj: a share of 48 is not divisible by 32"
+    assert parallel[8] == "4 attention heads"

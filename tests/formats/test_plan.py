@@ -1,0 +1,109 @@
+"""Which linears are quantized how: patterns, shapes that do not fit, and padding."""
+
+import pytest
+import torch
+
+from formats.errors import CheckpointError, InputError, SchemeError
+from formats.padding import make_padding
+from formats.plan import fits, make_plan, parse_override
+from formats.quant_config import QuantConfig
+from formats.scheme import Scheme
+
+SHAPES = {
+    f"model.layers.{layer}.{local}": shape
+    for layer in range(2)
+    for local, shape in {
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (32, 64),
+        "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_proj": (80, 64),
+        "mlp.up_proj": (80, 64),
+        "mlp.down_proj": (64, 80),
+    }.items()
+}
+G32 = Scheme.parse("w4a16-sym-g32")
+FFN = [name for name in SHAPES if ".mlp." in name]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [("q_proj", 2), ("layers.1.", 7), ("*.o_proj", 2), ("re:.*(q|k)_proj$", 4), ("q_proj*", 0)],
+)
+def test_patterns(pattern, count):
+    assert sum(fits(pattern, name) for name in SHAPES) == count
+
+
+def test_shapes_that_do_not_fit_stay_in_float_and_are_listed():
+    plan = make_plan(SHAPES, G32)
+    assert {name for name in SHAPES if plan.schemes[name] is None} == set(FFN)
+    assert "not divisible by the group size 32" in plan.reasons["model.layers.0.mlp.down_proj"]
+    assert "80 outputs are not divisible by 32" in plan.reasons["model.layers.0.mlp.up_proj"]
+    config = plan.config("")
+    for name in SHAPES:
+        assert config.scheme_for(name) == plan.schemes[name]
+    assert QuantConfig.from_dict(config.to_dict()) == config
+
+
+def test_member_of_a_fused_matrix_takes_the_others_with_it():
+    plan = make_plan(SHAPES, G32, ignore=["layers.0.self_attn.k_proj"])
+    assert plan.schemes["model.layers.0.self_attn.q_proj"] is None
+    assert "one matrix with k_proj" in plan.reasons["model.layers.0.self_attn.q_proj"]
+    assert plan.schemes["model.layers.1.self_attn.q_proj"] == G32
+    with pytest.raises(SchemeError, match="one matrix"):
+        make_plan(SHAPES, G32, overrides=[("q_proj", Scheme.parse("w8a16-sym-g32"))])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
+def test_config_of_every_format_says_what_stays_in_float(name):
+    plan = make_plan(SHAPES, G32, output_format=name, ignore=["layers.1.self_attn"])
+    config = QuantConfig.from_dict(plan.config("").to_dict())
+    for module in SHAPES:
+        assert (config.scheme_for(module) is None) == (plan.schemes[module] is None), module
+    assert config.scheme_for("lm_head") is None
+    # vLLM asks for the fused name
+    if name == "gptq":
+        assert config.scheme_for("model.layers.1.self_attn.qkv_proj") is None
+        assert config.scheme_for("model.layers.0.self_attn.qkv_proj") == G32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": ["nothing"]}, "fits no linear"),
+        ({"overrides": [("nothing", G32)]}, "fits no linear"),
+        ({"ignore": ["re:("]}, "no regular expression"),
+        ({"ignore": ["model"]}, "no linear can be quantized"),
+        ({"output_format": "awq", "overrides": [("*.o_proj", Scheme.parse("w8a8"))]}, "4-bit"),
+        (
+            {"output_format": "gptq", "overrides": [("o_proj", Scheme.parse("w4a16-asym-g32"))]},
+            "symmetric and asymmetric differ",
+        ),
+    ],
+)
+def test_plans_that_cannot_be(options, message):
+    with pytest.raises(InputError, match=message):
+        make_plan(SHAPES, G32, **options)
+
+
+def test_override_as_a_flag_says_it():
+    assert parse_override("re:a=b=w8a8") == ("re:a=b", Scheme.parse("w8a8"))
+    for text in ("w8a8", "=w8a8", "o_proj="):
+        with pytest.raises(InputError):
+            parse_override(text)
+
+
+def test_padding_makes_the_feed_forward_fit():
+    padding = make_padding({"intermediate_size": 80}, SHAPES, G32)
+    assert (padding.after, padding.config_changes) == (96, {"intermediate_size": 96})
+    plan = make_plan(SHAPES, G32, padding=padding)
+    assert plan.reasons == {}
+    gate, down = torch.ones(80, 64), torch.ones(64, 80)
+    wide = padding.apply("model.layers.0.mlp.gate_proj.weight", gate)
+    assert wide.shape == (96, 64) and wide.sum() == gate.sum() and (wide[80:] == 0).all()
+    wide = padding.apply("model.layers.0.mlp.down_proj.weight", down)
+    assert wide.shape == (64, 96) and (wide[:, 80:] == 0).all()
+    assert padding.apply("model.layers.0.mlp.up_proj.bias", torch.ones(80)).shape == (96,)
+    assert padding.apply("model.layers.0.mlp.down_proj.bias", torch.ones(64)).shape == (64,)
+    with pytest.raises(CheckpointError, match="config.json's intermediate_size is 81"):
+        make_padding({"intermediate_size": 81}, SHAPES, G32)
