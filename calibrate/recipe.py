@@ -1,23 +1,68 @@
-"""Recipes: which solver turns a linear's weight into codes. Knows names, not the solvers' maths."""
+"""Recipes: which transforms prepare a model's weights and which solver turns them into codes.
 
-from collections.abc import Callable
+Knows names, not the maths. A recipe of one's own is a Recipe with one's own solver, given to
+quantize_checkpoint in place of a name.
+"""
 
-import torch
+from dataclasses import dataclass
 
-from calibrate import rtn
+from calibrate import gptq, rtn
+from calibrate.awq import AWQ
+from calibrate.rotation import ROTATE
+from calibrate.smoothquant import SMOOTHQUANT
+from calibrate.solving import Solver, Transform
 from formats.errors import InputError
-from formats.packed import PackedWeight
-from formats.scheme import QuantSpec
+from formats.scheme import Scheme
 
-Solver = Callable[[torch.Tensor, QuantSpec, str], PackedWeight]  # (weight [N, K], spec, its name)
 
-RECIPES: dict[str, Solver] = {
-    "rtn": rtn.solve,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Transforms in their order, then a solver."""
+
+    name: str
+    solver: Solver
+    transforms: tuple[Transform, ...] = ()
+    needs_data: bool = True
+
+
+def _row(name: str, solver: Solver, *transforms: Transform, needs_data: bool = True) -> Recipe:
+    return Recipe(name=name, solver=solver, transforms=transforms, needs_data=needs_data)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _row("rtn", rtn.solve, needs_data=False),
+        _row("imatrix", rtn.solve_weighted),
+        _row("gptq", gptq.solve),
+        _row("awq", rtn.solve_weighted, AWQ),
+        _row("smoothquant", rtn.solve, SMOOTHQUANT),
+        _row("rotate", rtn.solve_weighted, ROTATE),
+        _row("awq+gptq", gptq.solve, AWQ),
+        _row("smoothquant+gptq", gptq.solve, SMOOTHQUANT),
+        _row("rotate+gptq", gptq.solve, ROTATE),
+        _row("rotate+awq+gptq", gptq.solve, ROTATE, AWQ),
+    )
 }
 
 
-def find_solver(recipe: str) -> Solver:
-    """The solver of a recipe. Raises InputError where it is unknown."""
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name; one's own is returned as it is. Raises InputError."""
+    if isinstance(recipe, Recipe):
+        return recipe
     if recipe not in RECIPES:
         raise InputError(f"recipe {recipe!r}", "unknown", f"known recipes: {', '.join(RECIPES)}")
     return RECIPES[recipe]
+
+
+def default_recipe(scheme: Scheme) -> str:
+    """What an expert would take: 8-bit weights alone are fine rounded to nearest."""
+    if scheme.weight.bits <= 4:
+        return "gptq"
+    return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
+
+
+def integer_activations(scheme: Scheme) -> int | None:
+    """The bits of a scheme whose activations are integers, else None."""
+    activation = getattr(scheme, "activation", None)
+    return 8 if activation is not None and activation.type == "int" else None

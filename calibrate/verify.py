@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,17 +43,23 @@ class LinearDigest:
 
 
 def verify(
-    folder: str | Path, expected: Mapping[str, LinearDigest], source: CheckpointReader
+    folder: str | Path,
+    expected: Mapping[str, LinearDigest],
+    source: CheckpointReader,
+    rewritten: Mapping[str, str] | None = None,
+    source_config: dict[str, Any] | None = None,
 ) -> None:
     """Raise CheckpointError, naming the tensor, unless `folder` holds exactly what it must.
 
-    That is: every linear of `expected` with these codes, scales and zeros; every other tensor of
-    `source` bit for bit, but for a tied head; nothing else; a configuration that reads back the
-    same.
+    That is: every linear of `expected` with these codes, scales and zeros; what a transform has
+    `rewritten` with its digest; every other tensor of `source` bit for bit, but for a tied head;
+    nothing else; a configuration that reads back the same, beside `source_config` (None: the
+    source's).
     """
+    rewritten = rewritten or {}
     written = CheckpointReader(folder)
-    config = _verify_config(written, source)
-    kept = kept_tensors(source, expected)
+    config = _verify_config(written, source_config or source.config)
+    kept = list(dict.fromkeys([*kept_tensors(source, expected), *rewritten]))
     names = {f"{name}.{field}" for name in expected for field in gptq.TENSOR_NAMES}
     for name in sorted(names.union(kept) - written.entries.keys()):
         raise CheckpointError(name, "is missing from the written checkpoint", REMEDY)
@@ -65,8 +72,11 @@ def verify(
             if getattr(found, field) != getattr(digest, field):
                 raise CheckpointError(name, f"its {field} differ from what was solved", REMEDY)
     for name in kept:
-        tensor, original = written.get(name), source.get(name)
-        if not _same_bits(tensor, original):
+        tensor = written.get(name)
+        if name in rewritten:
+            if tensor_digest(tensor) != rewritten[name]:
+                raise CheckpointError(name, "differs from what the recipe made of it", REMEDY)
+        elif not _same_bits(tensor, source.get(name)):
             raise CheckpointError(
                 name, "differs from the source, though it is not quantized", REMEDY
             )
@@ -82,9 +92,16 @@ def kept_tensors(source: CheckpointReader, linears: Mapping[str, object]) -> lis
     ]
 
 
-def _verify_config(written: CheckpointReader, source: CheckpointReader) -> QuantConfig:
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    return hashlib.sha256(
+        f"{tensor.dtype} {list(tensor.shape)} {_sha256(tensor)}".encode()
+    ).hexdigest()
+
+
+def _verify_config(written: CheckpointReader, source_config: dict[str, Any]) -> QuantConfig:
     block = written.config.get(BLOCK)
-    if {**source.config, BLOCK: block} != written.config:
+    if {**source_config, BLOCK: block} != written.config:
         raise CheckpointError(
             "config.json", f"differs from the source in more than {BLOCK}", REMEDY
         )

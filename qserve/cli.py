@@ -38,14 +38,22 @@ class Command:
 
 def quantize(model: str, config: QuantizeConfig) -> int:
     from calibrate.pipeline import quantize_checkpoint
+    from calibrate.recipe import default_recipe
     from formats.scheme import Scheme
 
+    scheme = Scheme.parse(config.scheme, config.group_size)
     report = quantize_checkpoint(
         model,
         config.output,
-        scheme=Scheme.parse(config.scheme, config.group_size),
-        recipe=config.recipe,
+        scheme=scheme,
+        recipe=config.recipe or default_recipe(scheme),
         output_format=config.format,
+        calibration=config.calibration,
+        samples=config.samples,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        eval_text=config.eval_text,
+        spill=config.spill,
         device=_device(config.device),
         quantizer=f"qserve-kit:{qserve.__version__}",
     )

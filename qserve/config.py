@@ -10,6 +10,19 @@ from typing import Any
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+# The rows of calibrate/recipe.py, by name: this module loads no torch. A test compares the two.
+RECIPES = (
+    "rtn",
+    "imatrix",
+    "gptq",
+    "awq",
+    "smoothquant",
+    "rotate",
+    "awq+gptq",
+    "smoothquant+gptq",
+    "rotate+gptq",
+    "rotate+awq+gptq",
+)
 
 
 REQUIRED = MISSING  # as a default: the flag must be given
@@ -72,7 +85,22 @@ class QuantizeConfig:
         "w4a16-sym", "numerics of the linear layers, such as w4a16-sym, w8a16-sym"
     )
     format: str = setting("gptq", "layout on disk", ("gptq",))
-    recipe: str = setting("rtn", "how codes are chosen; rtn: round to nearest", ("rtn",))
+    recipe: str | None = setting(
+        None,
+        "how codes are chosen; rtn: round to nearest, without data (default: gptq at 4 bits,"
+        " smoothquant+gptq at w8a8, else rtn)",
+        RECIPES,
+    )
+    calibration: str | None = setting(
+        None,
+        "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
+        " (default: a small set that the package brings)",
+    )
+    samples: int = setting(128, "calibration windows")
+    sequence_length: int = setting(2048, "tokens of a calibration window")
+    seed: int = setting(0, "seed of the order of the texts, and of rotations")
+    eval_text: str | None = setting(None, "file to measure perplexity on, before and after")
+    spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
     group_size: int | None = setting(
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )

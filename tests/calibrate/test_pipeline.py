@@ -1,16 +1,18 @@
 """quantize_checkpoint: what it refuses, what it copies, and that nothing half-done stays behind."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from calibrate import pipeline, recipe
+from calibrate import pipeline, recipe, rtn
 from calibrate.layer_map import LAYER_MAPS
 from calibrate.pipeline import quantize_checkpoint
 from formats import gptq
@@ -149,8 +151,14 @@ def never(*_):
     raise AssertionError("a weight was solved before the check")
 
 
+def use_solver(monkeypatch, solver) -> None:
+    """Let the recipe rtn solve with `solver`."""
+    row = dataclasses.replace(recipe.RECIPES["rtn"], solver=solver)
+    monkeypatch.setitem(recipe.RECIPES, "rtn", row)
+
+
 def test_shape_that_does_not_fit_is_refused_before_any_work(tiny_checkpoint, monkeypatch):
-    monkeypatch.setitem(recipe.RECIPES, "rtn", never)
+    use_solver(monkeypatch, never)
     model = tiny_checkpoint()
     message = refused(model.write(), SchemeError, "group size 128", Scheme.parse("w4a16-sym"))
     assert "model.layers.0.self_attn.q_proj" in message
@@ -175,7 +183,7 @@ def test_shape_that_does_not_fit_is_refused_before_any_work(tiny_checkpoint, mon
     ],
 )
 def test_missing_tensor_is_named_before_any_work(tiny_checkpoint, monkeypatch, architecture, name):
-    monkeypatch.setitem(recipe.RECIPES, "rtn", never)
+    use_solver(monkeypatch, never)
     model = tiny_checkpoint(architecture)
     del model.tensors[name]
     assert name in refused(model.write(), CheckpointError, "tensors missing")
@@ -235,35 +243,36 @@ def test_progress_goes_to_stderr_and_can_be_silenced(tiny_checkpoint, capsys):
 
 def test_weights_are_let_go_layer_by_layer(tiny_checkpoint, monkeypatch):
     model, alive, most = tiny_checkpoint(), [], 0
-    solve = recipe.RECIPES["rtn"]
 
-    def counting(weight, spec, name):
+    def counting(weight, stats, spec, name):
         nonlocal most
-        import weakref
-
         alive.append(weakref.ref(weight))
         most = max(most, sum(ref() is not None for ref in alive))
-        return solve(weight, spec, name)
+        return rtn.solve(weight, stats, spec, name)
 
-    monkeypatch.setitem(recipe.RECIPES, "rtn", counting)
+    use_solver(monkeypatch, counting)
     quantize(model.write())
     assert len(alive) == 14
-    assert most <= 2
+    assert most <= 7
 
 
 KILLED = """
 import os, signal, sys
-from calibrate import pipeline, recipe
+from calibrate import pipeline, rtn
+from calibrate.recipe import Recipe
 from formats.scheme import Scheme
-rtn, calls = recipe.RECIPES["rtn"], []
-def solve(weight, spec, name):
+calls = []
+def solve(weight, stats, spec, name):
     calls.append(name)
     if len(calls) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
-    return rtn(weight, spec, name)
-recipe.RECIPES["rtn"] = solve
+    return rtn.solve(weight, stats, spec, name)
 pipeline.quantize_checkpoint(
-    sys.argv[1], sys.argv[2], scheme=Scheme.parse("w4a16-sym-g32"), max_shard_bytes=3000
+    sys.argv[1],
+    sys.argv[2],
+    scheme=Scheme.parse("w4a16-sym-g32"),
+    max_shard_bytes=3000,
+    recipe=Recipe(name="rtn", solver=solve, needs_data=False),
 )
 """
 
@@ -337,9 +346,9 @@ def test_tampering_with_the_staged_folder_stops_the_publication(
 ):
     verify = pipeline.verify
 
-    def tampered(folder, expected, source):
+    def tampered(folder, *expected):
         tamper(folder)
-        verify(folder, expected, source)
+        verify(folder, *expected)
 
     monkeypatch.setattr(pipeline, "verify", tampered)
     refused(tiny_checkpoint().write(), CheckpointError, named)
