@@ -28,7 +28,7 @@ def rotation_matrix(size: int, seed: int, device: torch.device | str = "cpu") ->
     matrix = torch.ones(1, 1, dtype=torch.float64)
     if odd > 1:
         normal = torch.randn(odd, odd, generator=generator, dtype=torch.float64)
-        matrix, _ = torch.linalg.qr(normal)
+        matrix = torch.linalg.qr(normal)[0].contiguous()
     while matrix.shape[0] < size:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double() / 2**0.5, matrix)
     return (signs[:, None] * matrix).to(device)

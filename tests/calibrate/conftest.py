@@ -9,6 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.layer import load_transforms
+from calibrate.layer_map import find_layer_map
+from calibrate.pipeline import _rewrite_model
+from calibrate.recipe import Recipe
+from calibrate.solving import LayerContext
+from formats.checkpoint import CheckpointReader
+from formats.scheme import QuantSpec
+
 torch.set_num_threads(1)
 
 SHAPES = {  # local name -> [N, K]
@@ -70,3 +79,51 @@ def tiny_checkpoint(tmp_path: Path) -> Callable[..., TinyCheckpoint]:
         return TinyCheckpoint(architecture, tmp_path / "source")
 
     return make
+
+
+SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
+
+
+def stream_logits(
+    folder: Path,
+    ids_WS: torch.Tensor,
+    *transforms,
+    change=None,
+    spec=SPEC,
+    bits=None,
+    activation=None,
+):
+    """Logits [W, S, V] of the model after transforms; `change(layer, state)` may round weights."""
+    reader = CheckpointReader(folder)
+    layer_map = find_layer_map(reader.config)
+    runner = LayerRunner(reader, layer_map, "cpu")
+    context = LayerContext(
+        layer_map=layer_map, config=reader.config, spec=spec, activation_bits=bits
+    )
+    recipe = Recipe(name="test", solver=None, transforms=transforms)
+    model = _rewrite_model(reader, layer_map, recipe, context)
+    hidden = HiddenStates(
+        ids_WS, model.get(layer_map.embedding, reader.get(layer_map.embedding)), runner
+    )
+    for layer in range(layer_map.num_layers(reader.config)):
+        prefix = layer_map.prefix(layer)
+        state = {n: reader.get(f"{prefix}.{n}") for n in reader.children(prefix)}
+        state = load_transforms(state, recipe, context)
+        statistics = collect_statistics(runner, runner.build(layer, state), layer, hidden)
+        for transform in transforms:
+            if transform.on_statistics is not None:
+                state = {**state, **transform.on_statistics(state, statistics, context)}
+        if change is not None:
+            state = change(layer, state)
+        hidden.advance(runner, runner.build(layer, state, activation), layer)
+    norm = model.get(layer_map.last_norm, reader.get(layer_map.last_norm))
+    tied = layer_map.tied_head(reader.config)
+    head = model.get(layer_map.head)
+    if head is None:
+        head = reader.get(layer_map.embedding if tied else layer_map.head)
+    return torch.stack([runner.final_logits(h, norm, head) for h in hidden.states_WSD])
+
+
+@pytest.fixture(scope="session", name="stream_logits")
+def _stream_logits():
+    return stream_logits
