@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.activations import ACT2FN
 
 from calibrate.layer_map import LayerMap
 from calibrate.statistics import InputStatistics
@@ -69,12 +70,17 @@ class LayerRunner:
         """
         with torch.device("meta"):
             module = self._layer_class(self.config, layer)
-        wanted = module.state_dict().keys()
+            if self.layer_map.experts_module:
+                module.mlp = Experts(self.layer_map, self.config, self.raw_config)
+                setattr(module, self.layer_map.experts_module, module.mlp)
+        # Where experts stand under two names, the checkpoint's is the one.
+        twice = self.layer_map.experts_module not in ("", "mlp")
+        wanted = [n for n in module.state_dict() if not (twice and n.startswith("mlp."))]
         missing = [name for name in wanted if name not in state]
         if missing:
             raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
         given = {name: state[name].to(self.device, self.dtype) for name in wanted}
-        module.load_state_dict(given, assign=True)
+        module.load_state_dict(given, assign=True, strict=not twice)
         if activation is not None:
             for group in self.layer_map.inputs(self.raw_config):
                 for name in group:
@@ -136,6 +142,53 @@ class LayerRunner:
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
 
 
+class Experts(nn.Module):
+    """A mixture of experts with a linear for each matrix of each expert, as checkpoints store it.
+
+    transformers' own holds all experts in one tensor, where no linear's input can be seen.
+    """
+
+    def __init__(self, layer_map: LayerMap, config: Any, raw_config: dict[str, Any]) -> None:
+        super().__init__()
+        first, second = layer_map.expert_linears_by_input
+        self.names = [name.rpartition(".")[2] for name in (*first, *second)]
+        count = layer_map.num_experts(raw_config)
+        inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        outer = config.hidden_size
+        self.gate = nn.Linear(outer, count, bias=False)
+        shapes = ((outer, inner), (outer, inner), (inner, outer))
+        self.experts = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.Linear(*shape, bias=False)
+                    for name, shape in zip(self.names, shapes, strict=True)
+                }
+            )
+            for _ in range(count)
+        )
+        self.chosen = config.num_experts_per_tok
+        self.renormalized = layer_map.renormalized or getattr(config, "norm_topk_prob", False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        shares_TE = torch.softmax(self.gate(hidden_TD).float(), -1)
+        share_TC, expert_TC = shares_TE.topk(self.chosen, -1)
+        if self.renormalized:
+            share_TC = share_TC / share_TC.sum(-1, keepdim=True)
+        output_TD = torch.zeros_like(hidden_TD)
+        for number, expert in enumerate(self.experts):
+            token_T, choice_T = (expert_TC == number).nonzero(as_tuple=True)
+            if len(token_T) == 0:
+                continue
+            gate, up, down = (expert[name] for name in self.names)
+            seen_TD = hidden_TD[token_T]
+            found_TD = down(self.activation(gate(seen_TD)) * up(seen_TD))
+            share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
+            output_TD.index_add_(0, token_T, found_TD * share_T1)
+        return output_TD.view_as(hidden_BSD)
+
+
 class HiddenStates:
     """What every window is between two layers, [W, S, D]: in memory, or in a file to spare it."""
 
@@ -185,13 +238,19 @@ class HiddenStates:
 
 
 def collect_statistics(
-    runner: LayerRunner, module: nn.Module, layer: int, hidden: HiddenStates
+    runner: LayerRunner,
+    module: nn.Module,
+    layer: int,
+    hidden: HiddenStates,
+    reference: HiddenStates | None = None,
 ) -> dict[str, InputStatistics]:
     """Run the layer over all windows. Returns each linear's input statistics by local name.
 
-    Linears that share an input share the object. Raises InputError on a NaN, naming the linear.
+    Linears that share an input share the object. `reference` is the same windows in the float
+    model. Raises InputError on a NaN, naming the linear.
     """
     statistics: dict[str, InputStatistics] = {}
+    inputs: dict[InputStatistics, torch.Tensor] = {}
     hooks = []
     for group in runner.layer_map.inputs(runner.raw_config):
         first = module.get_submodule(group[0])
@@ -199,10 +258,21 @@ def collect_statistics(
         stats = InputStatistics(first.in_features, runner.device, name)
         statistics.update(dict.fromkeys(group, stats))
         hooks.append(
-            first.register_forward_pre_hook(lambda _, args, stats=stats: stats.update(args[0]))
+            first.register_forward_pre_hook(
+                lambda _, args, stats=stats: inputs.__setitem__(stats, args[0])
+            )
         )
+    references = iter(reference.batches()) if reference is not None else None
     for batch_BSD in hidden.batches():
+        expected: dict[InputStatistics, torch.Tensor] = {}
+        if references is not None:
+            runner.run(module, layer, next(references).to(runner.device))
+            expected = dict(inputs)
+            inputs.clear()
         runner.run(module, layer, batch_BSD.to(runner.device))
+        for stats, x in inputs.items():
+            stats.update(x, expected.get(stats))
+        inputs.clear()
     for hook in hooks:
         hook.remove()
     for stats in dict.fromkeys(statistics.values()):

@@ -38,9 +38,11 @@ class LayerMap:
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
     rotatable: bool = True  # nothing stands between a linear's output and the residual stream
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden size)
-    # Linears of one expert, {e} its number; the experts' number is this key of config.json.
-    expert_linears_by_input: tuple[tuple[str, ...], ...] = ()
-    num_experts_key: str = ""
+    # A mixture of experts: where it is on disk (transformers calls it `mlp`), and whether the
+    # chosen experts' shares are made to add up to 1 whatever config.json says.
+    experts_module: str = ""
+    renormalized: bool = False
+    expert_linears_by_input: tuple[tuple[str, ...], ...] = ()  # {e}: the expert's number
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
@@ -50,12 +52,11 @@ class LayerMap:
 
     def inputs(self, config: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
         """Local names of a layer's linears in the order they run; those of one input together."""
-        if not self.num_experts_key:
+        if not self.experts_module:
             return self.linears_by_input
-        count = _positive(config, self.num_experts_key)
         experts = [
             tuple(name.format(e=expert) for name in group)
-            for expert in range(count)
+            for expert in range(self.num_experts(config))
             for group in self.expert_linears_by_input
         ]
         return (*self.linears_by_input, *experts)
@@ -64,6 +65,10 @@ class LayerMap:
         """Full names of a layer's linears, in the order they run."""
         prefix = self.prefix(layer)
         return [f"{prefix}.{local}" for group in self.inputs(config) for local in group]
+
+    def num_experts(self, config: dict[str, Any]) -> int:
+        """Of one layer; config.json calls it one thing or the other, whatever the architecture."""
+        return _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
 
     def num_layers(self, config: dict[str, Any]) -> int:
         return _positive(config, self.num_layers_key)
@@ -109,6 +114,34 @@ _LLAMA = LayerMap(
     ),
 )
 
+_GEMMA = replace(
+    _LLAMA,
+    layer_tensors=(
+        *_LLAMA.layer_tensors,
+        "pre_feedforward_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+    ),
+    scale_pairs=(
+        ScalePair(previous="input_layernorm", linears=_QKV, kind="norm"),
+        _VALUES,
+        ScalePair(previous="pre_feedforward_layernorm", linears=_GATE_UP, kind="norm"),
+        _UP,
+    ),
+    norm_offset=1.0,
+    rotatable=False,
+    embedding_times_root=True,
+)
+# The router reads what the experts read and stays in float: no factor moves through that norm.
+_EXPERTS = replace(
+    _LLAMA,
+    linears_by_input=(_QKV, ("self_attn.o_proj",)),
+    scale_pairs=(
+        ScalePair(previous="input_layernorm", linears=_QKV, kind="norm"),
+        _VALUES,
+    ),
+    rotatable=False,
+)
+
 LAYER_MAPS: dict[str, LayerMap] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -127,6 +160,56 @@ LAYER_MAPS: dict[str, LayerMap] = {
             *_LLAMA.layer_tensors,
             "self_attn.q_norm.weight",
             "self_attn.k_norm.weight",
+        ),
+    ),
+    "Phi3ForCausalLM": replace(
+        _LLAMA,
+        linears_by_input=(
+            ("self_attn.qkv_proj",),
+            ("self_attn.o_proj",),
+            ("mlp.gate_up_proj",),
+            ("mlp.down_proj",),
+        ),
+        scale_pairs=(
+            ScalePair(previous="input_layernorm", linears=("self_attn.qkv_proj",), kind="norm"),
+            replace(_VALUES, previous="self_attn.qkv_proj"),
+            ScalePair(
+                previous="post_attention_layernorm", linears=("mlp.gate_up_proj",), kind="norm"
+            ),
+            replace(_UP, previous="mlp.gate_up_proj"),
+        ),
+    ),
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        layer_tensors=(
+            *_GEMMA.layer_tensors,
+            "self_attn.q_norm.weight",
+            "self_attn.k_norm.weight",
+        ),
+    ),
+    "MixtralForCausalLM": replace(
+        _EXPERTS,
+        experts_module="block_sparse_moe",
+        renormalized=True,
+        layer_tensors=(*_LLAMA.layer_tensors, "block_sparse_moe.gate.weight"),
+        expert_linears_by_input=(
+            ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+            ("block_sparse_moe.experts.{e}.w2",),
+        ),
+    ),
+    "Qwen3MoeForCausalLM": replace(
+        _EXPERTS,
+        experts_module="mlp",
+        layer_tensors=(
+            *_LLAMA.layer_tensors,
+            "self_attn.q_norm.weight",
+            "self_attn.k_norm.weight",
+            "mlp.gate.weight",
+        ),
+        expert_linears_by_input=(
+            ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+            ("mlp.experts.{e}.down_proj",),
         ),
     ),
 }

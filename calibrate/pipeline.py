@@ -109,6 +109,7 @@ def quantize_checkpoint(
             stream = _open_stream(
                 reader,
                 layer_map,
+                recipe,
                 model_tensors,
                 data,
                 evaluation_WS,
@@ -120,10 +121,10 @@ def quantize_checkpoint(
             prefix = layer_map.prefix(layer)
             show = partial(_show, bar, f"layer {layer + 1}/{num_layers}")
             original = _read_layer(reader, layer_map, layer, device)
+            in_layer = replace(context, prefix=prefix, notes=[])
+            state = load_transforms(original, recipe, in_layer)
             finished = journal.read(layer, device)
             if finished is None:
-                in_layer = replace(context, prefix=prefix, notes=[])
-                state = load_transforms(original, recipe, in_layer)
                 with clock("statistics"):
                     show("running the data", advance=0)
                     statistics = stream.statistics(layer, state) if stream else {}
@@ -137,13 +138,13 @@ def quantize_checkpoint(
                         context=in_layer,
                         before_linear=show,
                     )
-                del state, statistics
+                del statistics
                 journal.write(layer, finished)
             else:
                 show("found finished", advance=len(finished.packed))
             if stream is not None:
                 with clock("next inputs"):
-                    stream.advance(layer, original, finished.apply(original))
+                    stream.advance(layer, original, state, finished.apply(original))
             with clock("writing"):
                 for local, packed in finished.packed.items():
                     tensors = gptq.encode(packed, f"{prefix}.{local}")
@@ -347,6 +348,7 @@ def _head(reader: CheckpointReader, layer_map: LayerMap) -> torch.Tensor:
 def _open_stream(
     reader: CheckpointReader,
     layer_map: LayerMap,
+    recipe: Recipe,
     model_tensors: LayerState,
     data: CalibrationData | None,
     evaluation_WS: torch.Tensor | None,
@@ -367,6 +369,7 @@ def _open_stream(
         model_tensors.get(layer_map.embedding, embedding),
         calibration_WS=data.ids_WS if data else None,
         evaluation_WS=evaluation_WS,
+        with_reference=recipe.corrects,
         activation=activation_bits and partial(fake_quantize_tokens, bits=activation_bits),
         spill=Path(spill) if spill else None,
     )

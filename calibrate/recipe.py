@@ -23,10 +23,11 @@ class Recipe:
     solver: Solver
     transforms: tuple[Transform, ...] = ()
     needs_data: bool = True
+    corrects: bool = False  # the solver wants the float model's inputs too (statistics' drift)
 
 
-def _row(name: str, solver: Solver, *transforms: Transform, needs_data: bool = True) -> Recipe:
-    return Recipe(name=name, solver=solver, transforms=transforms, needs_data=needs_data)
+def _row(name: str, solver: Solver, *transforms: Transform, **options: bool) -> Recipe:
+    return Recipe(name=name, solver=solver, transforms=transforms, **options)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -35,10 +36,12 @@ RECIPES: dict[str, Recipe] = {
         _row("rtn", rtn.solve, needs_data=False),
         _row("imatrix", rtn.solve_weighted),
         _row("gptq", gptq.solve),
+        _row("gptaq", gptq.solve_corrected, corrects=True),
         _row("awq", rtn.solve_weighted, AWQ),
         _row("smoothquant", rtn.solve, SMOOTHQUANT),
         _row("rotate", rtn.solve_weighted, ROTATE),
         _row("awq+gptq", gptq.solve, AWQ),
+        _row("awq+gptaq", gptq.solve_corrected, AWQ, corrects=True),
         _row("smoothquant+gptq", gptq.solve, SMOOTHQUANT),
         _row("rotate+gptq", gptq.solve, ROTATE),
         _row("rotate+awq+gptq", gptq.solve, ROTATE, AWQ),

@@ -18,14 +18,23 @@ class InputStatistics:
         self.name = name
         self.num_tokens = 0
         self.moment_KK = torch.zeros(in_features, in_features, device=device)  # sum of x x^T
+        self.drift_KK: torch.Tensor | None = None  # sum of (x of the float model - x) x^T
         self.absmax_K = torch.zeros(in_features, device=device)
         self._sample: list[torch.Tensor] = []
         self.notes: list[str] = []  # what a solver has to tell: raised damping and the like
         self.cache: dict[str, object] = {}  # derived by a solver, shared by the input's linears
 
-    def update(self, x: torch.Tensor) -> None:
-        """Add inputs [..., K]. Products of 16-bit inputs are exact, sums are float32."""
+    def update(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+        """Add inputs [..., K]. Products of 16-bit inputs are exact, sums are float32.
+
+        `reference` is what the float model has there for the same tokens.
+        """
         x_TK = x.reshape(-1, x.shape[-1])
+        if reference is not None and reference.shape == x.shape:
+            if self.drift_KK is None:
+                self.drift_KK = torch.zeros_like(self.moment_KK)
+            difference_TK = reference.reshape(x_TK.shape).float() - x_TK.float()
+            self.drift_KK.addmm_(difference_TK.t(), x_TK.float())
         self.num_tokens += x_TK.shape[0]
         if x_TK.shape[0]:
             self.absmax_K = torch.maximum(self.absmax_K, x_TK.abs().amax(0).float())
@@ -63,6 +72,8 @@ class InputStatistics:
         """Follow a change of the input from x to x / scale."""
         inverse_K = 1 / scale_K.float().to(self.moment_KK.device)
         self.moment_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
+        if self.drift_KK is not None:
+            self.drift_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
         self.absmax_K = self.absmax_K * inverse_K
         self._sample = [x_TK * inverse_K for x_TK in self._sample]
         self.cache.clear()

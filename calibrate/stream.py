@@ -16,8 +16,8 @@ from calibrate.statistics import InputStatistics
 
 
 class Stream:
-    """Three sets of hidden states: calibration and evaluation through the quantized layers so far,
-    evaluation through the float ones. Any may be absent."""
+    """Hidden states of calibration and evaluation, each through the quantized layers so far and, to
+    compare, through the float ones. Any may be absent."""
 
     def __init__(
         self,
@@ -28,9 +28,13 @@ class Stream:
         calibration_WS: torch.Tensor | None,
         evaluation_WS: torch.Tensor | None,
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        with_reference: bool = False,
         spill: Path | None = None,
     ) -> None:
-        """`rewritten_VD` is the quantized model's embedding; `spill` a folder to spare memory."""
+        """`rewritten_VD` is the quantized model's embedding; `spill` a folder to spare memory.
+
+        `with_reference`: statistics tell how far the inputs are from the float model's.
+        """
 
         def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor, name: str):
             if ids_WS is None:
@@ -39,6 +43,9 @@ class Stream:
 
         self.runner, self.activation, self.evaluation_WS = runner, activation, evaluation_WS
         self._calibration = embed(calibration_WS, rewritten_VD, "calibration.states")
+        self._reference = (
+            embed(calibration_WS, rewritten_VD, "reference.states") if with_reference else None
+        )
         self._after = embed(evaluation_WS, rewritten_VD, "after.states")
         self._before = embed(evaluation_WS, embedding_VD, "before.states")
 
@@ -46,13 +53,15 @@ class Stream:
         """What the calibration data is at the layer's inputs; empty without data."""
         if self._calibration is None:
             return {}
-        return collect_statistics(
-            self.runner, self.runner.build(layer, state), layer, self._calibration
-        )
+        module = self.runner.build(layer, state)
+        return collect_statistics(self.runner, module, layer, self._calibration, self._reference)
 
-    def advance(self, layer: int, original: LayerState, finished: LayerState) -> None:
-        """Put everything through the layer: float states as it was, the others as it became."""
+    def advance(
+        self, layer: int, original: LayerState, loaded: LayerState, finished: LayerState
+    ) -> None:
+        """Put everything through the layer: as it was, as it was loaded, as it became."""
         self._advance([self._calibration, self._after], layer, finished, self.activation)
+        self._advance([self._reference], layer, loaded, None)
         self._advance([self._before], layer, original, None)
 
     def _advance(

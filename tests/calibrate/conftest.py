@@ -127,3 +127,70 @@ def stream_logits(
 @pytest.fixture(scope="session", name="stream_logits")
 def _stream_logits():
     return stream_logits
+
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+MORE_FAMILIES = {
+    "phi3": ("Phi3Config", {"tie_word_embeddings": False}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory):
+    """family -> folder of a tiny random float model of those that only calibration knows."""
+    import transformers
+
+    made = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            cls, extra = MORE_FAMILIES[family]
+            config = getattr(transformers, cls)(**{**TINY, **extra})
+            torch.manual_seed(5)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    mean = 0.0 if "gemma" in family else 1.0
+                    torch.nn.init.normal_(parameter, mean, 0.2)
+            made[family] = tmp_path_factory.mktemp("other") / family
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibrate import rtn
 from calibrate.activations import fake_quantize_tokens
@@ -17,6 +17,7 @@ from calibrate.rotation import ROTATE, rotation_matrix
 from calibrate.smoothquant import SMOOTHQUANT, smooth_layer
 from calibrate.solving import Transform
 from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
 from formats.scheme import QuantSpec
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -58,6 +59,23 @@ def test_logits_stay(stream_logits, tiny_model, family, transforms):
         if not torch.equal(before[name].float(), after[name].float())
     ]
     assert "mlp.gate_proj.weight" in moved
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe"])
+def test_other_architectures(stream_logits, other_model, family):
+    folder = other_model(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    close = partial(torch.testing.assert_close, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
+    close(stream_logits(folder, IDS), expected)
+    close(stream_logits(folder, IDS, AWQ), expected)
+    close(stream_logits(folder, IDS, SMOOTHQUANT, bits=8), expected)
+    if family == "phi3":
+        close(stream_logits(folder, IDS, ROTATE), expected)
+    else:
+        with pytest.raises(InputError, match="no rotation can be folded"):
+            stream_logits(folder, IDS, ROTATE)
 
 
 @pytest.mark.parametrize("size", [12, 64, 96, 7])
