@@ -101,7 +101,8 @@ def factor(hessian_KK: torch.Tensor, name: str = "weight") -> Factor:
     diagonal_K = hessian_KK.diagonal().clone()
     diagonal_K[diagonal_K == 0] = 1
     order_K = torch.argsort(diagonal_K, descending=True, stable=True)
-    ordered_KK = hessian_KK[order_K][:, order_K]
+    ordered_KK = hessian_KK[order_K[:, None], order_K]
+    del hessian_KK  # wide layers have gigabytes of it
     ordered_KK.diagonal().copy_(diagonal_K[order_K])
     for damping in DAMPING:
         damped_KK = ordered_KK.clone()

@@ -49,7 +49,7 @@ def quantize_checkpoint(
     scheme: Scheme,
     recipe: str | Recipe = "rtn",
     output_format: str = "gptq",
-    calibration: str | None = None,
+    calibration: str | CalibrationData | None = None,
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
     seed: int = 0,
@@ -64,11 +64,11 @@ def quantize_checkpoint(
 
     What is not quantized is copied bit for bit, unless a transform of the recipe folds into it.
     `target` appears only when it is complete and has been read back. The recipe is a row of RECIPES
-    or one's own Recipe; "rtn" needs no data. `calibration` is a file or a data set's name; None:
-    the shipped texts, where the recipe needs data. With `eval_text` both models' perplexity is
-    measured. `spill` is a folder for the data's hidden states, to spare memory. `quantizer`
-    ("tool:version") is recorded. Raises InputError on anything that the user can mend, before the
-    first weight is read where possible; nothing is left behind then.
+    or one's own Recipe; "rtn" needs no data. `calibration` is a file, a data set's name, or windows
+    of token ids; None: the shipped texts, where the recipe needs data. With `eval_text` both
+    models' perplexity is measured. `spill` is a folder for the data's hidden states, to spare
+    memory. `quantizer` ("tool:version") is recorded. Raises InputError on anything that the user
+    can mend, before the first weight is read where possible; nothing is left behind then.
     """
     clock = _Clock()
     reader = CheckpointReader(source)
@@ -230,13 +230,15 @@ def _log_layer(prefix: str, reports: tuple[LinearReport, ...]) -> None:
 def _read_data(
     reader: CheckpointReader,
     recipe: Recipe,
-    calibration: str | None,
+    calibration: str | CalibrationData | None,
     samples: int,
     sequence_length: int,
     seed: int,
 ) -> CalibrationData | None:
     if calibration is None and not recipe.needs_data:
         return None
+    if isinstance(calibration, CalibrationData):
+        return calibration
     data = read_calibration(
         calibration,
         _tokenizer(reader),

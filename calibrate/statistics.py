@@ -38,8 +38,13 @@ class InputStatistics:
         self.num_tokens += x_TK.shape[0]
         if x_TK.shape[0]:
             self.absmax_K = torch.maximum(self.absmax_K, x_TK.abs().amax(0).float())
-            x_TK = x_TK.float()
-            self.moment_KK.addmm_(x_TK.t(), x_TK)
+            if x_TK.is_cuda and x_TK.dtype in (torch.float16, torch.bfloat16):
+                # On tensor cores, where products of 16-bit numbers are exact all the same.
+                self.moment_KK += torch.mm(x_TK.t(), x_TK, out_dtype=torch.float32)
+                x_TK = x_TK.float()
+            else:
+                x_TK = x_TK.float()
+                self.moment_KK.addmm_(x_TK.t(), x_TK)
             # Every call gives a few tokens, spread evenly: the sample sees all of the data.
             step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
             if len(self._sample) < SAMPLE_CALLS:
