@@ -17,7 +17,7 @@ from formats.scheme import QuantSpec
 NUM_RATIOS = 20
 # One range per group and candidate: cheap, and the order of the candidates hardly changes.
 SEARCH_METHOD = "full-range"
-MAX_FACTOR = 1e4  # of the largest to the smallest; more is an accident of the data
+SMALLEST = 1e-4  # of the largest; less is an accident of the data, or a dead channel
 
 
 def scale_layer(
@@ -49,18 +49,20 @@ def candidates(
 ) -> list[torch.Tensor]:
     """Factors [K] to try, each normalized to sqrt(max * min) = 1."""
     activation_K = shared_by_heads(stats.importance_K, pair, context).sqrt()
-    stacked_NK = torch.cat(weights).abs()
-    groups_NGL = stacked_NK.unflatten(1, (context.spec.num_groups(stacked_NK.shape[1]), -1))
-    largest_NG1 = groups_NGL.amax(-1, keepdim=True).clamp(min=1e-12)
-    weight_K = shared_by_heads((groups_NGL / largest_NG1).mean(0).flatten(), pair, context)
+    # Plain magnitudes: what a model's author scales up in a norm and down in the weights cancels.
+    weight_K = shared_by_heads(torch.cat(weights).abs().mean(0), pair, context)
+    if not activation_K.any() or not weight_K.any():
+        return []
+    activation_K = activation_K.clamp(min=float(activation_K.max()) * SMALLEST)
+    weight_K = weight_K.clamp(min=float(weight_K.max()) * SMALLEST)
     found = []
     for duo in (True, False):
         for step in range(1, NUM_RATIOS + 1):
             ratio = step / NUM_RATIOS
-            scale_K = activation_K.clamp(min=1e-8) ** ratio
+            scale_K = activation_K**ratio
             if duo:
-                scale_K = scale_K / weight_K.clamp(min=1e-4) ** (1 - ratio)
-            scale_K = scale_K.clamp(min=float(scale_K.max()) / MAX_FACTOR)
+                scale_K = scale_K / weight_K ** (1 - ratio)
+            scale_K = scale_K.clamp(min=float(scale_K.max()) * SMALLEST)
             found.append(scale_K / (scale_K.max() * scale_K.min()).sqrt())
     return found
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from calibrate import pipeline, recipe, rtn
-from calibrate.layer_map import LAYER_MAPS
 from calibrate.pipeline import quantize_checkpoint
 from formats import gptq
 from formats.checkpoint import CheckpointReader
@@ -25,6 +24,8 @@ from formats.scheme import Scheme
 
 ROOT = Path(__file__).parents[2]
 SCHEME = Scheme.parse("w4a16-sym-g32")
+# of one shape of layer; the others are tested on models that transformers makes
+SERVED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def quantize(source: Path, scheme: Scheme = SCHEME, **options):
@@ -36,7 +37,7 @@ def assert_nothing_left(source: Path) -> None:
     assert [path.name for path in source.parent.iterdir()] == [source.name]
 
 
-@pytest.mark.parametrize("architecture", LAYER_MAPS)
+@pytest.mark.parametrize("architecture", SERVED)
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a16-sym-channel"])
 def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, architecture, scheme):
     model, scheme = tiny_checkpoint(architecture), Scheme.parse(scheme)
@@ -61,6 +62,23 @@ def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, archit
     assert written.config == model.config
     assert block == json.loads((target / "quantize_config.json").read_text())
     assert report.bytes_after == sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "linears"),
+    [("phi3", 4), ("gemma2", 7), ("gemma3", 7), ("mixtral", 4 + 12), ("qwen3_moe", 4 + 18)],
+)
+def test_other_architectures_are_quantized_whole(other_model, tmp_path, family, linears):
+    source = CheckpointReader(other_model(family))
+    report = quantize_checkpoint(
+        source.folder, tmp_path / "out", scheme=SCHEME, recipe="rtn", progress=False
+    )
+    assert len(report.linears) == 3 * linears
+    written = CheckpointReader(tmp_path / "out")
+    floats = {name for name in written.entries if ".layers." in name and name.endswith(".weight")}
+    assert all("norm" in name or name.endswith(".gate.weight") for name in floats)
+    for name in floats:
+        assert torch.equal(written.get(name), source.get(name))
 
 
 def test_doctor_finds_nothing_wrong_with_the_result(tiny_checkpoint):
