@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from calibrate import rtn
 from calibrate.activations import fake_quantize_tokens
 from calibrate.awq import AWQ
+from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
 from calibrate.data import SHIPPED_TEXTS, read_calibration
+from calibrate.layer_map import find_layer_map
 from calibrate.rotation import ROTATE, rotation_matrix
 from calibrate.smoothquant import SMOOTHQUANT, smooth_layer
-from calibrate.solving import Transform
+from calibrate.solving import LayerContext, Transform
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.scheme import QuantSpec
@@ -163,3 +165,32 @@ def test_transform_mends_a_hostile_model(perplexity, docs_5m, hostile, transform
     print(f"plain {plain:.3f} broken {broken:.3f} kept {kept:.3f} mended {mended:.3f}")
     assert broken > plain + 0.5
     assert abs(mended - kept) <= 0.15
+
+
+@pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
+def test_statistics_keep_in_step_and_a_bfloat16_norm_costs_nothing(docs_5m, windows, transform):
+    reader = CheckpointReader(docs_5m)
+    layer_map = find_layer_map(reader.config)
+    runner = LayerRunner(reader, layer_map, "cpu")
+    hidden = HiddenStates(windows[:2], reader.get("model.embed_tokens.weight"), runner)
+    state = {n: reader.get(f"model.layers.0.{n}") for n in reader.children("model.layers.0")}
+    kept = collect_statistics(runner, runner.build(0, state), 0, hidden)
+    context = LayerContext(layer_map=layer_map, config=reader.config, spec=W4, activation_bits=8)
+    changed = {**state, **transform.on_statistics(state, kept, context)}
+    found = collect_statistics(runner, runner.build(0, changed), 0, hidden)
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        for field in ("moment_KK", "absmax_K"):
+            expected, got = getattr(kept[name], field), getattr(found[name], field)
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
+    moved = 0
+    for pair in layer_map.scale_pairs:
+        if pair.kind != "norm":
+            continue
+        norm = f"{pair.previous}.weight"
+        assert changed[norm].dtype == state[norm].dtype == torch.bfloat16
+        moved += not torch.equal(changed[norm], state[norm])
+        for name in pair.linears[:1]:  # v and up are scaled again, for the linears after them
+            before = state[f"{name}.weight"].float() * state[norm].float()
+            after = changed[f"{name}.weight"].float() * changed[norm].float()
+            torch.testing.assert_close(after, before, rtol=1e-6, atol=0)
+    assert moved
