@@ -1,30 +1,43 @@
 """From a float model folder to a quantized one, one decoder layer at a time.
 
-Knows the order of the work; the maths is the solver's, the bytes are formats'. At any time it holds
-one linear and the shard that is being filled, whatever the model's size.
+Knows the order of the work; the maths is the recipe's, the bytes are formats'. At any time it holds
+one layer, the calibration data's hidden states and the shard that is being filled, whatever the
+model's size. A killed run goes on where it was.
 """
 
-import time
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from calibrate.layer_map import LayerMap, find_layer_map
-from calibrate.recipe import find_solver
+from calibrate.activations import fake_quantize_tokens
+from calibrate.clock import Clock
+from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.evaluate import make_windows, read_texts
+from calibrate.float_model import FloatModel, check_finite
+from calibrate.identity import identity
+from calibrate.journal import Journal
+from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
+from calibrate.recipe import Recipe, check_makes, find_recipe, integer_activations
 from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_versions
-from calibrate.verify import LinearDigest, kept_tensors, verify
+from calibrate.report_html import REPORT_HTML, to_html
+from calibrate.solving import LayerContext, LayerState
+from calibrate.verify import LinearDigest, kept_tensors, tensor_digest, verify
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
-from formats.errors import CheckpointError, InputError
+from formats.errors import InputError
+from formats.layouts import Layout
 from formats.padding import make_padding
-from formats.plan import Plan, make_plan
+from formats.plan import make_plan
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
-from formats.weights import with_activation
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_NAMES_SHOWN = 8
+EVAL_WINDOWS, EVAL_LENGTH = 48, 1024
+log = logging.getLogger(__name__)
 
 
 def quantize_checkpoint(
@@ -32,12 +45,18 @@ def quantize_checkpoint(
     target: str | Path,
     *,
     scheme: Scheme,
-    recipe: str = "rtn",
+    recipe: str | Recipe = "rtn",
     output_format: str | None = None,
     ignore: Sequence[str] = (),
     overrides: Iterable[tuple[str, Scheme]] = (),
     pad: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
+    calibration: str | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    sequence_length: int = DEFAULT_LENGTH,
+    seed: int = 0,
+    eval_text: str | None = None,
+    spill: str | Path | None = None,
     device: str = "cpu",
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     progress: bool = True,
@@ -45,111 +64,301 @@ def quantize_checkpoint(
 ) -> QuantizationReport:
     """Quantize every linear of every decoder layer of `source` and write `target`.
 
-    `output_format` None: the scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py
-    and formats/padding.py. `input_scales`: of static activations, by linear. Norms, biases,
-    embeddings and head are copied bit for bit. `target` appears only when it is complete and has
-    been read back. `quantizer` ("tool:version") is recorded. Raises InputError on anything that the
-    user can mend, before the first weight is read where possible; nothing is left behind then.
+    What is not quantized is copied bit for bit, unless a transform of the recipe folds into it.
+    `target` appears only when it is complete and has been read back.
+
+    `recipe` is a row of RECIPES or one's own Recipe; "rtn" needs no data. `output_format` None: the
+    scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
+    `input_scales` of static activations, by linear, replace those that the data gives.
+    `calibration` is a file or a data set's name; None: the shipped texts, where data is needed.
+    With `eval_text` both models' perplexity is measured. `spill` is a folder for the data's hidden
+    states, to spare memory. `quantizer` ("tool:version") is recorded. Raises InputError on anything
+    that the user can mend, before the first weight is read where possible; nothing is left behind
+    then.
     """
-    began = time.perf_counter()
-    reader = CheckpointReader(source)
-    layer_map = find_layer_map(reader.config)
-    solve = find_solver(recipe)
+    clock = Clock()
+    model = FloatModel(source)
+    recipe = find_recipe(recipe)
     _check_device(device)
-    shapes = _check_source(reader, layer_map)
+    padding = make_padding(model.config, model.shapes, scheme) if pad else None
     plan = make_plan(
-        shapes,
+        model.shapes,
         scheme,
         output_format=output_format,
         ignore=ignore,
         overrides=overrides,
-        padding=make_padding(reader.config, shapes, scheme) if pad else None,
+        padding=padding,
     )
-    layout, linears = plan.layout, plan.quantized
-    _check_input_scales(linears, input_scales or {})
-    block = plan.config(quantizer).to_dict()
+    model.padding, schemes, layout = plan.padding, plan.quantized, plan.layout
+    check_makes(recipe, schemes.values())
+    input_scales = input_scales or {}
+    data = None
+    if calibration is not None or recipe.needs_data or _lacks_scales(schemes, input_scales):
+        data = _read_data(model, calibration, samples, sequence_length, seed)
+    evaluation_WS = _read_evaluation(model, eval_text)
+    run_identity = identity(model, schemes, recipe, data, seed, device)
+    context = LayerContext(
+        layer_map=model.layer_map,
+        config=model.config,
+        spec=scheme.weight,
+        activation_bits=integer_activations(scheme),
+        seed=seed,
+    )
 
-    num_layers = layer_map.num_layers(reader.config)
-    kept = kept_tensors(reader, linears)
-    digests: dict[str, LinearDigest] = {}
-    reports: list[LinearReport] = []
     with (
         CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer,
-        tqdm(total=len(linears), unit="linear", disable=not progress) as bar,
+        Journal(target, run_identity) as journal,
+        tqdm(total=len(schemes), unit="linear", disable=not progress) as bar,
     ):
-        for layer in range(num_layers):
-            prefix = layer_map.prefix(layer)
-            for name in [n for n in layer_map.linear_names(layer) if n in linears]:
-                bar.set_description(f"layer {layer + 1}/{num_layers} {name[len(prefix) + 1 :]}")
-                weight_NK = _read(reader, f"{name}.weight", plan, device)
-                started = time.perf_counter()
-                packed = solve(weight_NK, linears[name].weight, name)
-                seconds = time.perf_counter() - started
-                packed = with_activation(
-                    packed, linears[name], (input_scales or {}).get(name), name
-                )
-                tensors = layout.encode(packed, name)
-                for field, tensor in tensors.items():
-                    writer.add(f"{name}.{field}", tensor)
-                digests[name] = LinearDigest.of(packed, tensors)
-                reports.append(
-                    LinearReport.measure(
-                        weight_NK,
-                        packed,
-                        linears[name],
-                        name=name,
-                        seconds=seconds,
-                        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        model_tensors = _rewrite_model(model, recipe, context)
+        stream = None
+        if data is not None or evaluation_WS is not None:
+            stream = _open_stream(
+                model, recipe, context, model_tensors, data, evaluation_WS, spill, device
+            )
+        output = _Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
+        for layer in range(model.num_layers):
+            show = partial(_show, bar, f"layer {layer + 1}/{model.num_layers}")
+            original = model.layer(layer, device)
+            in_layer = replace(context, prefix=model.layer_map.prefix(layer), notes=[])
+            state = load_transforms(original, recipe, in_layer)
+            finished = journal.read(layer, device)
+            if finished is None:
+                with clock("statistics"):
+                    show("running the data", advance=0)
+                    statistics = stream.statistics(layer, state) if stream else {}
+                with clock("solving"):
+                    finished = quantize_layer(
+                        original,
+                        state,
+                        statistics,
+                        schemes=schemes,
+                        recipe=recipe,
+                        context=in_layer,
+                        input_scales=input_scales,
+                        before_linear=show,
                     )
-                )
-                bar.update()
-            for name in kept:
-                if name.startswith(prefix + "."):
-                    writer.add(name, _read(reader, name, plan))
-            kept = [name for name in kept if not name.startswith(prefix + ".")]
-        for name in kept:  # embeddings, last norm, head
-            writer.add(name, _read(reader, name, plan))
+                del statistics
+                journal.write(layer, finished)
+            else:
+                show("found finished", advance=len(finished.packed))
+            if stream is not None:
+                with clock("next inputs"):
+                    stream.advance(layer, original, state, finished.apply(original))
+            with clock("writing"):
+                output.add_layer(in_layer.prefix, finished, model)
+            _log_layer(in_layer.prefix, finished.reports)
+        output.add_rest(model_tensors, model)  # embeddings, last norm, head
 
-        changes = plan.padding.config_changes if plan.padding else {}
-        config = {**reader.config, **changes, BLOCK: block}
-        staged = writer.seal(config, side_files_from=reader.folder)
+        with clock("perplexity"):
+            perplexity = _compare(model, model_tensors, stream, eval_text)
+        config = {**model.config, **_config_changes(model, model_tensors)}
+        block = plan.config(quantizer).to_dict()
+        staged = writer.seal({**config, BLOCK: block}, side_files_from=model.folder)
         if layout.second_file is not None:
             writer.write_json(layout.second_file, block)
-        bar.set_description("reading back")
-        verify(staged, digests, reader, plan.padding)
+        with clock("reading back"):
+            bar.set_description("reading back")
+            verify(staged, output.digests, model, output.rewritten, config)
         report = QuantizationReport(
             source=str(source),
+            source_sha256=run_identity["model"],
             scheme=str(scheme),
-            recipe=recipe,
+            recipe=recipe.name,
             format=layout.name,
-            linears=tuple(reports),
-            bytes_before=sum(entry.num_bytes for entry in reader.entries.values()),
+            linears=tuple(output.reports),
+            bytes_before=sum(entry.num_bytes for entry in model.entries.values()),
             bytes_after=sum(e.num_bytes for e in CheckpointReader(staged).entries.values()),
+            calibration=run_identity["calibration"],
+            perplexity=perplexity,
+            seconds_by_stage=clock.seconds,
+            warnings=_warnings(data, model, model_tensors),
             versions={"quantizer": quantizer, **tool_versions()},
-            seconds=time.perf_counter() - began,
+            seconds=clock.total,
             left_in_float=plan.reasons,
         )
         writer.write_json(REPORT, report.to_dict())
+        (staged / REPORT_HTML).write_text(to_html(report), encoding="utf-8")
         writer.publish()
+        journal.remove()
     return report
 
 
-def _read(reader: CheckpointReader, name: str, plan: Plan, device: str = "cpu") -> torch.Tensor:
-    tensor = reader.get(name, device)
-    return plan.padding.apply(name, tensor) if plan.padding else tensor
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    """What goes into the target, and the proof of it that `verify` wants."""
+
+    writer: CheckpointWriter
+    layout: Layout
+    kept: list[str]  # tensors besides the quantized weights that are not written yet
+    digests: dict[str, LinearDigest] = field(default_factory=dict)
+    rewritten: dict[str, str] = field(default_factory=dict)  # tensor -> its digest
+    reports: list[LinearReport] = field(default_factory=list)
+
+    def add_layer(self, prefix: str, finished: FinishedLayer, model: FloatModel) -> None:
+        """A layer's codes in the layout's tensors, then its other tensors."""
+        reports = {report.name: report for report in finished.reports}
+        for local, packed in finished.packed.items():
+            name = f"{prefix}.{local}"
+            tensors = self.layout.encode(packed, name)
+            for leaf, tensor in tensors.items():
+                self.writer.add(f"{name}.{leaf}", tensor)
+            self.digests[name] = LinearDigest.of(packed, tensors)
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            self.reports.append(replace(reports[name], num_bytes=num_bytes))
+        for name in [name for name in self.kept if name.startswith(prefix + ".")]:
+            tensor = finished.changed.get(name.removeprefix(prefix + "."))
+            if tensor is not None:
+                tensor = tensor.to(model.entries[name].dtype)
+                self.rewritten[name] = tensor_digest(tensor)
+            self.writer.add(name, model.get(name) if tensor is None else tensor)
+            self.kept.remove(name)
+
+    def add_rest(self, rewritten: LayerState, model: FloatModel) -> None:
+        """What stands outside of layers; `rewritten` replaces and adds tensors by full name."""
+        for name in dict.fromkeys([*self.kept, *rewritten]):
+            if name in rewritten:
+                self.rewritten[name] = tensor_digest(rewritten[name])
+            self.writer.add(name, rewritten[name] if name in rewritten else model.get(name))
 
 
-def _check_input_scales(
-    linears: Mapping[str, Scheme], input_scales: Mapping[str, torch.Tensor | float]
-) -> None:
-    for name, scheme in linears.items():
-        static = scheme.activation is not None and not scheme.activation.dynamic
-        if static and name not in input_scales:
-            raise InputError(
-                f"scheme {scheme}",
-                f"needs calibration data: {name} has no scale for its inputs",
-                "use a recipe that calibrates, or a scheme with dynamic activations",
-            )
+def _show(bar: tqdm, layer: str, what: str, advance: int = 1) -> None:
+    bar.set_description(f"{layer} {what}")
+    bar.update(advance)
+
+
+def _log_layer(prefix: str, reports: tuple[LinearReport, ...]) -> None:
+    if not reports:
+        log.info("%s: left in float", prefix)
+        return
+    worst = max(reports, key=lambda r: r.output_error or r.relative_error)
+    kind = "weight" if worst.output_error is None else "output"
+    error = 100 * (worst.output_error or worst.relative_error)
+    log.info("%s: largest %s error %.2f %%, of %s", prefix, kind, error, worst.name)
+    for report in reports:
+        for note in report.notes:
+            log.warning("%s: %s", report.name, note)
+
+
+def _lacks_scales(
+    schemes: Mapping[str, Scheme], input_scales: Mapping[str, torch.Tensor | float]
+) -> bool:
+    """Is a scale missing that only data can give?"""
+    return any(
+        scheme.activation is not None and not scheme.activation.dynamic and name not in input_scales
+        for name, scheme in schemes.items()
+    )
+
+
+def _read_data(
+    model: FloatModel, calibration: str | None, samples: int, sequence_length: int, seed: int
+) -> CalibrationData:
+    data = read_calibration(
+        calibration,
+        model.tokenizer(),
+        samples=samples,
+        sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
+        seed=seed,
+    )
+    for warning in data.warnings:
+        log.warning("%s", warning)
+    return data
+
+
+def _read_evaluation(model: FloatModel, eval_text: str | None) -> torch.Tensor | None:
+    if eval_text is None:
+        return None
+    tokenizer = model.tokenizer()
+    return make_windows(
+        read_texts(eval_text),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.bos_token_id,
+        min(EVAL_LENGTH, model.num_positions or EVAL_LENGTH),
+        EVAL_WINDOWS,
+    )
+
+
+def _rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> LayerState:
+    """Embeddings, last norm and head where a transform changes them; else empty."""
+    transforms = [t.on_model for t in recipe.transforms if t.on_model is not None]
+    if not transforms:
+        return {}
+    names = model.layer_map
+    tensors = {
+        names.embedding: model.get(names.embedding),
+        names.last_norm: model.get(names.last_norm),
+        names.head: model.head(),
+    }
+    check_finite(tensors, list(tensors), str(model.folder))
+    for rewrite in transforms:
+        tensors |= rewrite(tensors, context)
+    return tensors
+
+
+def _open_stream(
+    model: FloatModel,
+    recipe: Recipe,
+    context: LayerContext,
+    model_tensors: LayerState,
+    data: CalibrationData | None,
+    evaluation_WS: torch.Tensor | None,
+    spill: str | Path | None,
+    device: str,
+) -> Any:
+    # transformers is loaded only where a model runs
+    from calibrate.capture import LayerRunner
+    from calibrate.stream import Stream
+
+    embedding = model.get(model.layer_map.embedding)
+    if spill is not None:
+        Path(spill).mkdir(parents=True, exist_ok=True)
+    bits = context.activation_bits
+    return Stream(
+        LayerRunner(model, model.layer_map, device),
+        embedding,
+        model_tensors.get(model.layer_map.embedding, embedding),
+        calibration_WS=data.ids_WS if data else None,
+        evaluation_WS=evaluation_WS,
+        with_reference=recipe.corrects,
+        activation=bits and partial(fake_quantize_tokens, bits=bits),
+        spill=Path(spill) if spill else None,
+    )
+
+
+def _compare(
+    model: FloatModel, model_tensors: LayerState, stream: Any, eval_text: str | None
+) -> dict[str, Any] | None:
+    if stream is None or eval_text is None:
+        return None
+    names = model.layer_map
+    original = (model.get(names.last_norm), model.head())
+    changed = original
+    if model_tensors:
+        changed = (model_tensors[names.last_norm], model_tensors[names.head])
+    before, after = stream.perplexities(original, changed)
+    return {
+        "text": eval_text,
+        "before": before.value,
+        "after": after.value,
+        "windows": before.windows,
+        "sequence_length": stream.evaluation_WS.shape[1],
+    }
+
+
+def _config_changes(model: FloatModel, model_tensors: LayerState) -> dict[str, Any]:
+    return {"tie_word_embeddings": False} if model.layer_map.head in model_tensors else {}
+
+
+def _warnings(
+    data: CalibrationData | None, model: FloatModel, model_tensors: LayerState
+) -> tuple[str, ...]:
+    warnings = list(data.warnings) if data else []
+    if model.layer_map.head in model_tensors and model.layer_map.tied_head(model.config):
+        warnings.append(
+            "embedding and head were one matrix; the rotation makes them two: lm_head.weight is"
+            " written, tie_word_embeddings is false"
+        )
+    return tuple(warnings)
 
 
 def _check_device(device: str) -> None:
@@ -158,37 +367,3 @@ def _check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         problem = str(error).splitlines()[0]
         raise InputError(f"device {device!r}", f"cannot be used: {problem}", "use cpu") from None
-
-
-def _check_source(reader: CheckpointReader, layer_map: LayerMap) -> dict[str, tuple[int, int]]:
-    """Everything that the headers can tell, so that no run fails at its last layer for it.
-
-    Returns [N, K] of every linear.
-    """
-    quantized = [name for name in reader.entries if name.endswith(".qweight")]
-    if reader.config.get(BLOCK) is not None or quantized:
-        found = f"its config.json has a {BLOCK}" if BLOCK in reader.config else quantized[0]
-        raise CheckpointError(
-            str(reader.folder), f"is quantized already: {found}", "start from the float model"
-        )
-    required = layer_map.required_tensors(reader.config)
-    missing = [name for name in required if name not in reader]
-    if missing:
-        more = f" and {len(missing) - MAX_NAMES_SHOWN} more" * (len(missing) > MAX_NAMES_SHOWN)
-        raise CheckpointError(
-            str(reader.folder),
-            f"tensors missing: {', '.join(missing[:MAX_NAMES_SHOWN])}{more}",
-            "the checkpoint is incomplete, or config.json is another model's",
-        )
-    shapes = {}
-    for layer in range(layer_map.num_layers(reader.config)):
-        for name in layer_map.linear_names(layer):
-            entry = reader.entries[f"{name}.weight"]
-            if entry.dtype not in FLOAT_DTYPES or len(entry.shape) != 2:
-                raise CheckpointError(
-                    f"{name}.weight",
-                    f"expected a float matrix, found {entry.dtype} {list(entry.shape)}",
-                    "start from the float model",
-                )
-            shapes[name] = entry.shape
-    return shapes

@@ -1,23 +1,82 @@
-"""Recipes: which solver turns a linear's weight into codes. Knows names, not the solvers' maths."""
+"""Recipes: which transforms prepare a model's weights and which solver turns them into codes.
 
-from collections.abc import Callable
+Knows names, not the maths. A recipe of one's own is a Recipe with one's own solver, given to
+quantize_checkpoint in place of a name.
+"""
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from calibrate import rtn
+from calibrate import gptq, rtn
+from calibrate.awq import AWQ
+from calibrate.rotation import ROTATE
+from calibrate.smoothquant import SMOOTHQUANT
+from calibrate.solving import Solver, Transform
 from formats.errors import InputError
-from formats.scheme import QuantSpec
-from formats.weights import Weight
+from formats.scheme import Scheme
 
-Solver = Callable[[torch.Tensor, QuantSpec, str], Weight]  # (weight [N, K], spec, its name)
 
-RECIPES: dict[str, Solver] = {
-    "rtn": rtn.solve,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Transforms in their order, then a solver."""
+
+    name: str
+    solver: Solver
+    transforms: tuple[Transform, ...] = ()
+    needs_data: bool = True
+    corrects: bool = False  # the solver wants the float model's inputs too (statistics' drift)
+    floats: bool = False  # it can make float8 weights too, not only integer codes
+
+
+def _row(name: str, solver: Solver, *transforms: Transform, **options: bool) -> Recipe:
+    return Recipe(name=name, solver=solver, transforms=transforms, **options)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _row("rtn", rtn.solve, needs_data=False, floats=True),
+        _row("imatrix", rtn.solve_weighted),
+        _row("gptq", gptq.solve),
+        _row("gptaq", gptq.solve_corrected, corrects=True),
+        _row("awq", rtn.solve_weighted, AWQ),
+        _row("smoothquant", rtn.solve, SMOOTHQUANT),
+        _row("rotate", rtn.solve_weighted, ROTATE),
+        _row("awq+gptq", gptq.solve, AWQ),
+        _row("awq+gptaq", gptq.solve_corrected, AWQ, corrects=True),
+        _row("smoothquant+gptq", gptq.solve, SMOOTHQUANT),
+        _row("rotate+gptq", gptq.solve, ROTATE),
+        _row("rotate+awq+gptq", gptq.solve, ROTATE, AWQ),
+    )
 }
 
 
-def find_solver(recipe: str) -> Solver:
-    """The solver of a recipe. Raises InputError where it is unknown."""
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name; one's own is returned as it is. Raises InputError."""
+    if isinstance(recipe, Recipe):
+        return recipe
     if recipe not in RECIPES:
         raise InputError(f"recipe {recipe!r}", "unknown", f"known recipes: {', '.join(RECIPES)}")
     return RECIPES[recipe]
+
+
+def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
+    """Raise InputError where a row of RECIPES cannot make one of the schemes' weights."""
+    for scheme in schemes:
+        if scheme.weight.type == "float" and not recipe.floats and recipe.name in RECIPES:
+            able = ", ".join(row.name for row in RECIPES.values() if row.floats)
+            raise InputError(
+                f"recipe {recipe.name!r}", f"makes integer codes, not {scheme}", f"use {able}"
+            )
+
+
+def default_recipe(scheme: Scheme) -> str:
+    """What an expert would take: 8-bit weights alone are fine rounded to nearest."""
+    if scheme.weight.bits <= 4:
+        return "gptq"
+    return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
+
+
+def integer_activations(scheme: Scheme) -> int | None:
+    """The bits of a scheme whose activations are integers, else None."""
+    return 8 if scheme.activation is not None and scheme.activation.type == "int" else None

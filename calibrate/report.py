@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from calibrate.statistics import InputStatistics
 from formats.scheme import Scheme
 from formats.table import size_text, text_table
 from formats.weights import Weight
@@ -17,15 +18,20 @@ NUM_WORST = 5  # linears named in the summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearReport:
-    """One linear: how far its dequantized weight is from the float one."""
+    """One linear: how far its dequantized weight, and what it computes, is from the float one."""
 
     name: str
     shape: tuple[int, int]  # [N, K]
     scheme: str
     relative_error: float  # ||W - deq|| / ||W||, 0 for an all-zero weight
     largest_error: float  # max |W - deq|
+    output_error: float | None = None  # ||X (W - deq)^T|| / ||X W^T||; None without data
+    weight_absmax: float = 0.0
+    input_absmax: float | None = None  # of the calibration data
+    tokens: int | None = None  # that reached it
+    notes: tuple[str, ...] = ()  # fallbacks and other deviations from the recipe
     seconds: float  # in the solver
-    num_bytes: int  # on disk, without the bias
+    num_bytes: int = 0  # on disk, without the bias; the pipeline fills it
 
     @classmethod
     def measure(
@@ -36,10 +42,13 @@ class LinearReport:
         *,
         name: str,
         seconds: float,
-        num_bytes: int,
+        num_bytes: int = 0,
+        stats: InputStatistics | None = None,
+        notes: tuple[str, ...] = (),
     ) -> "LinearReport":
-        """Compare a weight with its quantized form."""
-        difference = packed.dequantize() - weight_NK.float()
+        """Compare a weight with its quantized form, and their outputs where there is data."""
+        found_NK = packed.dequantize()
+        difference = found_NK - weight_NK.float()
         norm = float(weight_NK.double().norm())
         return cls(
             name=name,
@@ -47,6 +56,11 @@ class LinearReport:
             scheme=str(scheme),
             relative_error=float(difference.double().norm()) / norm if norm else 0.0,
             largest_error=float(difference.abs().max()),
+            output_error=stats and stats.relative_output_error(weight_NK, found_NK),
+            weight_absmax=float(weight_NK.abs().max()),
+            input_absmax=stats and float(stats.absmax_K.max()),
+            tokens=stats and stats.num_tokens,
+            notes=notes,
             seconds=seconds,
             num_bytes=num_bytes,
         )
@@ -57,12 +71,17 @@ class QuantizationReport:
     """The whole run. Written beside the weights as quantization_report.json."""
 
     source: str
+    source_sha256: str = ""  # of config.json and the safetensors headers
     scheme: str
     recipe: str
     format: str
     linears: tuple[LinearReport, ...]  # in the order they were written
     bytes_before: int  # of all tensors
     bytes_after: int
+    calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
+    perplexity: dict[str, Any] | None = None  # before and after, on which text
+    seconds_by_stage: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     seconds: float
     left_in_float: dict[str, str] = field(default_factory=dict)  # linear -> why
@@ -88,30 +107,39 @@ class QuantizationReport:
                 linear.name,
                 f"{linear.shape[0]} x {linear.shape[1]}",
                 f"{100 * linear.relative_error:.2f} %",
+                "-" if linear.output_error is None else f"{100 * linear.output_error:.2f} %",
                 f"{linear.largest_error:.2e}",
                 f"{linear.seconds:.2f} s",
             )
             for linear in self.linears
         ]
-        table = text_table(("linear", "N x K", "error", "largest", "time"), rows)
+        table = text_table(("linear", "N x K", "error", "output", "largest", "time"), rows)
         worst = ", ".join(f"{w.name} {100 * w.relative_error:.2f} %" for w in self.worst)
-        return (
-            f"{table}\n\n"
+        lines = [f"warning: {warning}" for warning in self.warnings]
+        lines += [f"{linear.name}: {note}" for linear in self.linears for note in linear.notes]
+        lines.append(
             f"{len(self.linears)} linears to {self.scheme} by {self.recipe}, as {self.format},"
-            f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||\n"
-            f"{size_text(self.bytes_before)} -> {size_text(self.bytes_after)},"
-            f" {self.bits_per_weight:.2f} bits per quantized weight\n"
-            f"worst: {worst}" + self._left_text()
+            f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the same of X W^T"
         )
+        if self.perplexity:
+            lines.append(
+                f"perplexity {self.perplexity['before']:.4f} -> {self.perplexity['after']:.4f} on"
+                f" {self.perplexity['windows']} windows of {self.perplexity['text']}"
+            )
+        lines.append(
+            f"{size_text(self.bytes_before)} -> {size_text(self.bytes_after)},"
+            f" {self.bits_per_weight:.2f} bits per quantized weight"
+        )
+        return "\n".join([table, "", *lines, f"worst: {worst}", *self._left_lines()])
 
-    def _left_text(self) -> str:
+    def _left_lines(self) -> list[str]:
         """Which linears were left in float, by reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_in_float.items():
             by_reason.setdefault(reason, []).append(name)
-        return "".join(
-            f"\nleft in float: {', '.join(names)}: {reason}" for reason, names in by_reason.items()
-        )
+        return [
+            f"left in float: {', '.join(names)}: {reason}" for reason, names in by_reason.items()
+        ]
 
 
 def tool_versions() -> dict[str, str]:
@@ -119,5 +147,6 @@ def tool_versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "safetensors": version("safetensors"),
     }

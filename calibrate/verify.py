@@ -7,19 +7,28 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from calibrate.layer_map import find_layer_map
-from formats.checkpoint import CheckpointReader, read_json
+from formats.checkpoint import CheckpointReader, TensorEntry, read_json
 from formats.errors import CheckpointError
 from formats.layouts import LAYOUTS, decode_linear
-from formats.padding import Padding
 from formats.quant_config import BLOCK, METHODS, QuantConfig
 from formats.scheme import Scheme
 from formats.weights import Weight, tensors_of
 
 REMEDY = "nothing was published; check the disk, and run again"
+
+
+class Source(Protocol):
+    """The float model: a CheckpointReader, or what pads one."""
+
+    config: dict[str, Any]
+    entries: dict[str, TensorEntry]
+
+    def get(self, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +48,20 @@ class LinearDigest:
 def verify(
     folder: str | Path,
     expected: Mapping[str, LinearDigest],
-    source: CheckpointReader,
-    padding: Padding | None = None,
+    source: Source,
+    rewritten: Mapping[str, str] | None = None,
+    config: dict[str, Any] | None = None,
 ) -> None:
     """Raise CheckpointError, naming the tensor, unless `folder` holds exactly what it must.
 
-    That is: every linear of `expected` with these codes, scales and zeros; every other tensor of
-    `source` bit for bit, but for a tied head; nothing else; a configuration that reads back the
-    same.
+    That is: every linear of `expected` with these codes, scales and zeros; what a transform has
+    `rewritten` with its digest; every other tensor of `source` bit for bit, but for a tied head;
+    nothing else; a configuration that reads back the same, beside `config` (None: the source's).
     """
+    rewritten = rewritten or {}
     written = CheckpointReader(folder)
-    config = _verify_config(written, source, padding.config_changes if padding else {})
-    kept = kept_tensors(source, expected)
+    quant_config = _verify_config(written, config or source.config)
+    kept = list(dict.fromkeys([*kept_tensors(source, expected), *rewritten]))
     names = {f"{name}.{field}" for name in expected for field in expected[name].fields}
     for name in sorted(names.union(kept) - written.entries.keys()):
         raise CheckpointError(name, "is missing from the written checkpoint", REMEDY)
@@ -58,25 +69,27 @@ def verify(
         raise CheckpointError(name, "is in the written checkpoint, but nothing wrote it", REMEDY)
     for name, digest in expected.items():
         tensors = {field: written.get(f"{name}.{field}") for field in digest.fields}
-        weight = decode_linear(name, tensors, config)
+        weight = decode_linear(name, tensors, quant_config)
         found = LinearDigest.of(weight, tensors)
         for part in {**digest.hashes, **found.hashes}:
             if found.hashes.get(part) != digest.hashes.get(part):
                 raise CheckpointError(name, f"its {part} differ from what was solved", REMEDY)
-        if found.scheme != METHODS[config.method].stored(digest.scheme):
+        if found.scheme != METHODS[quant_config.method].stored(digest.scheme):
             raise CheckpointError(
                 name, f"reads back as {found.scheme}, not as {digest.scheme}", REMEDY
             )
     for name in kept:
-        tensor, original = written.get(name), source.get(name)
-        original = padding.apply(name, original) if padding else original
-        if not _same_bits(tensor, original):
+        tensor = written.get(name)
+        if name in rewritten:
+            if tensor_digest(tensor) != rewritten[name]:
+                raise CheckpointError(name, "differs from what the recipe made of it", REMEDY)
+        elif not _same_bits(tensor, source.get(name)):
             raise CheckpointError(
                 name, "differs from the source, though it is not quantized", REMEDY
             )
 
 
-def kept_tensors(source: CheckpointReader, linears: Mapping[str, object]) -> list[str]:
+def kept_tensors(source: Source, linears: Mapping[str, object]) -> list[str]:
     """Names of the source's tensors that are written as they are, in the source's order."""
     tied_head = find_layer_map(source.config).tied_head(source.config)
     return [
@@ -86,11 +99,16 @@ def kept_tensors(source: CheckpointReader, linears: Mapping[str, object]) -> lis
     ]
 
 
-def _verify_config(
-    written: CheckpointReader, source: CheckpointReader, changes: Mapping[str, object]
-) -> QuantConfig:
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    return hashlib.sha256(
+        f"{tensor.dtype} {list(tensor.shape)} {_sha256(tensor)}".encode()
+    ).hexdigest()
+
+
+def _verify_config(written: CheckpointReader, expected: dict[str, Any]) -> QuantConfig:
     block = written.config.get(BLOCK)
-    if {**source.config, **changes, BLOCK: block} != written.config:
+    if {**expected, BLOCK: block} != written.config:
         raise CheckpointError(
             "config.json", f"differs from the source in more than {BLOCK}", REMEDY
         )

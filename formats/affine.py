@@ -9,10 +9,11 @@ the longer side.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, SchemeError
 from formats.scheme import QuantSpec
 
 SCALE_DTYPE = torch.float16
@@ -23,14 +24,39 @@ MAX_SCALE = 65504.0
 # Fractions of the full range that the search tries. A smaller range clips the extreme weights of a
 # group and rounds all others finer.
 SHRINK_FACTORS = tuple(1 - 0.03 * i for i in range(13))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranges:
+    """What a scale method tries: fractions of the full range, and sides of a symmetric grid."""
+
+    shrinks: tuple[float, ...] = (1.0,)
+    long_side: bool = False  # the extreme weight on code 0; the scale may then be negative
+    short_side: bool = False  # the extreme weight on the code nearer to the middle, or on the last
+
+
+SCALE_METHODS: dict[str, Ranges] = {
+    "absmax": Ranges(short_side=True),
+    "full-range": Ranges(long_side=True),
+    "mse": Ranges(shrinks=SHRINK_FACTORS, long_side=True, short_side=True),
+}
+DEFAULT_METHOD = "mse"
 # Rows are searched in blocks of about this many weights, so that memory stays bounded.
 BLOCK_ELEMENTS = 2**22
 
 
 def choose_scales(
-    weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
+    weight_NK: torch.Tensor,
+    spec: QuantSpec,
+    name: str = "weight",
+    *,
+    method: str = DEFAULT_METHOD,
+    importance_K: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each group's scale and zero by least squared error. Returns (scales_NG, zeros_NG).
+
+    `method` is a row of SCALE_METHODS: the ranges to try. `importance_K` weighs the errors, such as
+    the mean square of each input in calibration data ("imatrix"); None: all alike.
 
     Scales are float16 and never zero; zeros are uint8 in code units, 2^(b-1) throughout for a
     symmetric spec. An all-zero group gets scale 1. Raises CheckpointError, with `name`, on NaN or
@@ -38,19 +64,34 @@ def choose_scales(
     """
     out_features, in_features = weight_NK.shape
     spec.check_shape(name, out_features, in_features)
+    if method not in SCALE_METHODS:
+        raise SchemeError(
+            f"scale method {method!r}", "unknown", f"known: {', '.join(SCALE_METHODS)}"
+        )
+    num_groups = spec.num_groups(in_features)
+    importance_GL = None
+    if importance_K is not None:
+        importance_GL = importance_K.float().view(num_groups, -1)
+        if not torch.isfinite(importance_GL).all() or (importance_GL < 0).any():
+            raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
+        # Where no input of a group matters, all of them do.
+        importance_GL = importance_GL + (importance_GL.sum(1, keepdim=True) == 0)
     rows = max(1, BLOCK_ELEMENTS // in_features)
     scales, zeros = [], []
     for block in weight_NK.split(rows):
-        groups_NGL = block.float().unflatten(1, (spec.num_groups(in_features), -1))
+        groups_NGL = block.float().unflatten(1, (num_groups, -1))
         if not torch.isfinite(groups_NGL).all():
             raise CheckpointError(name, "its weights contain NaN or infinity", "mend the model")
         candidates = _symmetric if spec.symmetric else _asymmetric
         best_scale, best_zero, best_error = None, None, None
-        for scale_NG, zero_NG in candidates(groups_NGL, spec):
+        for scale_NG, zero_NG in candidates(groups_NGL, spec, SCALE_METHODS[method]):
             stored_NG = _storable(scale_NG)
             step_NG1, zero_NG1 = stored_NG.float()[..., None], zero_NG[..., None]
             codes = (groups_NGL / step_NG1).round_().add_(zero_NG1).clamp_(0, spec.max_code)
-            error_NG = codes.sub_(zero_NG1).mul_(step_NG1).sub_(groups_NGL).square_().sum(-1)
+            error_NGL = codes.sub_(zero_NG1).mul_(step_NG1).sub_(groups_NGL).square_()
+            if importance_GL is not None:
+                error_NGL.mul_(importance_GL)
+            error_NG = error_NGL.sum(-1)
             if best_error is None:
                 best_scale, best_zero, best_error = stored_NG, zero_NG, error_NG
                 continue
@@ -71,25 +112,27 @@ def _storable(scale_NG: torch.Tensor) -> torch.Tensor:
 
 
 def _symmetric(
-    groups_NGL: torch.Tensor, spec: QuantSpec
+    groups_NGL: torch.Tensor, spec: QuantSpec, ranges: Ranges
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Ranges around the middle code: the extreme weight on its long side (code 0) or its short."""
     half = spec.symmetric_zero
     position = groups_NGL.abs().argmax(-1, keepdim=True)
     extreme_NG = groups_NGL.gather(-1, position).squeeze(-1)
     zero_NG = torch.full_like(extreme_NG, half)
-    for shrink in SHRINK_FACTORS:
-        yield -extreme_NG * (shrink / half), zero_NG
-        yield extreme_NG * (shrink / (half - 1)), zero_NG
+    for shrink in ranges.shrinks:
+        if ranges.long_side:
+            yield -extreme_NG * (shrink / half), zero_NG
+        if ranges.short_side:
+            yield extreme_NG * (shrink / (half - 1)), zero_NG
 
 
 def _asymmetric(
-    groups_NGL: torch.Tensor, spec: QuantSpec
+    groups_NGL: torch.Tensor, spec: QuantSpec, ranges: Ranges
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Ranges from the smallest to the largest weight, always with 0 inside."""
     low_NG = groups_NGL.amin(-1).clamp(max=0)
     high_NG = groups_NGL.amax(-1).clamp(min=0)
-    for shrink in SHRINK_FACTORS:
+    for shrink in ranges.shrinks:
         scale_NG = (high_NG - low_NG) * (shrink / spec.max_code)
         step_NG = _storable(scale_NG).float()
         zero_NG = (-low_NG * shrink / step_NG).round().clamp(0, spec.max_code)

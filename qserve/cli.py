@@ -43,20 +43,28 @@ class Command:
 
 def quantize(model: str, config: QuantizeConfig) -> int:
     from calibrate.pipeline import quantize_checkpoint
+    from calibrate.recipe import default_recipe
     from formats.plan import parse_override
     from formats.scheme import Scheme
     from formats.table import parse_size
 
+    scheme = Scheme.parse(config.scheme, config.group_size)
     report = quantize_checkpoint(
         model,
         config.output,
-        scheme=Scheme.parse(config.scheme, config.group_size),
-        recipe=config.recipe,
+        scheme=scheme,
+        recipe=config.recipe or default_recipe(scheme),
         output_format=config.format,
         ignore=config.ignore,
         overrides=[parse_override(text) for text in config.override],
         pad=config.pad,
         max_shard_bytes=parse_size(config.max_shard_size),
+        calibration=config.calibration,
+        samples=config.samples,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        eval_text=config.eval_text,
+        spill=config.spill,
         device=_device(config.device),
         quantizer=f"qserve-kit:{qserve.__version__}",
     )

@@ -11,6 +11,21 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 FORMATS = ("gptq", "awq", "compressed-tensors")
+# The rows of calibrate/recipe.py, by name: this module loads no torch. A test compares the two.
+RECIPES = (
+    "rtn",
+    "imatrix",
+    "gptq",
+    "gptaq",
+    "awq",
+    "smoothquant",
+    "rotate",
+    "awq+gptq",
+    "awq+gptaq",
+    "smoothquant+gptq",
+    "rotate+gptq",
+    "rotate+awq+gptq",
+)
 
 
 REQUIRED = MISSING  # as a default: the flag must be given
@@ -78,7 +93,22 @@ class QuantizeConfig:
     format: str | None = setting(
         None, "layout on disk; default: the one that most servers load the scheme from", FORMATS
     )
-    recipe: str = setting("rtn", "how codes are chosen; rtn: round to nearest", ("rtn",))
+    recipe: str | None = setting(
+        None,
+        "how codes are chosen; rtn: round to nearest, without data (default: gptq at 4 bits,"
+        " smoothquant+gptq at w8a8, else rtn)",
+        RECIPES,
+    )
+    calibration: str | None = setting(
+        None,
+        "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
+        " (default: a small set that the package brings)",
+    )
+    samples: int = setting(128, "calibration windows")
+    sequence_length: int = setting(2048, "tokens of a calibration window")
+    seed: int = setting(0, "seed of the order of the texts, and of rotations")
+    eval_text: str | None = setting(None, "file to measure perplexity on, before and after")
+    spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
     group_size: int | None = setting(
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )

@@ -9,6 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.float_model import FloatModel
+from calibrate.layer import load_transforms
+from calibrate.pipeline import _rewrite_model
+from calibrate.recipe import Recipe
+from calibrate.solving import LayerContext
+from formats.scheme import QuantSpec
+
 torch.set_num_threads(1)
 
 SHAPES = {  # local name -> [N, K]
@@ -68,5 +76,119 @@ def tiny_checkpoint(tmp_path: Path) -> Callable[..., TinyCheckpoint]:
 
     def make(architecture: str = "LlamaForCausalLM") -> TinyCheckpoint:
         return TinyCheckpoint(architecture, tmp_path / "source")
+
+    return make
+
+
+SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
+
+
+def stream_logits(
+    folder: Path,
+    ids_WS: torch.Tensor,
+    *transforms,
+    change=None,
+    spec=SPEC,
+    bits=None,
+    activation=None,
+):
+    """Logits [W, S, V] of the model after transforms; `change(layer, state)` may round weights."""
+    reader = FloatModel(folder)
+    layer_map = reader.layer_map
+    runner = LayerRunner(reader, layer_map, "cpu")
+    context = LayerContext(
+        layer_map=layer_map, config=reader.config, spec=spec, activation_bits=bits
+    )
+    recipe = Recipe(name="test", solver=None, transforms=transforms)
+    model = _rewrite_model(reader, recipe, context)
+    hidden = HiddenStates(
+        ids_WS, model.get(layer_map.embedding, reader.get(layer_map.embedding)), runner
+    )
+    for layer in range(layer_map.num_layers(reader.config)):
+        state = reader.layer(layer, "cpu")
+        state = load_transforms(state, recipe, context)
+        statistics = collect_statistics(runner, runner.build(layer, state), layer, hidden)
+        for transform in transforms:
+            if transform.on_statistics is not None:
+                state = {**state, **transform.on_statistics(state, statistics, context)}
+        if change is not None:
+            state = change(layer, state)
+        hidden.advance(runner, runner.build(layer, state, activation), layer)
+    norm = model.get(layer_map.last_norm, reader.get(layer_map.last_norm))
+    tied = layer_map.tied_head(reader.config)
+    head = model.get(layer_map.head)
+    if head is None:
+        head = reader.get(layer_map.embedding if tied else layer_map.head)
+    return torch.stack([runner.final_logits(h, norm, head) for h in hidden.states_WSD])
+
+
+@pytest.fixture(scope="session", name="stream_logits")
+def _stream_logits():
+    return stream_logits
+
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+MORE_FAMILIES = {
+    "phi3": ("Phi3Config", {"tie_word_embeddings": False}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory):
+    """family -> folder of a tiny random float model of those that only calibration knows."""
+    import transformers
+
+    made = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            cls, extra = MORE_FAMILIES[family]
+            config = getattr(transformers, cls)(**{**TINY, **extra})
+            torch.manual_seed(5)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    mean = 0.0 if "gemma" in family else 1.0
+                    torch.nn.init.normal_(parameter, mean, 0.2)
+            made[family] = tmp_path_factory.mktemp("other") / family
+            model.save_pretrained(made[family])
+        return made[family]
 
     return make

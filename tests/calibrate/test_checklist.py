@@ -175,6 +175,7 @@ def test_tokenizer_and_template_come_along_and_nothing_else(written, shards, doc
     ours = {
         "config.json",
         "quantize_config.json",
+        "quantization_report.html",
         "quantization_report.json",
         "model.safetensors.index.json",
     }

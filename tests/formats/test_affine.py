@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from formats import affine
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, SchemeError
 from formats.scheme import CHANNEL, QuantSpec
 
 SPECS = [
@@ -140,3 +140,52 @@ def test_row_blocks_do_not_change_the_choice(monkeypatch):
     monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128 * 5)
     in_blocks = affine.choose_scales(weight, spec)
     assert all(torch.equal(a, b) for a, b in zip(whole, in_blocks, strict=True))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_each_method_is_no_worse_than_the_one_it_extends(spec):
+    weight = random_weight()
+    errors = {}
+    for method in affine.SCALE_METHODS:
+        scales, zeros = affine.choose_scales(weight, spec, method=method)
+        errors[method] = squared_error_NG(weight, scales, zeros, spec)
+    assert (errors["mse"] <= errors["full-range"] * (1 + 1e-5)).all()
+    assert (errors["mse"] <= errors["absmax"] * (1 + 1e-5)).all()
+    default = affine.choose_scales(weight, spec)
+    named = affine.choose_scales(weight, spec, method="mse")
+    assert all(torch.equal(a, b) for a, b in zip(default, named, strict=True))
+    with pytest.raises(SchemeError, match="scale method 'best'.*known: absmax, full-range, mse"):
+        affine.choose_scales(weight, spec, method="best")
+
+
+def test_named_methods_are_the_formulas():
+    spec = QuantSpec(bits=4, symmetric=True, group_size=32)
+    weight = random_weight(torch.float32)
+    groups = weight.unflatten(1, (-1, 32))
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    absmax, _ = affine.choose_scales(weight, spec, method="absmax")
+    torch.testing.assert_close(absmax.float().abs(), extreme.abs() / 7, rtol=1e-3, atol=0)
+    full, _ = affine.choose_scales(weight, spec, method="full-range")
+    torch.testing.assert_close(full.float(), -extreme / 8, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_importance_weighs_the_errors(spec):
+    weight = random_weight().float()
+    importance = torch.logspace(-3, 3, 128)[torch.randperm(128)]
+
+    def weighted(scales, zeros):
+        codes = affine.quantize(weight, scales, zeros, spec)
+        error = (affine.dequantize(codes, scales, zeros) - weight).square() * importance
+        return float(error.sum())
+
+    found = affine.choose_scales(weight, spec, importance_K=importance)
+    plain = affine.choose_scales(weight, spec)
+    assert weighted(*found) < weighted(*plain)
+    equal = affine.choose_scales(weight, spec, importance_K=torch.ones(128))
+    assert all(torch.equal(a, b) for a, b in zip(equal, plain, strict=True))
+    zero = affine.choose_scales(weight, spec, importance_K=torch.zeros(128))
+    assert all(torch.equal(a, b) for a, b in zip(zero, plain, strict=True))
+    for bad in (float("nan"), -1.0):
+        with pytest.raises(SchemeError, match="up.*importance"):
+            affine.choose_scales(weight, spec, "up", importance_K=torch.full((128,), bad))

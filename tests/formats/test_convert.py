@@ -70,8 +70,9 @@ def written(source, tmp_path_factory):
         key = (scheme, output_format, str(options))
         if key not in made:
             made[key] = tmp_path_factory.mktemp("written") / "model"
-            layer_map = find_layer_map(json.loads((source / "config.json").read_text()))
-            scales = {n: 0.03 + i for i in range(2) for n in layer_map.linear_names(i)}
+            config = json.loads((source / "config.json").read_text())
+            names = find_layer_map(config).linear_names
+            scales = {name: 0.03 + i for i in range(2) for name in names(i, config)}
             quantize_checkpoint(
                 source,
                 made[key],
@@ -102,8 +103,8 @@ def weights_of(folder):
 
 
 def files(folder):
-    ours = "quantization_report.json"
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ours}
+    reports = ("quantization_report.json", "quantization_report.html")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in reports}
 
 
 def test_table_of_schemes_names_the_default_first():

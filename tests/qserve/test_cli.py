@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
 
 ENGINE_FLAGS = {
@@ -33,6 +34,12 @@ FLAGS = {
         "--scheme",
         "--format",
         "--recipe",
+        "--calibration",
+        "--samples",
+        "--sequence-length",
+        "--seed",
+        "--eval-text",
+        "--spill",
         "--group-size",
         "--device",
         "--ignore",
@@ -86,14 +93,23 @@ def test_underscores_are_dashes(monkeypatch):
     )
     monkeypatch.setitem(COMMANDS, "eval", command)
     assert main(["eval", "a_b", "--max_model_len", "64", "--text=c_d", "--sequence_length=9"]) == 0
-    model, engine, config = seen[0]
+    model, engine, settings = seen[0]
     assert (model, engine.model, engine.max_model_len) == ("a_b", "a_b", 64)
-    assert (config.text, config.sequence_length) == ("c_d", 9)
+    assert (settings.text, settings.sequence_length) == ("c_d", 9)
+
+
+DATA = ["--samples", "4", "--sequence-length", "256"]
+
+
+def test_recipes_are_those_of_the_table():
+    from calibrate.recipe import RECIPES
+
+    assert tuple(RECIPES) == config.RECIPES
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
     folder = tmp_path / "w4"
-    assert main(["quantize", str(docs_5m), "-o", str(folder), "--group-size", "64"]) == 0
+    assert main(["quantize", str(docs_5m), "-o", str(folder), "--group-size", "64", *DATA]) == 0
     printed = capsys.readouterr().out
     assert "model.layers.3.mlp.down_proj" in printed and "w4a16-sym-g64" in printed
     assert main(["inspect", str(folder), "--json"]) == 0

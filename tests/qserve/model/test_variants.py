@@ -49,7 +49,7 @@ def written(tiny_model, tmp_path_factory):
             made[key] = tmp_path_factory.mktemp("variants") / "model"
             source = tiny_model(family)
             config = json.loads((source / "config.json").read_text())
-            names = [n for i in range(3) for n in find_layer_map(config).linear_names(i)]
+            names = [n for i in range(3) for n in find_layer_map(config).linear_names(i, config)]
             quantize_checkpoint(
                 source,
                 made[key],

@@ -1,0 +1,283 @@
+"""Run a float model one decoder layer at a time. Knows transformers' layer classes, no solver.
+
+A layer is built from its class and config.json without memory (meta device), given its tensors,
+run over the hidden states of all windows, and let go. Positions and masks are passed explicitly: no
+full model is ever built. Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.activations import ACT2FN
+
+from calibrate.float_model import FloatModel
+from calibrate.layer_map import LayerMap
+from calibrate.statistics import InputStatistics
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError, InputError
+
+# Windows are run in batches of about this many tokens: enough to fill a GPU, little memory.
+BATCH_TOKENS = 8192
+LayerState = dict[str, torch.Tensor]  # a layer's tensors by their local names
+
+
+class LayerRunner:
+    """Builds decoder layers of one model and runs them."""
+
+    def __init__(
+        self, reader: FloatModel | CheckpointReader, layer_map: LayerMap, device: str
+    ) -> None:
+        """Raises CheckpointError where transformers does not know the model's config."""
+        self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
+        raw = dict(reader.config)
+        architecture = raw["architectures"][0]
+        try:
+            config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
+            model_class = getattr(transformers, architecture)
+        except (KeyError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                str(reader.folder / "config.json"),
+                f"transformers {transformers.__version__} cannot read it: {error}",
+                "calibration runs the float model's layers; use the recipe rtn, which does not",
+            ) from None
+        # Soft-capped attention scores exist in the plain implementation only.
+        self.eager = getattr(config, "attn_logit_softcapping", None) is not None
+        config._attn_implementation = "eager" if self.eager else "sdpa"
+        self.config = config
+        module = importlib.import_module(model_class.__module__)
+        family = architecture.removesuffix("ForCausalLM")
+        self._layer_class = getattr(module, f"{family}DecoderLayer")
+        self._norm_class = getattr(module, f"{family}RMSNorm")
+        self._rotary = getattr(module, f"{family}RotaryEmbedding")(config).to(device)
+        # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
+        stored = reader.entries[layer_map.embedding].dtype
+        self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
+        self._positions: dict[tuple[int, str], Any] = {}
+
+    def build(
+        self,
+        layer: int,
+        state: Mapping[str, torch.Tensor],
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> nn.Module:
+        """The layer as a module that holds `state`, in the computing dtype.
+
+        `activation` is applied to the input of every linear that is quantized, such as
+        fake_quantize_tokens.
+        """
+        with torch.device("meta"):
+            module = self._layer_class(self.config, layer)
+            if self.layer_map.experts_module:
+                module.mlp = Experts(self.layer_map, self.config, self.raw_config)
+                setattr(module, self.layer_map.experts_module, module.mlp)
+        # Where experts stand under two names, the checkpoint's is the one.
+        twice = self.layer_map.experts_module not in ("", "mlp")
+        wanted = [n for n in module.state_dict() if not (twice and n.startswith("mlp."))]
+        missing = [name for name in wanted if name not in state]
+        if missing:
+            raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
+        given = {name: state[name].to(self.device, self.dtype) for name in wanted}
+        module.load_state_dict(given, assign=True, strict=not twice)
+        if activation is not None:
+            for group in self.layer_map.inputs(self.raw_config):
+                for name in group:
+                    module.get_submodule(name).register_forward_pre_hook(
+                        lambda _, args: (activation(args[0]),)
+                    )
+        return module.train(False).requires_grad_(False)
+
+    def run(self, module: nn.Module, layer: int, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """One layer on a batch of whole windows."""
+        length = hidden_BSD.shape[1]
+        kind = self._kind(layer)
+        if (length, kind) not in self._positions:
+            ids_1S = torch.arange(length, device=self.device)[None]
+            # One rotary embedding per kind of layer (Gemma 3), or one for all.
+            accepted = inspect.signature(self._rotary.forward).parameters
+            extra = (kind,) if "layer_type" in accepted else ()
+            rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
+            self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
+        position_ids, rotary, mask = self._positions[length, kind]
+        with torch.no_grad():
+            output = module(
+                hidden_BSD,
+                attention_mask=mask,
+                position_ids=position_ids,
+                position_embeddings=rotary,
+                past_key_values=None,
+                use_cache=False,
+            )
+        return output[0] if isinstance(output, tuple) else output
+
+    def final_logits(
+        self, hidden_SD: torch.Tensor, norm_D: torch.Tensor, head_VD: torch.Tensor
+    ) -> torch.Tensor:
+        """Last norm and head, with the model's soft cap where it has one."""
+        norm = self._norm_class(hidden_SD.shape[-1], eps=self.config.rms_norm_eps)
+        norm.load_state_dict({"weight": norm_D.to(self.device, self.dtype)}, assign=True)
+        with torch.no_grad():
+            logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
+
+    def _kind(self, layer: int) -> str:
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return kinds[layer]
+        sliding = getattr(self.config, "sliding_window", None)
+        return "sliding_attention" if sliding else "full_attention"
+
+    def _mask(self, length: int, kind: str) -> torch.Tensor | None:
+        """None: causal, left to the attention kernel. Else additive [1, 1, S, S]."""
+        window = self.config.sliding_window if kind == "sliding_attention" else None
+        if not self.eager and (window is None or window >= length):
+            return None
+        ids_S = torch.arange(length, device=self.device)
+        distance_SS = ids_S[:, None] - ids_S
+        seen_SS = (distance_SS >= 0) & (distance_SS < (window or length))
+        mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
+        return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
+
+
+class Experts(nn.Module):
+    """A mixture of experts with a linear for each matrix of each expert, as checkpoints store it.
+
+    transformers' own holds all experts in one tensor, where no linear's input can be seen.
+    """
+
+    def __init__(self, layer_map: LayerMap, config: Any, raw_config: dict[str, Any]) -> None:
+        super().__init__()
+        first, second = layer_map.expert_linears_by_input
+        self.names = [name.rpartition(".")[2] for name in (*first, *second)]
+        count = layer_map.num_experts(raw_config)
+        inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        outer = config.hidden_size
+        self.gate = nn.Linear(outer, count, bias=False)
+        shapes = ((outer, inner), (outer, inner), (inner, outer))
+        self.experts = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.Linear(*shape, bias=False)
+                    for name, shape in zip(self.names, shapes, strict=True)
+                }
+            )
+            for _ in range(count)
+        )
+        self.chosen = config.num_experts_per_tok
+        self.renormalized = layer_map.renormalized or getattr(config, "norm_topk_prob", False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        shares_TE = torch.softmax(self.gate(hidden_TD).float(), -1)
+        share_TC, expert_TC = shares_TE.topk(self.chosen, -1)
+        if self.renormalized:
+            share_TC = share_TC / share_TC.sum(-1, keepdim=True)
+        output_TD = torch.zeros_like(hidden_TD)
+        for number, expert in enumerate(self.experts):
+            token_T, choice_T = (expert_TC == number).nonzero(as_tuple=True)
+            if len(token_T) == 0:
+                continue
+            gate, up, down = (expert[name] for name in self.names)
+            seen_TD = hidden_TD[token_T]
+            found_TD = down(self.activation(gate(seen_TD)) * up(seen_TD))
+            share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
+            output_TD.index_add_(0, token_T, found_TD * share_T1)
+        return output_TD.view_as(hidden_BSD)
+
+
+class HiddenStates:
+    """What every window is between two layers, [W, S, D]: in memory, or in a file to spare it."""
+
+    def __init__(
+        self,
+        ids_WS: torch.Tensor,
+        embedding_VD: torch.Tensor,
+        runner: LayerRunner,
+        spill: Path | None = None,
+    ) -> None:
+        """Embed the windows. `spill`: a file to hold the states in place of memory."""
+        if int(ids_WS.max()) >= embedding_VD.shape[0]:
+            raise InputError(
+                "calibration data",
+                f"has the token {int(ids_WS.max())}, but the model's vocabulary is"
+                f" {embedding_VD.shape[0]}",
+                "the tokenizer is another model's",
+            )
+        shape = (*ids_WS.shape, embedding_VD.shape[1])
+        if spill is None:
+            self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
+        else:
+            size = ids_WS.numel() * embedding_VD.shape[1]
+            flat = torch.from_file(str(spill), shared=True, size=size, dtype=runner.dtype)
+            self.states_WSD = flat.view(shape)
+        scale = shape[-1] ** 0.5 if runner.layer_map.embedding_times_root else 1.0
+        for number, ids_S in enumerate(ids_WS):
+            rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)
+            self.states_WSD[number] = rows_SD * torch.tensor(scale, dtype=runner.dtype)
+        self.batch = max(1, BATCH_TOKENS // ids_WS.shape[1])
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Views of whole windows, [B, S, D]."""
+        yield from self.states_WSD.split(self.batch)
+
+    def advance(self, runner: LayerRunner, module: nn.Module, layer: int) -> None:
+        """Replace the states by the layer's outputs. Raises InputError where one is not finite."""
+        for batch_BSD in self.batches():
+            output_BSD = runner.run(module, layer, batch_BSD.to(runner.device))
+            if not torch.isfinite(output_BSD).all():
+                raise InputError(
+                    runner.layer_map.prefix(layer),
+                    "its outputs contain NaN or infinity",
+                    "does the float model work? try --device cpu, which computes in float32",
+                )
+            batch_BSD.copy_(output_BSD)
+
+
+def collect_statistics(
+    runner: LayerRunner,
+    module: nn.Module,
+    layer: int,
+    hidden: HiddenStates,
+    reference: HiddenStates | None = None,
+) -> dict[str, InputStatistics]:
+    """Run the layer over all windows. Returns each linear's input statistics by local name.
+
+    Linears that share an input share the object. `reference` is the same windows in the float
+    model. Raises InputError on a NaN, naming the linear.
+    """
+    statistics: dict[str, InputStatistics] = {}
+    inputs: dict[InputStatistics, torch.Tensor] = {}
+    hooks = []
+    for group in runner.layer_map.inputs(runner.raw_config):
+        first = module.get_submodule(group[0])
+        name = f"{runner.layer_map.prefix(layer)}.{group[0]}"
+        stats = InputStatistics(first.in_features, runner.device, name)
+        statistics.update(dict.fromkeys(group, stats))
+        hooks.append(
+            first.register_forward_pre_hook(
+                lambda _, args, stats=stats: inputs.__setitem__(stats, args[0])
+            )
+        )
+    references = iter(reference.batches()) if reference is not None else None
+    for batch_BSD in hidden.batches():
+        expected: dict[InputStatistics, torch.Tensor] = {}
+        if references is not None:
+            runner.run(module, layer, next(references).to(runner.device))
+            expected = dict(inputs)
+            inputs.clear()
+        runner.run(module, layer, batch_BSD.to(runner.device))
+        for stats, x in inputs.items():
+            stats.update(x, expected.get(stats))
+        inputs.clear()
+    for hook in hooks:
+        hook.remove()
+    for stats in dict.fromkeys(statistics.values()):
+        stats.check()
+    return statistics

@@ -1,0 +1,25 @@
+"""Seconds by stage of a run."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Clock:
+    """Each stage is added to by `with clock("stage"):`."""
+
+    began: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - started
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self.began

@@ -1,0 +1,128 @@
+"""The float model that is quantized: its folder, checked, and read by layers. Knows no recipe."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.layer_map import find_layer_map
+from calibrate.solving import LayerState
+from formats.checkpoint import CheckpointReader, TensorEntry
+from formats.errors import CheckpointError, InputError
+from formats.padding import Padding
+from formats.quant_config import BLOCK
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_NAMES_SHOWN = 8
+
+
+class FloatModel:
+    """A model folder, opened lazily. `padding`, once set, widens what is read and the config."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Check everything that the headers can tell, so that no run fails late for it.
+
+        Raises InputError where the folder is no complete float model of a known architecture.
+        """
+        self.reader = CheckpointReader(folder)
+        self.layer_map = find_layer_map(self.reader.config)
+        self.padding: Padding | None = None
+        self.num_layers = self.layer_map.num_layers(self.reader.config)
+        self._check_not_quantized()
+        self._check_complete()
+        self.shapes = self._check_linears()  # [N, K] of every linear, by name
+
+    @property
+    def folder(self) -> Path:
+        return self.reader.folder
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors as they are stored, without padding."""
+        return self.reader.entries
+
+    @property
+    def config(self) -> dict[str, Any]:
+        changes = self.padding.config_changes if self.padding else {}
+        return {**self.reader.config, **changes}
+
+    @property
+    def num_positions(self) -> int | None:
+        """The longest text that the model was made for."""
+        return self.reader.config.get("max_position_embeddings")
+
+    def get(self, name: str, device: str = "cpu") -> torch.Tensor:
+        """One tensor, padded. Raises CheckpointError where there is none of that name."""
+        tensor = self.reader.get(name, device)
+        return self.padding.apply(name, tensor) if self.padding else tensor
+
+    def layer(self, number: int, device: str) -> LayerState:
+        """A layer's tensors by local name. Raises CheckpointError on NaN or infinity."""
+        prefix = self.layer_map.prefix(number)
+        state = {
+            local: self.get(f"{prefix}.{local}", device) for local in self.reader.children(prefix)
+        }
+        names = [n for group in self.layer_map.inputs(self.config) for n in group]
+        check_finite(
+            state, [*(f"{n}.weight" for n in names), *self.layer_map.layer_tensors], prefix
+        )
+        return state
+
+    def head(self) -> torch.Tensor:
+        """The output head [V, D]; a tied one is the embedding."""
+        tied = self.layer_map.tied_head(self.config)
+        return self.get(self.layer_map.embedding if tied else self.layer_map.head)
+
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the folder. Raises InputError."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.folder)
+        except Exception as error:  # transformers raises what its many tokenizer classes raise
+            raise InputError(
+                str(self.folder), f"its tokenizer cannot be loaded: {error}", "add tokenizer.json"
+            ) from None
+
+    def _check_not_quantized(self) -> None:
+        quantized = [name for name in self.entries if name.endswith(".qweight")]
+        if self.reader.config.get(BLOCK) is not None or quantized:
+            has_block = BLOCK in self.reader.config
+            found = f"its config.json has a {BLOCK}" if has_block else quantized[0]
+            raise CheckpointError(
+                str(self.folder), f"is quantized already: {found}", "start from the float model"
+            )
+
+    def _check_complete(self) -> None:
+        required = self.layer_map.required_tensors(self.reader.config)
+        missing = [name for name in required if name not in self.entries]
+        if missing:
+            more = f" and {len(missing) - MAX_NAMES_SHOWN} more" * (len(missing) > MAX_NAMES_SHOWN)
+            raise CheckpointError(
+                str(self.folder),
+                f"tensors missing: {', '.join(missing[:MAX_NAMES_SHOWN])}{more}",
+                "the checkpoint is incomplete, or config.json is another model's",
+            )
+
+    def _check_linears(self) -> dict[str, tuple[int, int]]:
+        shapes = {}
+        for layer in range(self.num_layers):
+            for name in self.layer_map.linear_names(layer, self.reader.config):
+                entry = self.entries[f"{name}.weight"]
+                if entry.dtype not in FLOAT_DTYPES or len(entry.shape) != 2:
+                    raise CheckpointError(
+                        f"{name}.weight",
+                        f"expected a float matrix, found {entry.dtype} {list(entry.shape)}",
+                        "start from the float model",
+                    )
+                shapes[name] = entry.shape
+        return shapes
+
+
+def check_finite(state: LayerState, names: list[str], prefix: str) -> None:
+    """Raise CheckpointError, naming the tensor, where one of `names` has a NaN or infinity."""
+    for name in names:
+        if name in state and not torch.isfinite(state[name]).all():
+            raise CheckpointError(
+                f"{prefix}.{name}", "its weights contain NaN or infinity", "mend the model"
+            )

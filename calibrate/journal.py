@@ -1,0 +1,167 @@
+"""Finished layers on disk, so that a killed run continues where it was. Knows no solver.
+
+A folder beside the target holds journal.json, what the run was started with, and one safetensors
+file for each finished layer, whose metadata is the layer's report. A file appears by renaming, so
+that what is there is whole.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from calibrate.layer import FinishedLayer
+from calibrate.report import LinearReport
+from formats.checkpoint import read_json
+from formats.errors import CheckpointError, InputError
+from formats.fp8 import Fp8Weight
+from formats.packed import PackedWeight
+from formats.scheme import ActivationSpec, QuantSpec
+from formats.weights import Weight
+
+IDENTITY = "journal.json"
+# spec type -> the tensors of a weight of that type, by the name that they have in the file
+FIELDS = {
+    "int": {"words": "words_NW", "scales": "scales_NG", "zeros": "zeros_NG"},
+    "float": {"codes": "codes_NK", "scales": "scales_RC"},
+}
+INPUT_SCALE = {"input_scale": "input_scale"}  # of static activations
+RECORD = "qserve_layer"
+
+
+class Journal:
+    """Use as a context manager: a user's error removes the folder, a crash leaves it."""
+
+    def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
+        """Open or start. Raises InputError where an unfinished run differs in its settings."""
+        target = Path(target).resolve()
+        self.folder = target.parent / f".{target.name}.unfinished"
+        # As it comes back from the file: tuples are lists there.
+        self.identity = json.loads(json.dumps(identity))
+        path = self.folder / IDENTITY
+        if path.exists():
+            stored = read_json(path)
+            names = sorted(stored.keys() | self.identity.keys())
+            for name in names:
+                before, now = stored.get(name), self.identity.get(name)
+                if before != now:
+                    raise InputError(
+                        str(self.folder),
+                        f"an unfinished run had {name} {before!r}, this one has {now!r}",
+                        "go on with the old settings, or delete this folder to start again",
+                    )
+            return
+        try:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            self._write(IDENTITY, json.dumps(self.identity, indent=2).encode())
+        except OSError as error:
+            raise CheckpointError(str(self.folder), f"cannot be made: {error.strerror}") from None
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, InputError):
+            self.remove()
+
+    def remove(self) -> None:
+        """The run is complete, or cannot be completed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, layer: int, finished: FinishedLayer) -> None:
+        """Put a finished layer on disk."""
+        tensors = {f"changed.{name}": tensor for name, tensor in finished.changed.items()}
+        for name, packed in finished.packed.items():
+            for short, field in (FIELDS[packed.spec.type] | INPUT_SCALE).items():
+                if getattr(packed, field) is not None:
+                    tensors[f"{short}.{name}"] = getattr(packed, field)
+        record = {
+            "linears": [asdict(report) for report in finished.reports],
+            "notes": finished.notes,
+            "packed": {
+                name: {
+                    "spec": asdict(packed.spec),
+                    "activation": packed.activation and asdict(packed.activation),
+                    "in_features": packed.in_features,
+                }
+                for name, packed in finished.packed.items()
+            },
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        partial = self.folder / "partial"
+        try:
+            save_file(tensors, partial, metadata={RECORD: json.dumps(record)})
+            self._publish(partial, self._path(layer))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                str(self.folder), f"cannot be written: {error}", "is the disk full?"
+            ) from None
+
+    def read(self, layer: int, device: str) -> FinishedLayer | None:
+        """A finished layer; None where it is not there yet. Raises CheckpointError on damage."""
+        path = self._path(layer)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                record = json.loads((file.metadata() or {})[RECORD])
+                tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - no mapping
+            packed = {
+                name: _weight(name, fields, tensors) for name, fields in record["packed"].items()
+            }
+            reports = tuple(_report(linear) for linear in record["linears"])
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+            raise CheckpointError(
+                str(path), f"is damaged: {error}", f"delete {self.folder} to start again"
+            ) from None
+        changed = {
+            name.removeprefix("changed."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("changed.")
+        }
+        return FinishedLayer(
+            packed=packed, changed=changed, reports=reports, notes=tuple(record["notes"])
+        )
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:05d}.safetensors"
+
+    def _write(self, name: str, content: bytes) -> None:
+        partial = self.folder / "partial"
+        partial.write_bytes(content)
+        self._publish(partial, self.folder / name)
+
+    def _publish(self, partial: Path, path: Path) -> None:
+        """Synced before it is named: after a power cut, what has a name has its bytes."""
+        descriptor = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        partial.rename(path)
+
+
+def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Weight:
+    spec, activation = QuantSpec(**record["spec"]), record["activation"]
+    values: dict[str, Any] = {
+        field: tensors[f"{short}.{name}"] for short, field in FIELDS[spec.type].items()
+    }
+    values["input_scale"] = tensors.get(f"input_scale.{name}")
+    values["activation"] = activation and ActivationSpec(**activation)
+    if spec.type == "float":
+        return Fp8Weight(spec=spec, **values)
+    return PackedWeight(spec=spec, in_features=record["in_features"], **values)
+
+
+def _report(values: dict[str, Any]) -> LinearReport:
+    known = {field.name for field in fields(LinearReport)}
+    values = {name: value for name, value in values.items() if name in known}
+    return LinearReport(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})

@@ -1,0 +1,115 @@
+"""One decoder layer: float tensors in, codes and a report out. Knows no file, no other layer."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from calibrate import rtn
+from calibrate.recipe import Recipe
+from calibrate.report import LinearReport
+from calibrate.solving import LayerContext, LayerState, SolverError
+from calibrate.statistics import InputStatistics
+from formats.activation import MIN_INPUT_SCALE
+from formats.scheme import FP8_MAX, ActivationSpec, Scheme
+from formats.weights import Weight, with_activation
+
+INT8_MAX = 127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedLayer:
+    """What a layer became. Names are local to the layer."""
+
+    packed: dict[str, Weight]
+    changed: LayerState  # tensors besides the linears' weights that a transform rewrote
+    reports: tuple[LinearReport, ...]
+    notes: tuple[str, ...] = ()
+
+    def apply(self, state: LayerState) -> LayerState:
+        """The layer's tensors with this result in place: what a server computes with."""
+        weights = {f"{name}.weight": packed.dequantize() for name, packed in self.packed.items()}
+        return {**state, **self.changed, **weights}
+
+
+def load_transforms(state: LayerState, recipe: Recipe, context: LayerContext) -> LayerState:
+    """The tensors after the transforms that need no data."""
+    for transform in recipe.transforms:
+        if transform.on_load is not None:
+            state = {**state, **transform.on_load(state, context)}
+    return state
+
+
+def quantize_layer(
+    original: LayerState,
+    state: LayerState,
+    statistics: dict[str, InputStatistics],
+    *,
+    schemes: Mapping[str, Scheme],
+    recipe: Recipe,
+    context: LayerContext,
+    input_scales: Mapping[str, torch.Tensor | float],
+    before_linear: Callable[[str], None] = lambda name: None,
+) -> FinishedLayer:
+    """Transform, then solve every linear of `schemes`; others stay in float.
+
+    `state` is `original` after load_transforms; `statistics` is empty where the recipe needs no
+    data; `schemes` and `input_scales` have full names. Raises what a solver raises, but for
+    SolverError: that linear is rounded to nearest, and its report says so.
+    """
+    for transform in recipe.transforms:
+        if transform.on_statistics is not None:
+            state = {**state, **transform.on_statistics(state, statistics, context)}
+    packed: dict[str, Weight] = {}
+    reports = []
+    for group in context.layer_map.inputs(context.config):
+        for local in group:
+            name, stats = f"{context.prefix}.{local}", statistics.get(local)
+            if name not in schemes:
+                continue
+            before_linear(local)
+            scheme = schemes[name]
+            weight_NK = state[f"{local}.weight"]
+            notes = []
+            started = time.perf_counter()
+            try:
+                packed[local] = recipe.solver(weight_NK, stats, scheme.weight, name)
+            except SolverError as error:
+                packed[local] = rtn.solve(weight_NK, None, scheme.weight, name)
+                notes.append(f"rounded to nearest: {error.problem}")
+            scale = input_scales.get(name)
+            if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
+                scale = static_scale(stats, scheme.activation)
+            packed[local] = with_activation(packed[local], scheme, scale, name)
+            seconds = time.perf_counter() - started
+            notes += stats.notes if stats is not None else []
+            reports.append(
+                LinearReport.measure(
+                    weight_NK,
+                    packed[local],
+                    scheme,
+                    name=name,
+                    seconds=seconds,
+                    stats=stats,
+                    notes=tuple(notes),
+                )
+            )
+    weights = {f"{local}.weight" for local in packed}
+    changed = {
+        name: tensor
+        for name, tensor in state.items()
+        if name not in weights and tensor is not original[name]
+    }
+    return FinishedLayer(
+        packed=packed, changed=changed, reports=tuple(reports), notes=tuple(context.notes)
+    )
+
+
+def static_scale(stats: InputStatistics, activation: ActivationSpec) -> float:
+    """The scale of a linear's input that just holds all that the data had there."""
+    if stats.num_tokens == 0:
+        stats.notes.append("no calibration token reached it: its input's scale is a guess, 1")
+        return 1.0
+    largest = INT8_MAX if activation.type == "int" else FP8_MAX
+    return max(float(stats.absmax_K.max()) / largest, MIN_INPUT_SCALE)

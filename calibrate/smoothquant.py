@@ -1,0 +1,83 @@
+"""SmoothQuant: move the activations' outliers into the weights, before both are rounded.
+
+Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
+Models" (2022). s_j = max|X_j|^alpha / max|W_j|^(1-alpha), for the inputs that a norm makes. alpha
+is given for the whole model, or searched for each input by the error of the rounded product on a
+sample of tokens.
+"""
+
+import torch
+
+from calibrate.activations import fake_quantize_tokens
+from calibrate.solving import LayerContext, LayerState, Transform, move_scale
+from calibrate.statistics import InputStatistics
+from formats import affine
+from formats.scheme import QuantSpec
+
+ALPHAS = tuple(i / 10 for i in range(11))
+SEARCH_METHOD = "full-range"
+MAX_FACTOR = 1e4
+
+
+def smooth_layer(
+    state: LayerState,
+    statistics: dict[str, InputStatistics],
+    context: LayerContext,
+    alpha: float | None = None,
+) -> LayerState:
+    """Move the factors of every norm of the layer; `alpha` None: searched for each."""
+    changed: LayerState = {}
+    for pair in context.layer_map.scale_pairs:
+        stats = statistics[pair.linears[0]]
+        if pair.kind != "norm" or stats.num_tokens == 0:
+            continue
+        weights = [state[f"{name}.weight"].float() for name in pair.linears]
+        tried = {a: factors(weights, stats.absmax_K, a) for a in ([alpha] if alpha else ALPHAS)}
+        if alpha is None:
+            sample_TK = stats.sample()
+            tried = {-1.0: torch.ones_like(stats.absmax_K), **tried}
+            errors = {
+                a: product_error(weights, scale_K, sample_TK, context)
+                for a, scale_K in tried.items()
+            }
+            best = min(errors, key=errors.get)
+        else:
+            best = alpha
+        if best >= 0:
+            changed |= move_scale({**state, **changed}, statistics, pair, tried[best], context)
+    return changed
+
+
+def factors(weights: list[torch.Tensor], absmax_K: torch.Tensor, alpha: float) -> torch.Tensor:
+    """The paper's s, [K], normalized to sqrt(max * min) = 1."""
+    weight_K = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    scale_K = absmax_K.clamp(min=1e-5) ** alpha / weight_K.clamp(min=1e-5) ** (1 - alpha)
+    scale_K = scale_K.clamp(min=float(scale_K.max()) / MAX_FACTOR)
+    return scale_K / (scale_K.max() * scale_K.min()).sqrt()
+
+
+def product_error(
+    weights: list[torch.Tensor],
+    scale_K: torch.Tensor,
+    sample_TK: torch.Tensor,
+    context: LayerContext,
+) -> float:
+    """Squared error of x W^T on the sample when both are rounded under the factors."""
+    x_TK = sample_TK / scale_K
+    if context.activation_bits is not None:
+        x_TK = fake_quantize_tokens(x_TK, context.activation_bits)
+    error = 0.0
+    for weight_NK in weights:
+        rounded_NK = _round(weight_NK * scale_K, context.spec)
+        difference = sample_TK @ weight_NK.t() - x_TK @ rounded_NK.t()
+        error += float(difference.double().square().sum())
+    return error
+
+
+def _round(weight_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, method=SEARCH_METHOD)
+    codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
+    return affine.dequantize(codes_NK, scales_NG, zeros_NG)
+
+
+SMOOTHQUANT = Transform(name="smoothquant", on_statistics=smooth_layer)

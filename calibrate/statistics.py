@@ -1,0 +1,95 @@
+"""What calibration data says about one linear input: second moments, ranges, counts.
+
+Linears that read the same input share one object. Legend: T tokens, K inputs.
+"""
+
+import torch
+
+from formats.errors import InputError
+
+# Tokens kept as they are, for errors that second moments cannot tell: 512 of them.
+SAMPLE_PER_CALL, SAMPLE_CALLS = 32, 16
+
+
+class InputStatistics:
+    """Sums over all tokens [T, K] that reached an input; one pass, memory K x K."""
+
+    def __init__(self, in_features: int, device: torch.device | str, name: str = "input") -> None:
+        self.name = name
+        self.num_tokens = 0
+        self.moment_KK = torch.zeros(in_features, in_features, device=device)  # sum of x x^T
+        self.drift_KK: torch.Tensor | None = None  # sum of (x of the float model - x) x^T
+        self.absmax_K = torch.zeros(in_features, device=device)
+        self._sample: list[torch.Tensor] = []
+        self.notes: list[str] = []  # what a solver has to tell: raised damping and the like
+        self.cache: dict[str, object] = {}  # derived by a solver, shared by the input's linears
+
+    def update(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+        """Add inputs [..., K]. Products of 16-bit inputs are exact, sums are float32.
+
+        `reference` is what the float model has there for the same tokens.
+        """
+        x_TK = x.reshape(-1, x.shape[-1])
+        if reference is not None and reference.shape == x.shape:
+            if self.drift_KK is None:
+                self.drift_KK = torch.zeros_like(self.moment_KK)
+            difference_TK = reference.reshape(x_TK.shape).float() - x_TK.float()
+            self.drift_KK.addmm_(difference_TK.t(), x_TK.float())
+        self.num_tokens += x_TK.shape[0]
+        if x_TK.shape[0]:
+            self.absmax_K = torch.maximum(self.absmax_K, x_TK.abs().amax(0).float())
+            if x_TK.is_cuda and x_TK.dtype in (torch.float16, torch.bfloat16):
+                # On tensor cores, where products of 16-bit numbers are exact all the same.
+                self.moment_KK += torch.mm(x_TK.t(), x_TK, out_dtype=torch.float32)
+                x_TK = x_TK.float()
+            else:
+                x_TK = x_TK.float()
+                self.moment_KK.addmm_(x_TK.t(), x_TK)
+            # Every call gives a few tokens, spread evenly: the sample sees all of the data.
+            step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
+            if len(self._sample) < SAMPLE_CALLS:
+                self._sample.append(x_TK[::step][:SAMPLE_PER_CALL].clone())
+
+    def sample(self) -> torch.Tensor:
+        """Some of the tokens, float32 [T, K]."""
+        return torch.cat(self._sample)
+
+    @property
+    def hessian_KK(self) -> torch.Tensor:
+        """Mean of x x^T: half the second derivative of the mean squared output error."""
+        return self.moment_KK / max(self.num_tokens, 1)
+
+    @property
+    def importance_K(self) -> torch.Tensor:
+        """Mean of x^2 of every input."""
+        return self.moment_KK.diagonal() / max(self.num_tokens, 1)
+
+    def check(self) -> None:
+        """Raise InputError, with the input's name, where an activation was NaN or infinite."""
+        if not torch.isfinite(self.moment_KK).all():
+            raise InputError(
+                self.name,
+                "its activations contain NaN or infinity, or overflow when squared",
+                "does the float model work? try --device cpu, which computes in float32",
+            )
+
+    def scale_(self, scale_K: torch.Tensor) -> None:
+        """Follow a change of the input from x to x / scale."""
+        inverse_K = 1 / scale_K.float().to(self.moment_KK.device)
+        self.moment_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
+        if self.drift_KK is not None:
+            self.drift_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
+        self.absmax_K = self.absmax_K * inverse_K
+        self._sample = [x_TK * inverse_K for x_TK in self._sample]
+        self.cache.clear()
+
+    def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
+        """Squared output error of each row, [N], summed over the tokens seen."""
+        difference_NK = difference_NK.float()
+        return (difference_NK @ self.moment_KK).mul_(difference_NK).sum(1).clamp_(min=0)
+
+    def relative_output_error(self, weight_NK: torch.Tensor, found_NK: torch.Tensor) -> float:
+        """||X (W - Wq)^T|| / ||X W^T|| over the calibration tokens; 0 where X W^T is zero."""
+        reference = float(self.squared_error(weight_NK).double().sum())
+        error = float(self.squared_error(weight_NK.float() - found_NK.float()).double().sum())
+        return (error / reference) ** 0.5 if reference else 0.0

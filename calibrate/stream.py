@@ -1,0 +1,100 @@
+"""What flows from layer to layer during a run: calibration windows, and text to compare models on.
+
+Knows which hidden states go through which weights, not where the weights come from.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.evaluate import Perplexity, perplexity
+from calibrate.solving import LayerState
+from calibrate.statistics import InputStatistics
+
+
+class Stream:
+    """Hidden states of calibration and evaluation, each through the quantized layers so far and, to
+    compare, through the float ones. Any may be absent."""
+
+    def __init__(
+        self,
+        runner: LayerRunner,
+        embedding_VD: torch.Tensor,
+        rewritten_VD: torch.Tensor,
+        *,
+        calibration_WS: torch.Tensor | None,
+        evaluation_WS: torch.Tensor | None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        with_reference: bool = False,
+        spill: Path | None = None,
+    ) -> None:
+        """`rewritten_VD` is the quantized model's embedding; `spill` a folder to spare memory.
+
+        `with_reference`: statistics tell how far the inputs are from the float model's.
+        """
+
+        def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor, name: str):
+            if ids_WS is None:
+                return None
+            return HiddenStates(ids_WS, table_VD, runner, spill / name if spill else None)
+
+        self.runner, self.activation, self.evaluation_WS = runner, activation, evaluation_WS
+        self._calibration = embed(calibration_WS, rewritten_VD, "calibration.states")
+        self._reference = (
+            embed(calibration_WS, rewritten_VD, "reference.states") if with_reference else None
+        )
+        self._after = embed(evaluation_WS, rewritten_VD, "after.states")
+        self._before = embed(evaluation_WS, embedding_VD, "before.states")
+
+    def statistics(self, layer: int, state: LayerState) -> dict[str, InputStatistics]:
+        """What the calibration data is at the layer's inputs; empty without data."""
+        if self._calibration is None:
+            return {}
+        module = self.runner.build(layer, state)
+        return collect_statistics(self.runner, module, layer, self._calibration, self._reference)
+
+    def advance(
+        self, layer: int, original: LayerState, loaded: LayerState, finished: LayerState
+    ) -> None:
+        """Put everything through the layer: as it was, as it was loaded, as it became."""
+        self._advance([self._calibration, self._after], layer, finished, self.activation)
+        self._advance([self._reference], layer, loaded, None)
+        self._advance([self._before], layer, original, None)
+
+    def _advance(
+        self,
+        states: list[HiddenStates | None],
+        layer: int,
+        state: LayerState,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        present = [hidden for hidden in states if hidden is not None]
+        if present:
+            module: nn.Module = self.runner.build(layer, state, activation)
+            for hidden in present:
+                hidden.advance(self.runner, module, layer)
+
+    def perplexities(
+        self,
+        before: tuple[torch.Tensor, torch.Tensor],
+        after: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[Perplexity, Perplexity] | None:
+        """Of the float and of the quantized model, each given as (last norm, head)."""
+        if self.evaluation_WS is None:
+            return None
+
+        def measure(hidden: HiddenStates, norm_D: torch.Tensor, head_VD: torch.Tensor):
+            states = iter(hidden.states_WSD)
+            head_VD = head_VD.to(self.runner.device, self.runner.dtype)
+            return perplexity(
+                self.evaluation_WS,
+                lambda _: self.runner.final_logits(
+                    next(states).to(self.runner.device), norm_D, head_VD
+                ),
+                progress=False,
+            )
+
+        return measure(self._before, *before), measure(self._after, *after)

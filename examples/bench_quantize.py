@@ -1,0 +1,119 @@
+"""Time and memory of GPTQ on a few layers of Llama-3-8B's shape, with random weights.
+
+    python examples/bench_quantize.py --layers 4 --device cuda
+
+The projection to 32 layers multiplies the measured seconds of the layers, and says so.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from calibrate.data import CalibrationData
+from calibrate.pipeline import quantize_checkpoint
+from formats.scheme import Scheme
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+WHOLE = 32  # layers of the model
+LINEARS = {
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (1024, 4096),
+    "self_attn.v_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (14336, 4096),
+    "mlp.up_proj": (14336, 4096),
+    "mlp.down_proj": (4096, 14336),
+}
+
+
+def write_model(folder: Path, layers: int) -> None:
+    """A float model with random weights; one file per layer, as large models have."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+
+    weight_map = {}
+
+    def save(file_name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file_name))
+
+    save(
+        "ends.safetensors",
+        {
+            "model.embed_tokens.weight": random(CONFIG["vocab_size"], 4096),
+            "model.norm.weight": torch.ones(4096, dtype=torch.bfloat16),
+            "lm_head.weight": random(CONFIG["vocab_size"], 4096),
+        },
+    )
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        tensors = {f"{prefix}.{name}.weight": random(*shape) for name, shape in LINEARS.items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = torch.ones(4096, dtype=torch.bfloat16)
+        save(f"layer-{layer}.safetensors", tensors)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--recipe", default="gptq")
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        source = Path(work) / "source"
+        source.mkdir()
+        write_model(source, arguments.layers)
+        shape = (arguments.samples, arguments.sequence_length)
+        ids = torch.randint(0, CONFIG["vocab_size"], shape, generator=torch.Generator())
+        report = quantize_checkpoint(
+            source,
+            Path(work) / "out",
+            scheme=Scheme.parse("w4a16-sym"),
+            recipe=arguments.recipe,
+            calibration=CalibrationData(ids_WS=ids, source="random token ids", seed=0),
+            device=arguments.device,
+        )
+    stages = report.seconds_by_stage
+    print({name: round(seconds, 2) for name, seconds in stages.items()})
+    solving = sum(stages[name] for name in ("statistics", "solving", "next inputs"))
+    print(
+        f"{arguments.layers} layers, {arguments.recipe}, {shape[0]} x {shape[1]} tokens on"
+        f" {arguments.device}: {solving:.1f} s for statistics, solving and next inputs;"
+        f" projected to {WHOLE} layers (not measured): {solving * WHOLE / arguments.layers:.0f} s"
+    )
+    if arguments.device.startswith("cuda"):
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print(f"GPU memory, largest: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"host memory, largest (with the making of the random model): {peak:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Calibration data: every source, full windows, the same ids for the same seed."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from calibrate.data import SHIPPED_TEXTS, read_calibration
+from formats.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(docs_5m):
+    return AutoTokenizer.from_pretrained(docs_5m)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": f"Text {i}\u2028 about ownership. " * 20} for i in range(9)]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
+    return str(path)
+
+
+def read(source, tokenizer, **options):
+    return read_calibration(source, tokenizer, **{"samples": 4, "sequence_length": 64, **options})
+
+
+def test_windows_are_full_and_texts_begin_with_bos(texts, tokenizer):
+    data = read(texts, tokenizer, samples=5)
+    assert data.ids_WS.shape == (5, 64) and data.ids_WS.dtype == torch.int64
+    assert data.ids_WS[0, 0] == tokenizer.bos_token_id
+    assert int((data.ids_WS == tokenizer.bos_token_id).sum()) >= 2
+    assert "Text" in tokenizer.decode(data.ids_WS[0])
+    assert data.warnings == ()
+
+
+def test_seed_decides_the_order_and_the_hash_tells(texts, tokenizer):
+    first, again, other = (read(texts, tokenizer, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.ids_WS, again.ids_WS) and first.sha256 == again.sha256
+    assert first.sha256 != other.sha256 and len(first.sha256) == 64
+    assert read(texts, tokenizer, sequence_length=32).sha256 != first.sha256
+
+
+def test_fewer_windows_than_asked_is_a_warning(texts, tokenizer):
+    data = read(texts, tokenizer, samples=500)
+    assert 4 < len(data.ids_WS) < 500
+    assert f"fills {len(data.ids_WS)} windows, not 500" in data.warnings[0]
+    with pytest.raises(InputError, match="do not fill one window"):
+        read(texts, tokenizer, sequence_length=10**5)
+
+
+def test_shipped_texts_serve_with_a_warning(tokenizer):
+    data = read(None, tokenizer, samples=16, sequence_length=512)
+    assert data.ids_WS.shape == (16, 512)
+    assert "--calibration" in data.warnings[0]
+    assert SHIPPED_TEXTS.stat().st_size < 300_000
+
+
+def test_chats_go_through_the_template(tmp_path, tokenizer):
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "What is a trait? " * 30}]
+    path.write_text(json.dumps({"messages": messages}))
+    expected = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.decode(read(str(path), tokenizer, samples=1).ids_WS[0, 1:])
+    assert expected.removeprefix(tokenizer.bos_token or "").startswith(text[:40])
+    path.write_text(json.dumps({"messages": [{"role": 3}]}))
+    with pytest.raises(InputError, match="template|window"):
+        read(str(path), tokenizer)
+
+
+def test_plain_text_is_one_text(tmp_path, tokenizer):
+    path = tmp_path / "book.txt"
+    path.write_text("A borrow is a reference. " * 100)
+    assert int((read(str(path), tokenizer).ids_WS == tokenizer.bos_token_id).sum()) == 1
+
+
+@pytest.mark.parametrize("line", ["{", '{"txt": 1}', '"text"', '{"text": 5}', '{"messages": []}'])
+def test_bad_line_is_named(tmp_path, tokenizer, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(InputError, match='bad.jsonl line 2.*"text"'):
+        read(str(path), tokenizer)
+
+
+def test_missing_file_and_missing_package(tmp_path, tokenizer, monkeypatch):
+    with pytest.raises(InputError, match="nowhere.txt: not found"):
+        read(str(tmp_path / "nowhere.txt"), tokenizer)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="some/set.*package datasets"):
+        read("some/set", tokenizer)
+
+
+class FakeDatasets:
+    """In place of the package, which the tests do not need installed."""
+
+    def __init__(self, rows):
+        self.rows, self.calls = rows, []
+
+    def load_dataset(self, **arguments):
+        self.calls.append(arguments)
+        return self.rows
+
+
+def test_parquet_and_names_go_to_datasets(tmp_path, tokenizer, monkeypatch):
+    fake = FakeDatasets([{"text": "Lifetimes are regions. " * 40}] * 3)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+    assert read(str(path), tokenizer).ids_WS.shape == (4, 64)
+    assert read("some/set", tokenizer).ids_WS.shape == (4, 64)
+    parquet, named = fake.calls
+    assert parquet == {"path": "parquet", "data_files": str(path), "split": "train"}
+    assert named == {"path": "some/set", "split": "train", "streaming": True}
+    fake.rows = [{"body": "x"}]
+    with pytest.raises(InputError, match="some/set row 0"):
+        read("some/set", tokenizer)

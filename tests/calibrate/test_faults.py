@@ -1,0 +1,174 @@
+"""What goes wrong on the way: NaN, starved experts, hopeless solvers, a foreign tokenizer."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from calibrate import rtn
+from calibrate.float_model import FloatModel
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.recipe import Recipe, default_recipe, find_recipe
+from calibrate.solving import SolverError
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError, InputError
+from formats.inspect import inspect_checkpoint
+from formats.packed import PackedWeight
+from formats.scheme import Scheme
+
+SCHEME = Scheme.parse("w4a16-sym")
+FAST = {"scheme": SCHEME, "samples": 2, "sequence_length": 64, "progress": False}
+
+
+@pytest.fixture
+def copy_5m(docs_5m, tmp_path):
+    """copy_5m(change) -> a copy of the bundled model with changed tensors."""
+
+    def make(change):
+        folder = tmp_path / "source"
+        folder.mkdir()
+        for path in docs_5m.iterdir():
+            if path.suffix != ".safetensors":
+                (folder / path.name).write_bytes(path.read_bytes())
+        tensors = load_file(docs_5m / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+def assert_nothing_left(tmp_path):
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("name", ["mlp.up_proj", "input_layernorm"])
+def test_nan_weight_stops_the_run_with_its_name(copy_5m, tmp_path, name):
+    full = f"model.layers.2.{name}.weight"
+    source = copy_5m(lambda tensors: tensors[full].view(-1)[7:8].fill_(math.nan))
+    with pytest.raises(CheckpointError, match=f"{full}: its weights contain NaN"):
+        quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
+    assert_nothing_left(tmp_path)
+
+
+def test_activations_that_overflow_stop_the_run_with_the_linears_name(copy_5m, tmp_path):
+    def change(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(1e38)
+
+    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.down_proj: its activations"):
+        quantize_checkpoint(copy_5m(change), tmp_path / "out", recipe="gptq", **FAST)
+    assert_nothing_left(tmp_path)
+
+
+def test_solver_that_gives_up_is_replaced_and_reported(docs_5m, tmp_path, caplog):
+    def picky(weight, stats, spec, name):
+        if name.endswith("1.mlp.down_proj"):
+            raise SolverError(name, "too hard")
+        return rtn.solve_weighted(weight, stats, spec, name)
+
+    recipe = Recipe(name="picky", solver=picky)
+    report = quantize_checkpoint(docs_5m, tmp_path / "out", recipe=recipe, **FAST)
+    notes = {linear.name: linear.notes for linear in report.linears if linear.notes}
+    assert notes == {"model.layers.1.mlp.down_proj": ("rounded to nearest: too hard",)}
+    assert "rounded to nearest: too hard" in report.to_text()
+    assert "too hard" in (tmp_path / "out" / "quantization_report.html").read_text()
+    assert "model.layers.1.mlp.down_proj: rounded to nearest" in caplog.text
+    weight = CheckpointReader(docs_5m).get("model.layers.1.mlp.down_proj.weight")
+    written = CheckpointReader(tmp_path / "out").get("model.layers.1.mlp.down_proj.scales")
+    assert torch.equal(written.t(), PackedWeight.from_float(weight, SCHEME.weight).scales_NG)
+
+
+def test_own_solver_is_given_everything(docs_5m, tmp_path):
+    seen = {}
+
+    def mine(weight, stats, spec, name):
+        seen[name] = (tuple(weight.shape), stats.num_tokens, stats.moment_KK.shape, spec)
+        return rtn.solve(weight, stats, spec, name)
+
+    recipe = Recipe(name="mine", solver=mine)
+    report = quantize_checkpoint(docs_5m, tmp_path / "out", recipe=recipe, **FAST)
+    assert report.recipe == "mine" and len(seen) == 28
+    down = seen["model.layers.3.mlp.down_proj"]
+    assert down == ((256, 768), 128, (768, 768), SCHEME.weight)
+    assert inspect_checkpoint(tmp_path / "out").problems == ()
+
+
+def test_starved_expert_is_rounded_and_reported(other_model, tmp_path, docs_5m, monkeypatch):
+    source = tmp_path / "moe"
+    source.mkdir()
+    for path in other_model("qwen3_moe").iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    for path in docs_5m.glob("tokenizer*"):
+        (source / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    # two of the last four scores are always above the first two experts' 0
+    gate = tensors["model.layers.1.mlp.gate.weight"]
+    gate[:2] = 0
+    gate[4:] = -gate[2:4]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d e f g h " * 40)
+
+    class Bytes:
+        bos_token_id, chat_template = 1, None
+
+        def encode(self, text, **_):
+            return list(text.encode())
+
+    monkeypatch.setattr(FloatModel, "tokenizer", lambda model: Bytes())
+    report = quantize_checkpoint(
+        source,
+        tmp_path / "out",
+        recipe="gptq",
+        calibration=str(text),
+        **{**FAST, "scheme": Scheme.parse("w4a16-sym-g32")},
+    )
+    starved = [linear for linear in report.linears if linear.tokens == 0]
+    assert starved and all(".layers.1.mlp.experts." in linear.name for linear in starved)
+    for linear in starved:
+        assert linear.notes == ("rounded to nearest: no calibration token reached it",)
+    assert len(report.linears) == 3 * (4 + 6 * 3)
+
+
+def test_tokenizer_of_another_model_is_named(copy_5m, tmp_path):
+    def change(tensors):
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:100].clone()
+
+    with pytest.raises(InputError, match="the model's vocabulary is 100"):
+        quantize_checkpoint(copy_5m(change), tmp_path / "out", recipe="gptq", **FAST)
+
+
+def test_defaults_by_scheme():
+    assert default_recipe(Scheme.parse("w4a16-sym")) == "gptq"
+    assert default_recipe(Scheme.parse("w8a16-sym")) == "rtn"
+    with pytest.raises(InputError, match="known recipes: rtn.*gptq"):
+        find_recipe("magic")
+
+
+def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "Ownership is a set of rules. " * 300}))
+    target = tmp_path / "out"
+    report = quantize_checkpoint(
+        docs_5m, target, recipe="gptq", eval_text=str(text), spill=tmp_path / "spill", **FAST
+    )
+    stored = json.loads((target / "quantization_report.json").read_text())
+    assert stored["calibration"]["windows"] == 2
+    assert len(stored["calibration"]["sha256"]) == len(stored["source_sha256"]) == 64
+    assert stored["versions"]["transformers"]
+    assert 1 < stored["perplexity"]["before"] < 200
+    assert abs(stored["perplexity"]["after"] / stored["perplexity"]["before"] - 1) < 0.5
+    assert set(stored["seconds_by_stage"]) >= {"statistics", "solving", "writing"}
+    assert any("--calibration" in warning for warning in stored["warnings"])
+    for linear in report.linears:
+        assert 0 < linear.output_error < linear.relative_error * 2
+        assert linear.input_absmax > 0 and linear.weight_absmax > 0
+    page = (target / "quantization_report.html").read_text()
+    assert page.count("<svg") == 6 and "http" not in page.replace("http://www.w3.org", "")
+    for linear in report.linears:
+        assert linear.name in page
+    quantize_checkpoint(docs_5m, tmp_path / "memory", recipe="gptq", **FAST)
+    one, two = ((f / "model.safetensors").read_bytes() for f in (target, tmp_path / "memory"))
+    assert one == two
