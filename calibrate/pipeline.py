@@ -51,7 +51,7 @@ def quantize_checkpoint(
     overrides: Iterable[tuple[str, Scheme]] = (),
     pad: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
-    calibration: str | None = None,
+    calibration: str | CalibrationData | None = None,
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
     seed: int = 0,
@@ -70,8 +70,8 @@ def quantize_checkpoint(
     `recipe` is a row of RECIPES or one's own Recipe; "rtn" needs no data. `output_format` None: the
     scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
     `input_scales` of static activations, by linear, replace those that the data gives.
-    `calibration` is a file or a data set's name; None: the shipped texts, where data is needed.
-    With `eval_text` both models' perplexity is measured. `spill` is a folder for the data's hidden
+    `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
+    where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder for the data's hidden
     states, to spare memory. `quantizer` ("tool:version") is recorded. Raises InputError on anything
     that the user can mend, before the first weight is read where possible; nothing is left behind
     then.
@@ -251,8 +251,14 @@ def _lacks_scales(
 
 
 def _read_data(
-    model: FloatModel, calibration: str | None, samples: int, sequence_length: int, seed: int
+    model: FloatModel,
+    calibration: str | CalibrationData | None,
+    samples: int,
+    sequence_length: int,
+    seed: int,
 ) -> CalibrationData:
+    if isinstance(calibration, CalibrationData):
+        return calibration
     data = read_calibration(
         calibration,
         model.tokenizer(),

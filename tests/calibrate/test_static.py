@@ -13,22 +13,20 @@ ATTENTION = "model.layers.{}.self_attn.{}_proj.input_scale"
 
 
 @pytest.fixture(scope="module")
-def written(docs_5m, tmp_path_factory):
+def data(docs_5m):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(docs_5m)
+    return read_calibration(None, tokenizer, samples=4, sequence_length=128, seed=0)
+
+
+@pytest.fixture(scope="module")
+def written(docs_5m, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("static") / "out"
-    quantize_checkpoint(
-        docs_5m,
-        folder,
-        scheme=Scheme.parse("w8a8-static"),
-        samples=4,
-        sequence_length=128,
-        progress=False,
-    )
+    scheme = Scheme.parse("w8a8-static")
+    quantize_checkpoint(docs_5m, folder, scheme=scheme, calibration=data, progress=False)
     return CheckpointReader(folder)
 
 
-def test_first_scale_is_the_largest_input_over_127(written, docs_5m):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(docs_5m)
-    data = read_calibration(None, tokenizer, samples=4, sequence_length=128, seed=0)
+def test_first_scale_is_the_largest_input_over_127(written, docs_5m, data):
     model = transformers.AutoModelForCausalLM.from_pretrained(docs_5m, dtype=torch.float32)
     largest = []
     model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(
