@@ -71,10 +71,10 @@ def quantize_checkpoint(
     scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
     `input_scales` of static activations, by linear, replace those that the data gives.
     `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
-    where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder for the data's hidden
-    states, to spare memory. `quantizer` ("tool:version") is recorded. Raises InputError on anything
-    that the user can mend, before the first weight is read where possible; nothing is left behind
-    then.
+    where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder
+    for the data's hidden states, to spare memory. `quantizer` ("tool:version") is recorded. Raises
+    InputError on anything that the user can mend, before the first weight is read where possible;
+    nothing is left behind then.
     """
     clock = Clock()
     model = FloatModel(source)

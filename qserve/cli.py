@@ -266,6 +266,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: object) -> None:
+    if field.metadata["positional"]:
+        parser.add_argument(
+            field.name, metavar=field.name.upper(), type=hint, help=field.metadata["help"]
+        )
+        return
     names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
     names.append("--" + field.name.replace("_", "-"))
     help_text = field.metadata["help"]

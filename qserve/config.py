@@ -31,9 +31,14 @@ RECIPES = (
 REQUIRED = MISSING  # as a default: the flag must be given
 
 
-def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that is also a command-line flag; a list is a flag that may be repeated."""
-    metadata = {"help": help, "choices": choices}
+def setting(
+    default: Any, help: str, choices: tuple[str, ...] | None = None, *, positional: bool = False
+) -> Any:
+    """A dataclass field that is also a command-line flag, or an argument without one.
+
+    A list is a flag that may be repeated.
+    """
+    metadata = {"help": help, "choices": choices, "positional": positional}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -131,7 +136,7 @@ class QuantizeConfig:
 class ConvertConfig:
     """What `qserve convert` is told beside the folder to read."""
 
-    output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
+    output: str = setting(REQUIRED, "folder to write; must not exist or be empty", positional=True)
     format: str = setting(REQUIRED, "layout on disk", FORMATS)
     max_shard_size: str = setting("1GB", "most bytes of one weight file, such as 500MB")
 

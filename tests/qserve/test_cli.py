@@ -50,7 +50,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | {"--host", "--port", "--served-model-name", "--api-key"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
-    "convert": {"-o", "--output", "--format", "--max-shard-size"},
+    "convert": {"--format", "--max-shard-size"},
     "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
     "bench": {"--op", "--shape", "--m", "--baseline", "--json", "--plot"},
@@ -188,7 +188,7 @@ def test_missing_required_flag_is_a_usage_error(docs_5m):
 
 def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
     converted = tmp_path / "awq"
-    assert main(["convert", str(quantized_5m), "-o", str(converted), "--format", "awq"]) == 0
+    assert main(["convert", str(quantized_5m), str(converted), "--format", "awq"]) == 0
     assert "from gptq to awq" in capsys.readouterr().out
     assert main(["inspect", str(converted), "--json", "--deep", str(docs_5m)]) == 0
     found = json.loads(capsys.readouterr().out)
