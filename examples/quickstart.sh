@@ -13,7 +13,9 @@ finish() {
 trap finish EXIT
 
 echo "== Quantize examples/models/docs-5m to 4 bits"
-qserve quantize examples/models/docs-5m --output "$work/docs-5m-w4a16" --scheme w4a16-sym
+# A small model and a first try: fewer calibration windows than the defaults.
+qserve quantize examples/models/docs-5m --output "$work/docs-5m-w4a16" --scheme w4a16-sym \
+    --samples 32 --sequence-length 512
 
 echo "== Serve it"
 qserve serve "$work/docs-5m-w4a16" --served-model-name docs-5m --port 0 >"$work/serve.log" 2>&1 &
