@@ -11,6 +11,7 @@ from formats.table import size_text
 
 REPORT_HTML = "quantization_report.html"
 WIDTH, HEIGHT, MARGIN = 900, 240, 60
+MAX_LAYER_LABELS = 24  # more would touch each other
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#1f2937}
@@ -74,6 +75,11 @@ def line_plot(series: dict[str, list[float]]) -> str:
     count = max((len(values) for values in series.values()), default=1)
     step = (WIDTH - 2 * MARGIN) / max(count - 1, 1)
     shapes = [_axis(top, y) for y in (0, 0.5, 1)]
+    below = _height(0) + 16
+    shapes += [
+        f'<text x="{MARGIN + i * step:.1f}" y="{below}" text-anchor="middle">{i}</text>'
+        for i in range(0, count, max(1, -(-count // MAX_LAYER_LABELS)))
+    ]
     for number, (name, values) in enumerate(series.items()):
         color = COLORS[number % len(COLORS)]
         points = [(MARGIN + i * step, _height(value / top)) for i, value in enumerate(values)]
