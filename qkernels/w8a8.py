@@ -181,11 +181,11 @@ def _w8a8(
     for step in tl.range(first, last, num_stages=STAGES):
         x_codes = x.load([tile_m * BM, step * BK])
         weight_codes = weight.load([tile_n * BN, step * BK])
-        # the tensor core keeps 14 bits of a float8 sum: after BK inputs it goes to a float32 one
+        # the tensor core keeps 14 bits of a float8 sum: after 128 inputs it goes to a float32 one
         if WEIGHT_LEFT:
-            total = tl.dot(weight_codes, x_codes.T, total, max_num_imprecise_acc=BK, out_dtype=SUM)
+            total = tl.dot(weight_codes, x_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
         else:
-            total = tl.dot(x_codes, weight_codes.T, total, max_num_imprecise_acc=BK, out_dtype=SUM)
+            total = tl.dot(x_codes, weight_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if WEIGHT_LEFT:
