@@ -21,6 +21,7 @@ from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
+FUSED_MAX_INPUTS = 2**14  # what is computed before takes registers too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +149,22 @@ def _has_float8_products() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _supports_triton_quantize(problem: Problem) -> str | None:
+def _supports_triton_quantize(
+    problem: Problem, max_inputs: int = QUANTIZE_MAX_INPUTS
+) -> str | None:
     reason = _needs_triton(problem)
     if reason is None and problem.activation.type == "float" and problem.device == "cuda":
         reason = None if _has_float8_products() else "float8 needs an sm_89 GPU or later"
     if reason is None:
         reason = _refuses_activation(problem.activation)
-    if reason is None and problem.in_features > QUANTIZE_MAX_INPUTS:
-        reason = f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs"
+    if reason is None and problem.in_features > max_inputs:
+        reason = f"holds a row in registers: at most {max_inputs} inputs"
     return reason
+
+
+_supports_triton_fused_quantize = functools.partial(
+    _supports_triton_quantize, max_inputs=FUSED_MAX_INPUTS
+)
 
 
 def _supports_dense(problem: Problem) -> str | None:
@@ -228,9 +236,9 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
     *_rows("quantize_input", "qkernels.act_quant", _supports_triton_quantize),
-    *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_quantize),
-    *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_quantize),
-    *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_quantize),
+    *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
+    *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
+    *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
     *_rows("rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkernels import act_quant, paged_attention, w4a16, w8a8
+from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8
 from qkernels.tiles import attention_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
@@ -131,11 +131,23 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
 
 def quantize_case(K: int, dtype: str = "i8") -> dict:
     pointers = {"x_ptr": BF16, "codes_ptr": f"*{dtype}", "scales_ptr": "*fp32"}
-    constants = {"scale_ptr": None, "SMALLEST": -127.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
+    constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
     constants |= {"BLOCK": K, "EARLY": True, "INTERPRETED": False}
     options = {"num_warps": act_quant.row_warps(K), "launch_pdl": True}
     scalars = {"stride_x": "i32", "K": "i32"}
     return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
+
+
+def fused_case(kernel, C: int) -> dict:
+    pointers = {"x_ptr": BF16, "residual_ptr": BF16, "weight_ptr": BF16, "total_ptr": BF16}
+    pointers |= {"codes_ptr": "*i8", "scales_ptr": "*fp32"}
+    pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
+    constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
+    constants |= {"BLOCK": C, "EARLY": True, "INTERPRETED": False}
+    scalars = {"C": "i32", "I": "i32", "eps": "fp32"}
+    scalars = {name: scalars[name] for name in kernel.arg_names if name in scalars}
+    options = {"num_warps": act_quant.row_warps(C), "launch_pdl": True}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
 def dequantize_case() -> dict:
@@ -216,6 +228,9 @@ CASES = {
     "quantize": lambda: quantize_case(4096),
     "quantize, widest": lambda: quantize_case(2**15),
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
+    "norm and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**13),
+    "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
+    "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**14),
     "dequantize": dequantize_case,
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),

@@ -124,6 +124,14 @@ def test_quantize_checks_its_arguments():
         ops.add_rms_norm_quantize(x, x[:1], x[0], 1e-5, ActivationSpec())
 
 
+def test_rounding_says_how_long_a_row_may_be():
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
+    for op, longest in (("quantize_input", 2**15), ("silu_and_mul_quantize", 2**14)):
+        assert taken(explain(op, **problem, in_features=longest)) == ["triton"]
+        explanation = explain(op, **problem, in_features=longest + 32)
+        assert taken(explanation) == ["reference"] and str(longest) in explanation[0].reason
+
+
 def test_given_codes_are_checked():
     scheme = Scheme.parse("w8a8")
     packed = with_activation(round_to_nearest(torch.randn(32, 64), scheme.weight), scheme, None)
