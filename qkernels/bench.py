@@ -18,7 +18,11 @@ COLD_BYTES = 400e6  # an H200's L2 holds 60 MB
 MAX_CALLS = 64  # of one graph; small inputs stay in the cache, as they do in a model
 REPLAYS = 15
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+def itself(result: torch.Tensor) -> torch.Tensor:
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class Case:
     calls: list[Call]
     want: torch.Tensor  # in higher precision than the calls'
     allowed_error: float
+    values: Callable[..., torch.Tensor] = itself  # of a call's result, to compare with `want`
+    operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
     # name -> calls that do the same work, or None where one raised ImportError
     baselines: dict[str, list[Call]] = field(default_factory=dict)
 
@@ -101,7 +107,7 @@ def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
 
 def check(case: Case) -> float:
     """The error of the first call. Raises KernelError where it is too large, or not a number."""
-    error = relative_error(case.calls[0](), case.want)
+    error = relative_error(case.values(case.calls[0]()), case.want)
     if not error <= case.allowed_error:
         raise KernelError(
             f"{case.op} {case.shape} m={case.m}",
@@ -131,7 +137,7 @@ def measure(case: Case, ceiling: Ceiling | None) -> Result:
 def floor_microseconds(case: Case, ceiling: Ceiling) -> float:
     return 1e6 * max(
         case.num_bytes / ceiling.bytes_per_second,
-        case.operations / ceiling.operations_per_second,
+        case.operations / (case.operation_rate * ceiling.operations_per_second),
     )
 
 

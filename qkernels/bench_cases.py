@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from formats.packed import PackedWeight
-from formats.scheme import QuantSpec
+from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
+from formats.weights import with_activation
 from qkernels import ops
 from qkernels.bench import CEILINGS, Call, Case, Result, copies_needed, measure
 from qkernels.errors import KernelError
@@ -43,6 +44,8 @@ NORM_SHAPES = {"4096": 4096}
 SILU_SHAPES = {"14336": 14336}
 ELEMENTWISE_M = (1, 32, 256, 4096)
 
+INT8 = ActivationSpec()  # a scale for each token
+
 Baselines = frozenset[str]
 
 
@@ -56,12 +59,14 @@ class BenchedOp:
     baselines: tuple[str, ...]
 
 
-def random_weight(N: int, K: int, seed: int) -> PackedWeight:
+def random_weight(
+    N: int, K: int, seed: int, bits: int = 4, group_size: int = GROUP
+) -> PackedWeight:
     generator = torch.Generator("cuda").manual_seed(seed)
-    spec = QuantSpec(bits=4, symmetric=True, group_size=GROUP)
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=group_size)
     G = spec.num_groups(K)
     words = torch.randint(
-        -(2**31), 2**31, (N, K // 8), dtype=torch.int32, device="cuda", generator=generator
+        -(2**31), 2**31, (N, K * bits // 32), dtype=torch.int32, device="cuda", generator=generator
     )
     scales = (torch.rand(N, G, device="cuda", generator=generator) + 0.5) / 512
     zeros = torch.full((N, G), spec.symmetric_zero, dtype=torch.uint8, device="cuda")
@@ -71,11 +76,20 @@ def random_weight(N: int, K: int, seed: int) -> PackedWeight:
 
 
 def _w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    yield from _weight_only(4, shape, ms, baselines)
+
+
+def _w8a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    yield from _weight_only(8, shape, ms, baselines - {"int_mm"})
+
+
+def _weight_only(
+    bits: int, shape: str, ms: tuple[int, ...], baselines: Baselines
+) -> Iterator[Case]:
     N, K = LINEAR_SHAPES[shape]
-    first = random_weight(N, K, seed=0)
-    weight_NK = first.dequantize(torch.float64)
-    packed = [first]
-    packed += [random_weight(N, K, seed=i) for i in range(1, copies_needed(N * K // 2))]
+    num_bytes = N * K * bits // 8
+    packed = [random_weight(N, K, seed=i, bits=bits) for i in range(copies_needed(num_bytes))]
+    weight_NK = packed[0].dequantize(torch.float64)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
     dense = int8 = rivals = ()
     if "cublas" in baselines:
@@ -95,13 +109,55 @@ def _w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Ca
         if rivals:
             others["gemlite"] = [lambda x=x, f=f: f(x) for f in rivals]
         yield Case(
-            op="w4a16",
+            op=f"w{bits}a16",
             shape=shape,
             m=m,
-            num_bytes=N * K // 2 + 2 * N * K // GROUP + 2 * m * (N + K),
+            num_bytes=num_bytes + 2 * N * K // GROUP + 2 * m * (N + K),
             operations=2 * m * N * K,
             calls=[lambda x=x, w=w: ops.linear(x, w) for w in weights],
             want=x.double() @ weight_NK.t(),
+            allowed_error=5e-3,
+            baselines=others,
+        )
+
+
+def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    """Rounding x to int8 included; the baselines get it as they need it."""
+    N, K = LINEAR_SHAPES[shape]
+    packed = [
+        with_activation(
+            random_weight(N, K, i, bits=8, group_size=CHANNEL), Scheme.parse("w8a8"), None
+        )
+        for i in range(copies_needed(N * K))
+    ]
+    weight_NK = packed[0].dequantize(torch.float64)
+    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    dense = []
+    if "cublas" in baselines:
+        dense = [each.dequantize(torch.bfloat16) for each in packed[: copies_needed(2 * N * K)]]
+    for m in ms:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        codes, scales = ops.quantize_input(x, packed[0].activation)
+        others: dict[str, list[Call]] = {}
+        if "codes" in baselines:  # ours, of an input that is rounded already
+            others["codes"] = [
+                lambda c=codes, s=scales, w=w: ops.linear_codes(c, s, w) for w in weights
+            ]
+        if dense:
+            others["cublas"] = [lambda x=x, w=w: functional.linear(x, w) for w in dense]
+        if "int_mm" in baselines and m > 16:  # fewer rows are more than torch._int_mm takes
+            others["int_mm"] = [
+                lambda c=codes, w=w: torch._int_mm(c, w.tensors["codes"].t()) for w in weights
+            ]
+        yield Case(
+            op="w8a8",
+            shape=shape,
+            m=m,
+            num_bytes=N * K + 4 * N + 2 * m * (N + K),
+            operations=2 * m * N * K,
+            operation_rate=2,
+            calls=[lambda x=x, w=w: ops.linear(x, w) for w in weights],
+            want=(codes.double() * scales.double()) @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
         )
@@ -253,12 +309,92 @@ def _silu_and_mul(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iter
         )
 
 
+def _silu_and_mul_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    width = SILU_SHAPES[shape]
+    for m in ms:
+        num_bytes = 5 * m * width
+        x = torch.randn(copies_needed(num_bytes), m, 2 * width, device="cuda", dtype=torch.bfloat16)
+        yield _quantized_case(
+            "silu_and_mul_quantize",
+            shape,
+            m,
+            num_bytes,
+            [lambda a=a: ops.silu_and_mul_quantize(a, INT8) for a in x],
+            [lambda a=a: ops.quantize_input(ops.silu_and_mul(a), INT8) for a in x],
+            baselines,
+        )
+
+
+def _add_rms_norm_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    C = NORM_SHAPES[shape]
+    weight = torch.rand(C, device="cuda", dtype=torch.bfloat16) + 0.5
+    for m in ms:
+        num_bytes = 7 * m * C
+        x, y = torch.randn(2, copies_needed(num_bytes), m, C, device="cuda", dtype=torch.bfloat16)
+        pairs = list(zip(x, y, strict=True))
+        yield _quantized_case(
+            "add_rms_norm_quantize",
+            shape,
+            m,
+            num_bytes,
+            [
+                lambda a=a, b=b: ops.add_rms_norm_quantize(a, b, weight, 1e-5, INT8)
+                for a, b in pairs
+            ],
+            [
+                lambda a=a, b=b: ops.quantize_input(ops.add_rms_norm(a, b, weight, 1e-5)[0], INT8)
+                for a, b in pairs
+            ],
+            baselines,
+        )
+
+
+def _quantized_case(
+    op: str,
+    shape: str,
+    m: int,
+    num_bytes: int,
+    fused: list[Call],
+    apart: list[Call],
+    baselines: Baselines,
+) -> Case:
+    """Checked, and timed, against the two operations in turn."""
+
+    def decoded(result: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return result[0].float() * result[1]
+
+    return Case(
+        op=op,
+        shape=shape,
+        m=m,
+        num_bytes=num_bytes,
+        operations=8 * m * int(shape),
+        calls=fused,
+        values=decoded,
+        want=decoded(apart[0]()),
+        allowed_error=5e-3,
+        baselines={"apart": apart} if "apart" in baselines else {},
+    )
+
+
 OPS: dict[str, BenchedOp] = {
     "w4a16": BenchedOp(
         cases=_w4a16,
         shapes=LINEAR_SHAPES,
         default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
         baselines=("cublas", "int_mm", "gemlite"),
+    ),
+    "w8a16": BenchedOp(
+        cases=_w8a16,
+        shapes=LINEAR_SHAPES,
+        default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
+        baselines=("cublas", "gemlite"),
+    ),
+    "w8a8": BenchedOp(
+        cases=_w8a8,
+        shapes=LINEAR_SHAPES,
+        default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
+        baselines=("codes", "cublas", "int_mm"),
     ),
     "paged_attention": BenchedOp(
         cases=_paged_attention,
@@ -290,6 +426,18 @@ OPS: dict[str, BenchedOp] = {
         shapes=SILU_SHAPES,
         default_m=dict.fromkeys(SILU_SHAPES, ELEMENTWISE_M),
         baselines=("torch",),
+    ),
+    "add_rms_norm_quantize": BenchedOp(
+        cases=_add_rms_norm_quantize,
+        shapes=NORM_SHAPES,
+        default_m=dict.fromkeys(NORM_SHAPES, ELEMENTWISE_M),
+        baselines=("apart",),
+    ),
+    "silu_and_mul_quantize": BenchedOp(
+        cases=_silu_and_mul_quantize,
+        shapes=SILU_SHAPES,
+        default_m=dict.fromkeys(SILU_SHAPES, ELEMENTWISE_M),
+        baselines=("apart",),
     ),
 }
 

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from formats.scheme import ActivationSpec, QuantSpec
+from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
 from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
+QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
+FUSED_MAX_INPUTS = 2**14  # what is computed before takes registers too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,27 +72,31 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _needs_triton_on_gpu(problem: Problem) -> str | None:
-    if not _has_triton():
-        return "triton is not installed"
-    if problem.device != "cuda":
-        return f"runs on cuda, not on {problem.device}"
-    if problem.dtype not in FLOAT_DTYPES:
-        return f"takes float16, bfloat16 and float32, not {problem.dtype}"
-    return None
-
-
-def _supports_triton_w4a16(problem: Problem) -> str | None:
+def _needs_triton(problem: Problem) -> str | None:
     if not _has_triton():
         return "triton is not installed"
     # TRITON_INTERPRET is triton's own switch: the same kernel then runs on a CPU, very slowly
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and problem.requested is not None
     if problem.device != "cuda" and not interpreted:
         return f"runs on cuda, not on {problem.device}"
+    return None
+
+
+def _needs_triton_on_gpu(problem: Problem) -> str | None:
+    reason = _needs_triton(problem)
+    if reason is None and problem.dtype not in FLOAT_DTYPES:
+        return f"takes float16, bfloat16 and float32, not {problem.dtype}"
+    return reason
+
+
+def _supports_triton_weight_only(problem: Problem, bits: int) -> str | None:
+    reason = _needs_triton(problem)
+    if reason is not None:
+        return reason
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
-    if problem.spec is None or problem.spec.bits != 4:
-        return f"takes 4-bit weights, not {problem.spec}"
+    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
+        return f"takes {bits}-bit integer weights, not {problem.spec}"
     if problem.activation is not None:
         return "takes 16-bit activations, not 8-bit ones"
     group = problem.spec.group_length(problem.in_features)
@@ -98,9 +104,67 @@ def _supports_triton_w4a16(problem: Problem) -> str | None:
         return f"takes groups divisible by {LINEAR_MIN_BLOCK_K}, not {group}"
     if problem.out_features % 8:
         return f"takes a number of outputs divisible by 8, not {problem.out_features}"
-    if problem.out_features * problem.in_features // 8 >= 2**31:
+    if problem.out_features * problem.in_features * bits // 32 >= 2**31:
         return "the weight's words cannot be counted in 32 bits"
     return None
+
+
+def _supports_triton_w8a8(problem: Problem) -> str | None:
+    spec, activation = problem.spec, problem.activation
+    reason = _needs_triton(problem)
+    if reason is not None:
+        return reason
+    if activation is None:
+        return "takes activations rounded to 8 bits, not 16-bit ones"
+    if spec is None or spec.bits != 8 or not spec.symmetric or spec.type != activation.type:
+        return f"takes symmetric int8 or float8 on both sides, not {spec} and {activation}"
+    if spec.group_length(problem.in_features) != problem.in_features or spec.rows not in (1, ALL):
+        return "takes one scale for each output or one for all, not blocks or groups"
+    reason = _refuses_activation(activation)
+    if reason is not None:
+        return reason
+    if problem.in_features > QUANTIZE_MAX_INPUTS:
+        return f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs"
+    if problem.in_features % 32 or problem.out_features % 8:
+        return (
+            "takes inputs divisible by 32 and outputs divisible by 8,"
+            f" not {problem.in_features} and {problem.out_features}"
+        )
+    if spec.type == "float" and problem.device == "cuda" and not _has_float8_products():
+        return "float8 products need an sm_89 GPU or later"
+    return None
+
+
+def _refuses_activation(activation: ActivationSpec) -> str | None:
+    """Why act_quant.py cannot round so; None: it can."""
+    if activation.per == "group" or (activation.dynamic and activation.per == "tensor"):
+        return (
+            f"rounds with a scale for each token or a static one, not one for each {activation.per}"
+        )
+    return None
+
+
+@functools.cache
+def _has_float8_products() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _supports_triton_quantize(
+    problem: Problem, max_inputs: int = QUANTIZE_MAX_INPUTS
+) -> str | None:
+    reason = _needs_triton(problem)
+    if reason is None and problem.activation.type == "float" and problem.device == "cuda":
+        reason = None if _has_float8_products() else "float8 needs an sm_89 GPU or later"
+    if reason is None:
+        reason = _refuses_activation(problem.activation)
+    if reason is None and problem.in_features > max_inputs:
+        reason = f"holds a row in registers: at most {max_inputs} inputs"
+    return reason
+
+
+_supports_triton_fused_quantize = functools.partial(
+    _supports_triton_quantize, max_inputs=FUSED_MAX_INPUTS
+)
 
 
 def _supports_dense(problem: Problem) -> str | None:
@@ -139,12 +203,22 @@ def _rows(op: str, module: str, supports: Callable[[Problem], str | None]) -> tu
 
 
 KERNELS: tuple[Kernel, ...] = (
+    *(
+        Kernel(
+            op="linear",
+            name=f"triton_w{bits}a16",
+            module="qkernels.w4a16",
+            priority=30,
+            supports=functools.partial(_supports_triton_weight_only, bits=bits),
+        )
+        for bits in (4, 8)
+    ),
     Kernel(
         op="linear",
-        name="triton_w4a16",
-        module="qkernels.w4a16",
+        name="triton_w8a8",
+        module="qkernels.w8a8",
         priority=30,
-        supports=_supports_triton_w4a16,
+        supports=_supports_triton_w8a8,
     ),
     Kernel(
         op="linear",
@@ -161,6 +235,10 @@ KERNELS: tuple[Kernel, ...] = (
         supports=_supports_all,
     ),
     *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
+    *_rows("quantize_input", "qkernels.act_quant", _supports_triton_quantize),
+    *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
+    *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
+    *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
     *_rows("rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),

@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -31,3 +33,14 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+@functools.cache
+def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums and counters of split products, one pair for each device, kept for good.
+
+    A fixed size and place, so that captured CUDA graphs stay valid. Products on one device must
+    follow each other, on one stream. A kernel leaves every counter at zero.
+    """
+    partials = torch.empty(LINEAR_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
+    return partials, torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)

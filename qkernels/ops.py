@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from formats.scheme import ActivationSpec
 from formats.weights import Weight
 from qkernels import dispatch
 from qkernels.dispatch import Problem
@@ -18,6 +19,7 @@ from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
 
 
 def prepare_weight(
@@ -70,6 +72,101 @@ def linear(
     if weight.input_order is not None:
         x = x.index_select(-1, weight.input_order)
     return dispatch.linear_module(weight.kernel).linear(x, weight, bias)
+
+
+def quantize_input(
+    x_MK: torch.Tensor,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x [M, K] to (codes [M, K], scales [M, S] float32), as `linear` rounds its input.
+
+    Codes are int8 or float8_e4m3fn. `scale` [] float32 is that of a static activation, else None.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    _check_quantized("quantize_input", x_MK, activation, scale)
+    return _run_quantized("quantize_input", x_MK, x_MK.shape[1], activation, kernel)(
+        x_MK, activation, scale
+    )
+
+
+def rms_norm_quantize(
+    x_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input(rms_norm(x)) of x [M, C], in one pass."""
+    op = "rms_norm_quantize"
+    _check_quantized(op, x_MC, activation, scale)
+    _check(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
+    return run(x_MC, weight_C, eps, activation, scale)
+
+
+def add_rms_norm_quantize(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (*quantize_input(rms_norm(x + residual)), x + residual), all new."""
+    op = "add_rms_norm_quantize"
+    _check_quantized(op, x_MC, activation, scale)
+    _check(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
+    _check(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
+    return run(x_MC, residual_MC, weight_C, eps, activation, scale)
+
+
+def silu_and_mul_quantize(
+    x_M2I: torch.Tensor,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
+    op = "silu_and_mul_quantize"
+    _check_quantized(op, x_M2I, activation, scale)
+    if x_M2I.shape[1] % 2:
+        raise KernelError(f"{op} x", f"expected an even last dim, found {list(x_M2I.shape)}")
+    run = _run_quantized(op, x_M2I, x_M2I.shape[1] // 2, activation, kernel)
+    return run(x_M2I, activation, scale)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` of an input that is codes already, [M, K] with scales [M, 1] float32: [M, N].
+
+    For what quantizes beside other work. Takes weights that the `triton_w8a8` or the `reference`
+    row prepared, with one input scale for each row; returns the weight's activation dtype.
+    """
+    if weight.activation is None or weight.activation.per == "group":
+        raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")
+    wanted = CODE_DTYPES[weight.activation.type]
+    _check("linear_codes codes", codes_MK, (None, weight.in_features), (wanted,), codes_MK)
+    if codes_MK.device != weight.device:
+        raise KernelError(
+            "linear_codes codes", f"expected them on {weight.device}, found {codes_MK.device}"
+        )
+    rows = codes_MK.shape[0]
+    _check("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
+    if bias is not None:
+        _check("linear_codes bias", bias, (weight.out_features,), (weight.dtype,), codes_MK)
+    if weight.input_order is not None:
+        codes_MK = codes_MK.index_select(-1, weight.input_order)
+    module = dispatch.linear_module(weight.kernel)
+    return module.linear_codes(codes_MK, scales_M1, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
@@ -213,6 +310,31 @@ def paged_attention(
 
 def _run(op: str, x: torch.Tensor):
     return dispatch.implementation(op, Problem(device=x.device.type, dtype=x.dtype))
+
+
+def _run_quantized(
+    op: str, x: torch.Tensor, inputs: int, activation: ActivationSpec, kernel: str | None
+):
+    problem = Problem(
+        device=x.device.type,
+        dtype=x.dtype,
+        requested=kernel,
+        activation=activation,
+        in_features=inputs,
+    )
+    return dispatch.implementation(op, problem)
+
+
+def _check_quantized(
+    op: str, x: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None
+) -> None:
+    _check_float(f"{op} x", x)
+    _expect_ndim(f"{op} x", x, 2)
+    if (scale is None) != activation.dynamic:
+        expected = "None" if activation.dynamic else "one number"
+        raise KernelError(f"{op} scale", f"expected {expected} for {activation}")
+    if scale is not None:
+        _check(f"{op} scale", scale, (), (torch.float32,), x)
 
 
 def _expect_ndim(name: str, tensor: torch.Tensor, ndim: int) -> torch.Size:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from formats import affine
-from formats.activation import quantize_input
+from formats.activation import quantize_input as round_input
 from formats.bits import unpack
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
+from formats.scheme import ActivationSpec
 from formats.weights import Weight
 from qkernels.prepared import PreparedWeight
 
@@ -57,16 +58,33 @@ def prepare_weight(
     )
 
 
+def quantize_input(
+    x_MK: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] to (codes [M, K], scales [M, S]); groups may make the codes wider."""
+    return round_input(x_MK, activation, scale)
+
+
 def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] to [..., N]. With 8-bit activations, x is rounded to codes first."""
     if weight.activation is None:
         return F.linear(x, _dequantize(weight).to(weight.dtype), bias)
-    tensors = weight.tensors
     codes_MK, scales_MS = quantize_input(
-        x.reshape(-1, weight.in_features), weight.activation, tensors.get("input_scale")
+        x.reshape(-1, weight.in_features), weight.activation, weight.tensors.get("input_scale")
     )
+    return linear_codes(codes_MK, scales_MS, weight, bias).view(*x.shape[:-1], weight.out_features)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_MS: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes [M, K], S scales of each row, to [M, N]; rounded once."""
+    tensors = weight.tensors
     if "int8" in tensors:
         y_MN = int8_matmul(codes_MK, tensors["int8"]).float()
         y_MN = y_MN * scales_MS * tensors["scales"].t()
@@ -76,7 +94,7 @@ def linear(
         y_MN = x_MK @ _dequantize(weight).t()
     if bias is not None:
         y_MN = y_MN + bias.float()
-    return y_MN.to(x.dtype).unflatten(0, x.shape[:-1]) if x.ndim != 2 else y_MN.to(x.dtype)
+    return y_MN.to(weight.dtype)
 
 
 def int8_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
@@ -128,6 +146,37 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where x [..., 2 I] is gate beside up."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def rms_norm_quantize(
+    x_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input of rms_norm."""
+    return quantize_input(rms_norm(x_MC, weight_C, eps), activation, scale)
+
+
+def add_rms_norm_quantize(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """quantize_input of add_rms_norm, and the sum."""
+    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+    return *quantize_input(normed_MC, activation, scale), total_MC
+
+
+def silu_and_mul_quantize(
+    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input of silu_and_mul."""
+    return quantize_input(silu_and_mul(x_M2I), activation, scale)
 
 
 def apply_rope(

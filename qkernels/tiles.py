@@ -136,6 +136,70 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Tile:
+    """How one W8A8 product is cut. The grid is [all output tiles, split]."""
+
+    block_m: int
+    block_n: int
+    block_k: int = 128
+    split: int = 1  # parts of K that different blocks sum
+    warps: int = 4
+    stages: int = 4
+    weight_left: bool = True  # y^T = W x^T: few rows then fill the narrow side of the tensor core
+    early: bool = True  # start while the kernel before it ends
+    tiles_m_of_group: int = 8  # row tiles that run beside each other
+
+
+# Measured choices, us for qkv / o / gate_up / down, rounding x to int8 included. W: block_n 128 at
+# gate_up, L: block_m 128, block_n 256.
+# M = 1     10.3 / 9.0 / 31.9 / 20.5   split 1 / 1 / W / 4
+# M = 16    10.6 / 9.3 / 33.3 / 22.5   the same
+# M = 32    11.0 / 9.6 / 34.1 / 23.6   the same
+# M = 64    11.4 / 10.4 / 35.7 / 26.4  split 1 / 1 / W / 2
+# M = 128   14.5 / 13.9 / 40.0 / 34.3  block_m 128; 6 stages / 6 stages / L / split 4
+# M = 256   19.6 / 15.1 / 63.8 / 43.7  4 stages / 6 stages / L / split 2
+# M = 512   33.1 / 21.9 / 118 / 69.1   L / 128 x 128 / L / 128 x 128
+# M = 1024  63.9 / 36.5 / 204 / 113    L
+# M = 4096  188 / 132 / 797 / 436      L
+def int8_tile(M: int, N: int, K: int, sm_count: int, integers: bool = True) -> Int8Tile:
+    """The tile for M >= 1 rows of int8 codes, or of float8 ones."""
+    if M <= 64:
+        block_m = max(16, power_of_two(M))
+        if ceil_div(N, 128) >= 1.5 * sm_count:
+            return Int8Tile(block_m=block_m, block_n=128)
+        # 128 KB of stages at 64 rows leave room for one block on an SM
+        blocks_per_sm = 1 if block_m == 64 else 2
+        split = _int8_split(M, N, ceil_div(N, 64), ceil_div(K, 256), 14, blocks_per_sm * sm_count)
+        return Int8Tile(block_m=block_m, block_n=64, block_k=256, split=split)
+    rows = ceil_div(M, 128)
+    large = rows * ceil_div(N, 256)
+    if M <= 256 and large < 0.75 * sm_count:
+        tiles = rows * ceil_div(N, 64)
+        split = _int8_split(M, N, tiles, ceil_div(K, 128), 28, 2 * sm_count)
+        stages = 6 if split * tiles <= sm_count else 4
+        return Int8Tile(block_m=128, block_n=64, split=split, stages=stages)
+    early = M <= 256
+    if not integers:  # sums of float8 take twice the registers
+        return Int8Tile(block_m=128, block_n=128, warps=8, weight_left=False, early=early)
+    if 2 * large <= sm_count:
+        return Int8Tile(block_m=128, block_n=128, weight_left=False, early=early)
+    return Int8Tile(block_m=128, block_n=256, warps=8, weight_left=False, early=early)
+
+
+def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_blocks: int) -> int:
+    """Parts of K: as many as leave each part enough steps, and as many blocks as run at once."""
+    fits = (
+        split
+        for split in (4, 3, 2)
+        if steps // split >= steps_of_part
+        and split * tiles <= max_blocks
+        and split * M * N <= LINEAR_WORKSPACE_FLOATS
+        and tiles <= LINEAR_COUNTERS
+    )
+    return next(fits, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTile:
     """How paged attention is cut. A block does block_q rows of all heads that share a KV head."""
 

@@ -1,4 +1,4 @@
-"""y = x W^T with 4-bit weights and 16-bit activations, in Triton. Knows no file format.
+"""y = x W^T with 4- or 8-bit weights and 16-bit activations, in Triton. Knows no file format.
 
 The weight is the tensor core's left operand (y^T = W x^T): dequantized codes then stay in
 registers, and only x passes through shared memory. Codes are stored in the order of the register
@@ -7,20 +7,16 @@ fragment, so unpacking moves nothing between threads (README.md has the picture)
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from formats.packed import PackedWeight
-from qkernels.launch import INTERPRETED, has_dependent_launch, on_device, sm_count
+from qkernels.launch import INTERPRETED, has_dependent_launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
-    LINEAR_COUNTERS,
     LINEAR_TILE_N,
-    LINEAR_WORKSPACE_FLOATS,
     LinearTile,
     ceil_div,
     linear_block_k,
@@ -29,9 +25,16 @@ from qkernels.tiles import (
 )
 
 # Or-ing a code q into this word's low bits gives a number exactly: 1024 + q in float16 (ten
-# mantissa bits), 128 + q in bfloat16 (seven). Both halves of a word are converted at once.
+# mantissa bits), 128 + q in bfloat16 (seven). Both halves of a word are converted at once. bfloat16
+# has no room for 8 bits: two halves of the code make q - 128.
 MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
-MAGIC_VALUE = {torch.float16: 1024, torch.bfloat16: 128}
+# (activation dtype, bits) -> what an unpacked code 0 is
+VALUE_OF_ZERO = {
+    (torch.float16, 4): 1024,
+    (torch.float16, 8): 1024,
+    (torch.bfloat16, 4): 128,
+    (torch.bfloat16, 8): -128,
+}
 
 BULK_COPY_ALIGNMENT = 16  # bytes, of the address that the bulk copy engine reads from
 # One dequantizing block: one warp, so that putting 16 bytes of a row together needs no barrier. All
@@ -54,27 +57,45 @@ def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
     return words_NKt.flatten(1)
 
 
+def byte_order(codes_NK: torch.Tensor) -> torch.Tensor:
+    """8-bit codes [N, K] to int32 words [N, K / 4], the private order.
+
+    Of 16 inputs in a row, word t = 0..3 holds input k = 8 h + 2 t + e at bit 8 h + 16 e, for h, e
+    in {0, 1}.
+    """
+    codes_NKhte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 4, 2))
+    words_NKt = torch.zeros_like(codes_NKhte[:, :, 0, :, 0])
+    for h in range(2):
+        for e in range(2):
+            words_NKt |= codes_NKhte[:, :, h, :, e] << (8 * h + 16 * e)
+    return words_NKt.flatten(1)
+
+
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
     """Reorder into contiguous tiles of 64 outputs by one step of inputs.
 
     Outputs are padded with code 0 and scale 0. An asymmetric weight's zeros are stored as the
-    number to subtract: magic value + zero, exact in `dtype`.
+    number to subtract: what an unpacked 0 is + zero, exact in `dtype`.
     """
     packed = packed if device is None else packed.to(device)
     block_k = linear_block_k(packed.spec.group_length(packed.in_features))
-    words_NW = _pad_rows(fragment_order(packed.codes()))
-    words = words_NW.unflatten(1, (-1, block_k // 8)).unflatten(0, (-1, LINEAR_TILE_N))
+    bits = packed.spec.bits
+    order = fragment_order if bits == 4 else byte_order
+    words_NW = _pad_rows(order(packed.codes()))
+    words = words_NW.unflatten(1, (-1, block_k * bits // 32)).unflatten(0, (-1, LINEAR_TILE_N))
     tensors = {
-        "words": words.transpose(1, 2).contiguous(),  # [N/64, K/BK, 64, BK/8]
+        "words": words.transpose(1, 2).contiguous(),  # [N/64, K/BK, 64, BK * bits / 32]
         "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
     }
     if not packed.spec.symmetric:
-        tensors["offsets"] = _tiles_of_groups(packed.zeros_NG.to(dtype) + MAGIC_VALUE[dtype])
+        tensors["offsets"] = _tiles_of_groups(
+            packed.zeros_NG.to(dtype) + VALUE_OF_ZERO[dtype, bits]
+        )
     workspace(packed.device)
     return PreparedWeight(
-        kernel="triton_w4a16",
+        kernel=f"triton_w{bits}a16",
         tensors=tensors,
         spec=packed.spec,
         out_features=packed.out_features,
@@ -92,17 +113,6 @@ def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
     return _pad_rows(values_NG).unflatten(0, (-1, LINEAR_TILE_N)).transpose(1, 2).contiguous()
 
 
-@functools.cache
-def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums and counters of split products, one pair for each device, kept for good.
-
-    A fixed size and place, so that captured CUDA graphs stay valid. Products on one device must
-    follow each other, on one stream. The kernel leaves every counter at zero.
-    """
-    partials = torch.empty(LINEAR_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-    return partials, torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
-
-
 def linear(
     x: torch.Tensor,
     weight: PreparedWeight,
@@ -118,7 +128,7 @@ def linear(
     M = x_MK.shape[0]
     if M == 0:
         return x.new_empty(*x.shape[:-1], N)
-    group = weight.spec.group_length(K)
+    group, bits = weight.spec.group_length(K), weight.spec.bits
     tile = tile or linear_tile(M, N, K, group, sm_count(x.device))
     if tile is None:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
@@ -146,7 +156,8 @@ def linear(
             K,
             STEPS_OF_GROUP=group // block_k,
             MAGIC=MAGIC_WORD[x.dtype],
-            OFFSET=MAGIC_VALUE[x.dtype] + weight.spec.symmetric_zero,
+            OFFSET=VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero,
+            BITS=bits,
             BM=tile.block_m,
             BN=tile.block_n,
             BK=block_k,
@@ -166,7 +177,7 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
     """The weight [N, K] in its activation dtype, rounded as PackedWeight.dequantize rounds."""
     N, K = weight.out_features, weight.in_features
     out_NK = torch.empty((N, K), dtype=weight.dtype, device=weight.device)
-    group = weight.spec.group_length(K)
+    group, bits = weight.spec.group_length(K), weight.spec.bits
     block_k = linear_block_k(group)
     with on_device(out_NK):
         _dequantize_weight[(ceil_div(N, DEQUANTIZE_ROWS), K // block_k)](
@@ -178,7 +189,8 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
             K,
             STEPS_OF_GROUP=group // block_k,
             MAGIC=MAGIC_WORD[weight.dtype],
-            OFFSET=MAGIC_VALUE[weight.dtype] + weight.spec.symmetric_zero,
+            OFFSET=VALUE_OF_ZERO[weight.dtype, bits] + weight.spec.symmetric_zero,
+            BITS=bits,
             ROWS=DEQUANTIZE_ROWS,
             BK=block_k,
             TILE_N=LINEAR_TILE_N,
@@ -218,32 +230,51 @@ def _pair(words, MAGIC: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _halves(words, DTYPE: tl.constexpr):
+    """Both 16-bit halves of each word as numbers: [..., 2]."""
+    low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _byte_pair(words, MAGIC: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The codes in bits 0..7 and 16..23 of each word: [..., 2] of code + what a 0 is."""
+    if DTYPE.is_fp16():
+        return _halves((words & 0x00FF00FF) | MAGIC, DTYPE)
+    # 16 (128 + high) - 2304 + (128 + low) = code - 128; no step needs more than bfloat16's 8 bits
+    low = _halves(_pair(words, MAGIC, INTERPRETED), DTYPE)
+    high = _halves(_pair(words >> 4, MAGIC, INTERPRETED), DTYPE)
+    return (high * 16.0 - 2304.0).to(DTYPE) + low
+
+
+@triton.jit
 def _unpack(
     words,
     MAGIC: tl.constexpr,
+    BITS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Words [BN, BK/8] to [BN, BK] of magic value + code. Reads and writes registers only."""
-    p0 = _pair(words, MAGIC, INTERPRETED)
-    p1 = _pair(words >> 4, MAGIC, INTERPRETED)
-    p2 = _pair(words >> 8, MAGIC, INTERPRETED)
-    p3 = _pair(words >> 12, MAGIC, INTERPRETED)
-    low0 = (p0 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    low1 = (p1 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    low2 = (p2 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    low3 = (p3 & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    high0 = (p0 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    high1 = (p1 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    high2 = (p2 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    high3 = (p3 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    i0 = tl.join(tl.join(low0, high0), tl.join(low1, high1))
-    i1 = tl.join(tl.join(low2, high2), tl.join(low3, high3))
-    # [BN, BK/32, t, e, h, i] -> [BN, BK/32, i, h, t, e]
-    values = tl.join(i0, i1).reshape(BN, BK // 32, 4, 2, 2, 2)
-    return values.trans(0, 1, 5, 4, 2, 3).reshape(BN, BK)
+    """Words [BN, WORDS] to [BN, BK] of code + what a 0 is. Reads and writes registers only."""
+    if BITS == 8:
+        e0 = _byte_pair(words, MAGIC, DTYPE, INTERPRETED)
+        e1 = _byte_pair(words >> 8, MAGIC, DTYPE, INTERPRETED)
+        # [BN, BK/16, t, e, h] -> [BN, BK/16, h, t, e]
+        values = tl.join(e0, e1).reshape(BN, BK // 16, 4, 2, 2)
+        return values.trans(0, 1, 4, 2, 3).reshape(BN, BK)
+    else:
+        p0 = _pair(words, MAGIC, INTERPRETED)
+        p1 = _pair(words >> 4, MAGIC, INTERPRETED)
+        p2 = _pair(words >> 8, MAGIC, INTERPRETED)
+        p3 = _pair(words >> 12, MAGIC, INTERPRETED)
+        i0 = tl.join(_halves(p0, DTYPE), _halves(p1, DTYPE))
+        i1 = tl.join(_halves(p2, DTYPE), _halves(p3, DTYPE))
+        # [BN, BK/32, t, e, h, i] -> [BN, BK/32, i, h, t, e]
+        values = tl.join(i0, i1).reshape(BN, BK // 32, 4, 2, 2, 2)
+        return values.trans(0, 1, 5, 4, 2, 3).reshape(BN, BK)
 
 
 @triton.jit
@@ -273,7 +304,7 @@ def _prefetch_groups(
 @triton.jit(do_not_specialize=["M"])
 def _w4a16(
     x_ptr,  # [M, K], or its descriptor
-    words_ptr,  # [N/64, K/BK, 64, BK/8]
+    words_ptr,  # [N/64, K/BK, 64, WORDS]
     scales_ptr,  # [N/64, G, 64]
     offsets_ptr,  # [N/64, G, 64] or None
     bias_ptr,  # [N] or None
@@ -286,6 +317,7 @@ def _w4a16(
     STEPS_OF_GROUP: tl.constexpr,
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
+    BITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -297,6 +329,7 @@ def _w4a16(
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    WORDS: tl.constexpr = BK * BITS // 32  # of one row and step
     tile_n, part, tile_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = tile_m * BM + tl.arange(0, BM)
     row = tl.arange(0, BN)
@@ -310,8 +343,8 @@ def _w4a16(
     stored_row = row % TILE_N
     if not BULK:
         x_ptrs = x_ptr + m[None, :] * K + (first * BK + tl.arange(0, BK))[:, None]
-    words_rows = ((stored_tile * steps + first) * TILE_N + stored_row) * (BK // 8)
-    words_ptrs = words_ptr + words_rows[:, None] + tl.arange(0, BK // 8)[None, :]
+    words_rows = ((stored_tile * steps + first) * TILE_N + stored_row) * WORDS
+    words_ptrs = words_ptr + words_rows[:, None] + tl.arange(0, WORDS)[None, :]
     group_rows = stored_tile * groups * TILE_N + stored_row
     if not INTERPRETED:
         _prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_OF_GROUP, TILE_N, BN)
@@ -328,10 +361,10 @@ def _w4a16(
         else:
             x = tl.load(x_ptrs, mask=m[None, :] < M, other=0.0)
             x_ptrs += BK
-        words = tl.load(words_ptrs, eviction_policy="evict_first")  # [BN, BK/8]
+        words = tl.load(words_ptrs, eviction_policy="evict_first")  # [BN, WORDS]
         group = group_rows + step // STEPS_OF_GROUP * TILE_N
         scale = tl.load(scales_ptr + group)  # [BN]
-        values = _unpack(words, MAGIC, BN, BK, DTYPE, INTERPRETED)
+        values = _unpack(words, MAGIC, BITS, BN, BK, DTYPE, INTERPRETED)
         # the subtraction is exact, so W's only rounding is the accumulator's
         if offsets_ptr is None:
             codes = values - OFFSET
@@ -340,7 +373,7 @@ def _w4a16(
         # converted here, not where it is loaded: there the compiler waits for it before it unpacks
         # (gate_up at 64 rows: 34.6 us, not 43.3)
         total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
-        words_ptrs += TILE_N * (BK // 8)
+        words_ptrs += TILE_N * WORDS
 
     if EARLY:
         # now, not sooner: the next kernel's waiting blocks would crowd some SMs (qkv in 4 parts:
@@ -383,23 +416,23 @@ def _dequantize_weight(
     STEPS_OF_GROUP: tl.constexpr,
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
+    BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     TILE_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    WORDS: tl.constexpr = BK * BITS // 32
     step = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     steps = K // BK
     tile, stored_row = row // TILE_N, row % TILE_N
-    word = ((tile * steps + step) * TILE_N + stored_row)[:, None] * (BK // 8)
-    words = tl.load(
-        words_ptr + word + tl.arange(0, BK // 8)[None, :], eviction_policy="evict_first"
-    )
+    word = ((tile * steps + step) * TILE_N + stored_row)[:, None] * WORDS
+    words = tl.load(words_ptr + word + tl.arange(0, WORDS)[None, :], eviction_policy="evict_first")
     group = (tile * (steps // STEPS_OF_GROUP) + step // STEPS_OF_GROUP) * TILE_N + stored_row
     scale = tl.load(scales_ptr + group).to(tl.float32)
-    values = _unpack(words, MAGIC, ROWS, BK, DTYPE, INTERPRETED).to(tl.float32)
+    values = _unpack(words, MAGIC, BITS, ROWS, BK, DTYPE, INTERPRETED).to(tl.float32)
     if offsets_ptr is None:
         codes = values - OFFSET
     else:

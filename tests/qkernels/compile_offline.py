@@ -9,14 +9,15 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkernels import paged_attention, w4a16
-from qkernels.tiles import attention_tile, linear_tile
+from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8
+from qkernels.tiles import attention_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
 
@@ -52,7 +53,7 @@ def facts(compiled) -> dict:
         found["local"] = int(re.search(r"LOCAL:(\d+)", usage).group(1))
         found["stack"] = int(re.search(r"STACK:(\d+)", usage).group(1))
         found["spill_stores"] = len(re.findall(r"\bSTL\b", sass))
-        found["hgmma"] = len(re.findall(r"\bHGMMA\b", sass))
+        found["hgmma"] = len(re.findall(r"\b[HIQ]GMMA\b", sass))
         found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
     return found
 
@@ -63,7 +64,7 @@ def _run(*command) -> str:
     ).stdout
 
 
-def linear_case(M: int, N: int, K: int, group: int, symmetric: bool) -> dict:
+def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int = 4) -> dict:
     tile = linear_tile(M, N, K, group, 132)
     pointers = {
         "x_ptr": BF16,
@@ -77,7 +78,8 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool) -> dict:
         pointers["offsets_ptr"] = BF16
     constants = {
         "MAGIC": 0x43004300,
-        "OFFSET": 136,
+        "OFFSET": 136 if bits == 4 else 0,
+        "BITS": bits,
         "BM": tile.block_m,
         "BN": tile.block_n,
         "BK": min(128, group),
@@ -99,10 +101,59 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool) -> dict:
     return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
 
 
+def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
+    tile = replace(int8_tile(M, N, K, 132, dtype == "i8"), **changes)
+    pointers = {
+        "x": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>",
+        "weight": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>",
+        "weight_ptr": f"*{dtype}",
+        "input_scales_ptr": "*fp32",
+        "scales_ptr": "*fp32",
+        "y_ptr": BF16,
+        "partials_ptr": "*i32" if dtype == "i8" else "*fp32",
+        "counters_ptr": "*i32",
+    }
+    constants = {
+        "bias_ptr": None,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "BK": tile.block_k,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+        "TILES_M_OF_GROUP": tile.tiles_m_of_group,
+        "WEIGHT_LEFT": tile.weight_left,
+        "EARLY": tile.early,
+    }
+    scalars = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
+    return compile_kernel(w8a8._w8a8, pointers, scalars, constants, options)
+
+
+def quantize_case(K: int, dtype: str = "i8") -> dict:
+    pointers = {"x_ptr": BF16, "codes_ptr": f"*{dtype}", "scales_ptr": "*fp32"}
+    constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
+    constants |= {"BLOCK": K, "EARLY": True, "INTERPRETED": False}
+    options = {"num_warps": act_quant.row_warps(K), "launch_pdl": True}
+    scalars = {"stride_x": "i32", "K": "i32"}
+    return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
+
+
+def fused_case(kernel, C: int) -> dict:
+    pointers = {"x_ptr": BF16, "residual_ptr": BF16, "weight_ptr": BF16, "total_ptr": BF16}
+    pointers |= {"codes_ptr": "*i8", "scales_ptr": "*fp32"}
+    pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
+    constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
+    constants |= {"BLOCK": C, "EARLY": True, "INTERPRETED": False}
+    scalars = {"C": "i32", "I": "i32", "eps": "fp32"}
+    scalars = {name: scalars[name] for name in kernel.arg_names if name in scalars}
+    options = {"num_warps": act_quant.row_warps(C), "launch_pdl": True}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
 def dequantize_case() -> dict:
     pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": BF16}
     scalars = {"N": "i32", "K": "i32"}
-    constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BK": 128, "TILE_N": 64}
+    constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BITS": 4, "BK": 128, "TILE_N": 64}
     constants |= {"ROWS": w4a16.DEQUANTIZE_ROWS, "INTERPRETED": False}
     constants |= {"offsets_ptr": None, "STEPS_OF_GROUP": 1}
     kernel = w4a16._dequantize_weight
@@ -167,6 +218,19 @@ CASES = {
     "linear M=128": lambda: linear_case(128, 4096, 4096, 128, True),
     "linear M=256": lambda: linear_case(256, 4096, 14336, 128, True),
     "linear M=256 asymmetric": lambda: linear_case(256, 4096, 14336, 128, False),
+    "linear M=1 8 bits": lambda: linear_case(1, 4096, 4096, 128, True, bits=8),
+    "linear M=256 8 bits": lambda: linear_case(256, 4096, 4096, 128, False, bits=8),
+    "linear int8 M=1": lambda: int8_case(1, 4096, 4096),
+    "linear int8 M=128": lambda: int8_case(128, 4096, 4096),
+    "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),
+    "linear float8 M=1": lambda: int8_case(1, 4096, 4096, "fp8e4nv"),
+    "linear float8 M=4096": lambda: int8_case(4096, 4096, 4096, "fp8e4nv"),
+    "quantize": lambda: quantize_case(4096),
+    "quantize, widest": lambda: quantize_case(2**15),
+    "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
+    "norm and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**13),
+    "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
+    "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**14),
     "dequantize": dequantize_case,
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),

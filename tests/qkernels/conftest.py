@@ -44,21 +44,23 @@ def device() -> torch.device:
 def make_weight(device):
     """Random packed weights: signed scales, and where asymmetric zeros over the whole range."""
 
-    def make(N: int, K: int, group: int, symmetric: bool = True, spread: float = 1) -> PackedWeight:
-        spec = QuantSpec(bits=4, symmetric=symmetric, group_size=group)
+    def make(
+        N: int, K: int, group: int, symmetric: bool = True, spread: float = 1, bits: int = 4
+    ) -> PackedWeight:
+        spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=group)
         generator = torch.Generator().manual_seed(N + K)
         G = spec.num_groups(K)
-        codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, generator=generator)
+        codes = torch.randint(0, 2**bits, (N, K), dtype=torch.uint8, generator=generator)
         scales = 2 ** (torch.rand(N, G, generator=generator) * spread - 8)
         scales *= torch.randint(0, 2, (N, G), generator=generator) * 2 - 1
-        zeros = torch.full((N, G), 8, dtype=torch.uint8)
+        zeros = torch.full((N, G), spec.symmetric_zero, dtype=torch.uint8)
         if not symmetric:
-            zeros = torch.randint(0, 16, (N, G), dtype=torch.uint8, generator=generator)
-            zeros[0], zeros[-1] = 0, 15
-            codes[0], codes[-1] = 15, 0
+            zeros = torch.randint(0, 2**bits, (N, G), dtype=torch.uint8, generator=generator)
+            zeros[0], zeros[-1] = 0, spec.max_code
+            codes[0], codes[-1] = spec.max_code, 0
         # from_codes would refuse N that GPTQ cannot pack; the kernel takes any multiple of 8
         return PackedWeight(
-            words_NW=pack(codes, 4),
+            words_NW=pack(codes, bits),
             scales_NG=scales.half(),
             zeros_NG=zeros,
             spec=spec,

@@ -5,8 +5,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from formats.packed import PackedWeight
-from formats.scheme import QuantSpec
+from formats.scheme import QuantSpec, Scheme
+from formats.weights import round_to_nearest, with_activation
 from qkernels import QuantLinear, ops, reference
+from qkernels.launch import workspace
 from qkernels.tiles import LINEAR_MAX_ROWS
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
@@ -91,6 +93,56 @@ def test_release_frees_memory():
     layer.prepare(torch.bfloat16, release=True)
     assert torch.equal(layer(x), want)
     assert layer.extra_repr().endswith("kernel=triton_w4a16")
+
+
+@pytest.mark.parametrize("shape", LLAMA_3_8B)
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8", "w8a16-sym", "w8a16-asym-g32"])
+def test_llama_shapes_in_8_bits(assert_close, tolerance, poison, half, shape, name):
+    N, K = LLAMA_3_8B[shape]
+    scheme = Scheme.parse(name)
+    generator = torch.Generator("cuda").manual_seed(N)
+    weight_NK = torch.randn(N, K, device="cuda", generator=generator)
+    packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
+    weight = ops.prepare_weight(packed, half)
+    assert weight.kernel == ("triton_w8a8" if scheme.activation else "triton_w8a16")
+    dense_NK = packed.dequantize(torch.float64)
+    for M in (1, 16, 17, 64, 129, 257, 600, LINEAR_MAX_ROWS + 1):
+        x = torch.randn(M, K, device="cuda").to(half)
+        got = ops.linear(x, weight)
+        want = x.double()
+        if scheme.activation:
+            codes, scales = ops.quantize_input(x, scheme.activation)
+            want = codes.double() * scales.double()
+        assert_close(f"{name} {shape} M={M}", want @ dense_NK.t(), got, tolerance(half))
+        assert torch.equal(got, ops.linear(x, weight)), "equal inputs, equal bits"
+    assert not workspace(torch.device("cuda", 0))[1].any()
+
+
+@pytest.mark.parametrize("M", [1, 64, 600])
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8", "w8a16-sym"])
+def test_8_bit_products_in_a_cuda_graph(half, name, M):
+    """Products that follow each other, each started before the one before it has ended."""
+    scheme = Scheme.parse(name)
+    packed = with_activation(
+        round_to_nearest(torch.randn(4096, 4096, device="cuda"), scheme.weight), scheme, None
+    )
+    weight = ops.prepare_weight(packed, half)
+    x = torch.randn(M, 4096, device="cuda").to(half)
+
+    def three():
+        y = x
+        for _ in range(3):
+            y = ops.linear(y, weight) / 64
+        return y
+
+    three()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = three()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, three())
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,4 +1,4 @@
-"""The Triton W4A16 kernel against float64: in the interpreter on a CPU, compiled on a GPU."""
+"""The kernel of W4A16 and W8A16 against float64: interpreted on a CPU, compiled on a GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def check(assert_close, tolerance):
     """Compare one product with float64 on the same rounded operands, whole and by element."""
 
     def run(packed, x, bias=None, tile=None):
-        weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
+        weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
         got = w4a16.linear(x, weight, bias, tile=tile)
         weight_NK = packed.dequantize(torch.float64)
         want = x.double() @ weight_NK.t()
@@ -39,21 +39,26 @@ def random_x(M, K, dtype, device):
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_group_length(check, make_weight, device, half, poison, group, symmetric):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_group_length(check, make_weight, device, half, poison, group, symmetric, bits):
     K = 512 if group == 256 else 384
-    check(make_weight(64, K, group, symmetric), random_x(3, K, half, device))
+    packed = make_weight(64, K, group, symmetric, bits=bits)
+    check(packed, random_x(3, K, half, device))
 
 
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 63, 65, 130])
 def test_rows_beyond_the_tile_are_not_read_or_written(check, make_weight, device, half, poison, M):
-    check(make_weight(64, 128, 128), random_x(M, 128, half, device))
+    for bits in (4, 8):
+        check(make_weight(64, 128, 128, bits=bits), random_x(M, 128, half, device))
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("N", [8, 24, 72, 1000])
 def test_padded_outputs_are_not_written(check, make_weight, device, half, poison, N, symmetric):
     bias = torch.randn(N).to(device, half)
-    check(make_weight(N, 64, 32, symmetric), random_x(2, 64, half, device), bias)
+    for bits in (4, 8):
+        packed = make_weight(N, 64, 32, symmetric, bits=bits)
+        check(packed, random_x(2, 64, half, device), bias)
 
 
 @pytest.mark.parametrize("K", [32, 96, 160, 288])
@@ -67,10 +72,11 @@ def test_group_scales_spread_over_a_factor_of_256(check, make_weight, device, ha
     check(make_weight(96, 1024, 32, False, spread=8), random_x(4, 1024, half, device))
 
 
-def test_each_input_meets_its_own_code(make_weight, device, half):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_each_input_meets_its_own_code(make_weight, device, half, bits):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
-    packed = make_weight(72, 128, 64, symmetric=False)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    packed = make_weight(72, 128, 64, symmetric=False, bits=bits)
+    weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
     got = w4a16.linear(torch.eye(128, dtype=half, device=device), weight)
     assert torch.equal(got.t(), packed.dequantize(half))
 
@@ -78,9 +84,10 @@ def test_each_input_meets_its_own_code(make_weight, device, half):
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", GROUPS)
 def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, group, symmetric):
-    packed = make_weight(72, 256, group, symmetric)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
-    assert torch.equal(w4a16.dequantize(weight), packed.dequantize(half))
+    for bits in (4, 8):
+        packed = make_weight(72, 256, group, symmetric, bits=bits)
+        weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
+        assert torch.equal(w4a16.dequantize(weight), packed.dequantize(half))
 
 
 def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poison):
@@ -92,7 +99,7 @@ def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poi
 @pytest.mark.parametrize("split", [2, 3, 4, 8])
 def test_split_sums_every_part_once(check, make_weight, device, half, poison, split):
     """9 steps: the parts differ in length, and 8 parts leave some with one step."""
-    packed, bias = make_weight(136, 9 * 32, 32), torch.randn(136).to(device, half)
+    packed, bias = make_weight(136, 9 * 32, 32, bits=8), torch.randn(136).to(device, half)
     tile = LinearTile(block_m=16, block_n=64, split=split, warps=4, stages=3)
     partials, counters = w4a16.workspace(device)
     partials.fill_(float("nan"))
@@ -149,3 +156,5 @@ def test_private_order_golden_words():
     assert [w & 0xFFFFFFFF for w in words] == [0x91918080, 0xB3B3A2A2, 0xD5D5C4C4, 0xF7F7E6E6]
     words = w4a16.fragment_order(k // 2)[0].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0xC840C840, 0xD951D951, 0xEA62EA62, 0xFB73FB73]
+    words = w4a16.byte_order(7 * k)[0].tolist()
+    assert [w & 0xFFFFFFFF for w in words[:4]] == [0x3F073800, 0x4D15460E, 0x5B23541C, 0x6931622A]

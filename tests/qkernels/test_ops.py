@@ -8,11 +8,13 @@ import torch
 
 from formats.errors import InputError
 from formats.packed import PackedWeight
-from formats.scheme import QuantSpec
+from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
+from formats.weights import round_to_nearest, with_activation
 from qkernels import dispatch, explain, ops
 from qkernels.errors import KernelError
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
+SPEC_CHANNEL = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,8 @@ def taken(explanation):
 def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["triton_w4a16"]
-    assert [choice.name for choice in explanation] == ["triton_w4a16", "dense", "reference"]
+    names = [choice.name for choice in explanation]
+    assert names == ["triton_w4a16", "triton_w8a16", "triton_w8a8", "dense", "reference"]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0] == "-> triton_w4a16: supported"
 
@@ -58,7 +61,8 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     [
         ({"device": "cpu"}, "dense", "cpu"),
         ({"dtype": torch.float32}, "reference", "float32"),
-        ({"spec": QuantSpec(bits=8, symmetric=True)}, "reference", "4-bit"),
+        ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "triton_w8a16", "4-bit"),
+        ({"spec": QuantSpec(bits=3, symmetric=True, group_size=32)}, "reference", "4-bit"),
         ({"spec": QuantSpec(bits=4, symmetric=True, group_size=16)}, "reference", "groups"),
         ({"out_features": 36}, "reference", "outputs"),
     ],
@@ -67,6 +71,82 @@ def test_a_row_that_cannot_says_why(changes, kernel, reason):
     explanation = explain("linear", **linear_problem(**changes))
     assert taken(explanation) == [kernel]
     assert reason in explanation[0].reason
+
+
+def w8a8_problem(**changes):
+    scheme = Scheme.parse("w8a8")
+    return linear_problem(spec=scheme.weight, activation=scheme.activation) | changes
+
+
+def test_8_bit_activations_have_a_kernel():
+    assert taken(explain("linear", **w8a8_problem())) == ["triton_w8a8"]
+    for name in ("w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
+        scheme = Scheme.parse(name)
+        problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
+        assert taken(explain("linear", **problem)) == ["triton_w8a8"], name
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"device": "cpu"}, "cpu"),
+        ({"in_features": 48}, "divisible by 32"),
+        ({"out_features": 36}, "divisible by 8"),
+        ({"in_features": 2**16}, "at most"),
+        ({"activation": ActivationSpec(per="tensor")}, "for each tensor"),
+        ({"activation": ActivationSpec(type="float")}, "both sides"),
+        ({"spec": QuantSpec(bits=8, symmetric=True)}, "one scale for each output"),
+    ],
+)
+def test_the_8_bit_row_says_why_it_cannot(changes, reason):
+    problem = w8a8_problem(in_features=256) | changes
+    explanation = explain("linear", **problem)
+    assert taken(explanation) == ["reference"]
+    assert reason in next(c for c in explanation if c.name == "triton_w8a8").reason
+
+
+def test_quantize_checks_its_arguments():
+    x = torch.ones(2, 64)
+    static = ActivationSpec(dynamic=False, per="tensor")
+    for spec, scale, match in (
+        (static, None, "one number"),
+        (ActivationSpec(), torch.tensor(1.0), "None"),
+        (static, torch.ones(3), "scale"),
+    ):
+        for call in (ops.quantize_input, ops.silu_and_mul_quantize):
+            with pytest.raises(KernelError, match=match):
+                call(x, spec, scale)
+    with pytest.raises(KernelError, match="2 dims"):
+        ops.quantize_input(x[0], ActivationSpec())
+    with pytest.raises(KernelError, match="even"):
+        ops.silu_and_mul_quantize(x[:, 1:], ActivationSpec())
+    with pytest.raises(KernelError, match="residual"):
+        ops.add_rms_norm_quantize(x, x[:1], x[0], 1e-5, ActivationSpec())
+
+
+def test_rounding_says_how_long_a_row_may_be():
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
+    for op, longest in (("quantize_input", 2**15), ("silu_and_mul_quantize", 2**14)):
+        assert taken(explain(op, **problem, in_features=longest)) == ["triton"]
+        explanation = explain(op, **problem, in_features=longest + 32)
+        assert taken(explanation) == ["reference"] and str(longest) in explanation[0].reason
+
+
+def test_given_codes_are_checked():
+    scheme = Scheme.parse("w8a8")
+    packed = with_activation(round_to_nearest(torch.randn(32, 64), scheme.weight), scheme, None)
+    weight = ops.prepare_weight(packed, torch.float32)
+    codes, scales = ops.quantize_input(torch.randn(3, 64), scheme.activation)
+    assert ops.linear_codes(codes, scales, weight).shape == (3, 32)
+    with pytest.raises(KernelError, match="int8"):
+        ops.linear_codes(codes.float(), scales, weight)
+    with pytest.raises(KernelError, match="scales"):
+        ops.linear_codes(codes, scales[:2], weight)
+    with pytest.raises(KernelError, match="codes"):
+        ops.linear_codes(codes[:, :32], scales, weight)
+    plain = ops.prepare_weight(round_to_nearest(torch.randn(32, 64), SPEC_CHANNEL), torch.float32)
+    with pytest.raises(KernelError, match="8-bit inputs"):
+        ops.linear_codes(codes, scales, plain)
 
 
 def test_missing_triton_is_a_reason(monkeypatch):

@@ -9,6 +9,7 @@ from qkernels.tiles import (
     LINEAR_WORKSPACE_FLOATS,
     attention_tile,
     ceil_div,
+    int8_tile,
     linear_block_k,
     linear_padded_n,
     linear_tile,
@@ -60,6 +61,36 @@ def test_every_choice_fits_its_workspace(N, group, sm_count):
 def test_many_rows_go_to_the_library():
     assert linear_tile(LINEAR_MAX_ROWS, 4096, 4096, 128, H200_SMS) is not None
     assert linear_tile(LINEAR_MAX_ROWS + 1, 4096, 4096, 128, H200_SMS) is None
+
+
+# shape -> M -> (block_m, block_n, split): the settings whose times stand in tiles.py
+MEASURED_INT8 = {
+    "qkv": {16: (16, 64, 1), 64: (64, 64, 1), 128: (128, 64, 1), 1024: (128, 256, 1)},
+    "o": {1: (16, 64, 1), 256: (128, 64, 1), 512: (128, 128, 1), 4096: (128, 256, 1)},
+    "gate_up": {1: (16, 128, 1), 64: (64, 128, 1), 128: (128, 256, 1), 4096: (128, 256, 1)},
+    "down": {1: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 2), 128: (128, 64, 4)},
+}
+
+
+@pytest.mark.parametrize("shape, M", [(s, M) for s in MEASURED_INT8 for M in MEASURED_INT8[s]])
+def test_the_measured_int8_tiles(shape, M):
+    tile = int8_tile(M, *SHAPES[shape], H200_SMS)
+    assert (tile.block_m, tile.block_n, tile.split) == MEASURED_INT8[shape][M]
+
+
+@pytest.mark.parametrize("integers", [True, False], ids=["int8", "float8"])
+@pytest.mark.parametrize("sm_count", [4, 108, 132])
+@pytest.mark.parametrize("N", [8, 64, 1000, 6144, 151936])
+def test_every_int8_choice_fits(N, sm_count, integers):
+    for M in (1, 3, 16, 17, 33, 64, 65, 200, 257, 8192):
+        for K in (32, 96, 1024, 14336):
+            tile = int8_tile(M, N, K, sm_count, integers)
+            stage = (tile.block_m + tile.block_n) * tile.block_k
+            assert tile.stages * stage <= 200 * 1024
+            assert tile.split <= ceil_div(K, tile.block_k), "a part without a step"
+            if tile.split > 1:
+                assert tile.split * M * N <= LINEAR_WORKSPACE_FLOATS
+                assert ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m) <= LINEAR_COUNTERS
 
 
 @pytest.mark.parametrize(

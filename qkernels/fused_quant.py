@@ -1,0 +1,187 @@
+"""Norm or activation, and the rounding of its result to 8 bits, in one Triton kernel for each row.
+
+What the two operations in turn compute (elementwise.py, act_quant.py), without the trip through
+memory between them. Legend: M rows, C channels, I intermediate size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from formats.activation import MIN_INPUT_SCALE
+from formats.scheme import ActivationSpec
+from qkernels.act_quant import CODE_DTYPE, CODE_RANGE, encode, row_scale, row_warps
+from qkernels.launch import INTERPRETED, has_dependent_launch, on_device
+from qkernels.tiles import power_of_two
+
+
+def rms_norm_quantize(
+    x_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.rms_norm_quantize."""
+    codes_MC, scales_M1, _ = _norm(x_MC, None, weight_C, eps, activation, scale)
+    return codes_MC, scales_M1
+
+
+def add_rms_norm_quantize(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ops.add_rms_norm_quantize."""
+    return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, activation, scale)
+
+
+def _norm(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    M, C = x_MC.shape
+    x_MC = x_MC.contiguous()
+    codes_MC, scales_M1 = _empty_codes(M, C, activation, x_MC.device)
+    total_MC = None if residual_MC is None else torch.empty_like(x_MC)
+    if M:
+        block = power_of_two(C)
+        with on_device(x_MC):
+            _rms_norm_quantize[(M,)](
+                x_MC,
+                residual_MC,
+                weight_C,
+                total_MC,
+                None if activation.dynamic else scale,
+                codes_MC,
+                scales_M1,
+                C,
+                eps,
+                BLOCK=block,
+                num_warps=row_warps(block),
+                **_rounding(activation, x_MC.device),
+            )
+    return codes_MC, scales_M1, total_MC
+
+
+def silu_and_mul_quantize(
+    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.silu_and_mul_quantize."""
+    M, width = x_M2I.shape[0], x_M2I.shape[1] // 2
+    x_M2I = x_M2I.contiguous()
+    codes_MI, scales_M1 = _empty_codes(M, width, activation, x_M2I.device)
+    if M:
+        block = power_of_two(width)
+        with on_device(x_M2I):
+            _silu_and_mul_quantize[(M,)](
+                x_M2I,
+                None if activation.dynamic else scale,
+                codes_MI,
+                scales_M1,
+                width,
+                BLOCK=block,
+                num_warps=row_warps(block),
+                **_rounding(activation, x_M2I.device),
+            )
+    return codes_MI, scales_M1
+
+
+def _empty_codes(
+    M: int, C: int, activation: ActivationSpec, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes_MC = torch.empty((M, C), dtype=CODE_DTYPE[activation.type], device=device)
+    return codes_MC, torch.empty((M, 1), dtype=torch.float32, device=device)
+
+
+def _rounding(activation: ActivationSpec, device: torch.device) -> dict[str, object]:
+    """The constants of a launch that say how to round, and that it may start early."""
+    smallest, largest = CODE_RANGE[CODE_DTYPE[activation.type]]
+    early = has_dependent_launch(device)
+    return {
+        "SMALLEST": smallest,
+        "LARGEST": largest,
+        "MIN_SCALE": MIN_INPUT_SCALE,
+        "EARLY": early,
+        "INTERPRETED": INTERPRETED,
+    } | ({"launch_pdl": True} if early else {})
+
+
+@triton.jit
+def _rms_norm_quantize(
+    x_ptr,  # [M, C]
+    residual_ptr,  # [M, C] or None
+    weight_ptr,  # [C]
+    total_ptr,  # [M, C] or None
+    scale_ptr,  # [] or None: dynamic
+    codes_ptr,  # [M, C]
+    scales_ptr,  # [M]
+    C,
+    eps,
+    BLOCK: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    place = tl.program_id(0).to(tl.int64)
+    row = place * C
+    c = tl.arange(0, BLOCK)
+    mask = c < C
+    weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+        # the model's residual stream is in DTYPE, and the norm sees it rounded
+        rounded = x.to(DTYPE)
+        tl.store(total_ptr + row + c, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(DTYPE).to(tl.float32)
+    y = (weight * normed).to(DTYPE).to(tl.float32)
+    scale = row_scale(y, LARGEST, MIN_SCALE) if scale_ptr is None else tl.load(scale_ptr)
+    codes = encode(y, scale, SMALLEST, LARGEST, codes_ptr.dtype.element_ty, INTERPRETED)
+    tl.store(codes_ptr + row + c, codes, mask=mask)
+    tl.store(scales_ptr + place, scale)
+
+
+@triton.jit
+def _silu_and_mul_quantize(
+    x_ptr,  # [M, 2 I]
+    scale_ptr,  # [] or None: dynamic
+    codes_ptr,  # [M, I]
+    scales_ptr,  # [M]
+    I,  # noqa: E741  the legend's name
+    BLOCK: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    place = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    mask = c < I
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.load(x_ptr + place * 2 * I + c, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + place * 2 * I + I + c, mask=mask, other=0.0).to(tl.float32)
+    activated = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    y = (activated * up).to(DTYPE).to(tl.float32)
+    scale = row_scale(y, LARGEST, MIN_SCALE) if scale_ptr is None else tl.load(scale_ptr)
+    codes = encode(y, scale, SMALLEST, LARGEST, codes_ptr.dtype.element_ty, INTERPRETED)
+    tl.store(codes_ptr + place * I + c, codes, mask=mask)
+    tl.store(scales_ptr + place, scale)
