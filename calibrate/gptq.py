@@ -21,8 +21,8 @@ BLOCK_COLUMNS = 128
 # Added to H's diagonal as a share of its mean. Each is tried until H can be factored.
 DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
 # Share of the way to the weight that fits the calibration data best; all of it fits its noise too.
-# Held-out perplexity of docs-5m, 128 windows of 1024: 49.25 at 0, 49.17 at 0.5, 49.06 at 0.75, 49.21
-# at 1; of docs-29m 21.86, 21.81 and 21.76 at 0, 0.5 and 0.75.
+# Held-out perplexity with 128 windows of 1024: of docs-5m 49.25 at 0, 49.17 at 0.5, 49.06 at 0.75,
+# 49.21 at 1; of docs-29m 21.86, 21.81 and 21.76 at 0, 0.5 and 0.75.
 CORRECTION = 0.75
 # Below this width a CPU factors in float64: it costs little, and badly conditioned inputs gain.
 MAX_DOUBLE_WIDTH = 4096
