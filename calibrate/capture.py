@@ -24,7 +24,6 @@ from formats.errors import CheckpointError, InputError
 
 # Windows are run in batches of about this many tokens: enough to fill a GPU, little memory.
 BATCH_TOKENS = 8192
-LayerState = dict[str, torch.Tensor]  # a layer's tensors by their local names
 
 
 class LayerRunner:

@@ -11,11 +11,9 @@ from calibrate.recipe import Recipe
 from calibrate.report import LinearReport
 from calibrate.solving import LayerContext, LayerState, SolverError
 from calibrate.statistics import InputStatistics
-from formats.activation import MIN_INPUT_SCALE
-from formats.scheme import FP8_MAX, ActivationSpec, Scheme
+from formats.activation import LARGEST, MIN_INPUT_SCALE
+from formats.scheme import ActivationSpec, Scheme
 from formats.weights import Weight, with_activation
-
-INT8_MAX = 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,5 +109,4 @@ def static_scale(stats: InputStatistics, activation: ActivationSpec) -> float:
     if stats.num_tokens == 0:
         stats.notes.append("no calibration token reached it: its input's scale is a guess, 1")
         return 1.0
-    largest = INT8_MAX if activation.type == "int" else FP8_MAX
-    return max(float(stats.absmax_K.max()) / largest, MIN_INPUT_SCALE)
+    return max(float(stats.absmax_K.max()) / LARGEST[activation.type], MIN_INPUT_SCALE)

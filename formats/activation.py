@@ -14,6 +14,10 @@ from formats.scheme import FP8_MAX, ActivationSpec
 MIN_INPUT_SCALE = 1e-10
 
 
+# The largest magnitude that a scale maps to, by the activation's type.
+LARGEST = {"int": 127.0, "float": FP8_MAX}
+
+
 class HasActivation(Protocol):
     activation: ActivationSpec | None
     input_scale: torch.Tensor | None
@@ -58,7 +62,7 @@ def quantize_input(
     A dynamic scale is the largest magnitude over the largest code; rounding is half to even.
     """
     x = x.float()
-    largest = 127.0 if spec.type == "int" else FP8_MAX
+    largest = LARGEST[spec.type]
     if not spec.dynamic:
         scales_MS = scale.to(x.device, torch.float32).reshape(1, 1).expand(x.shape[0], 1)
     else:

@@ -67,7 +67,3 @@ class SamplingParams:
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ParameterError(name, f"expected {expected}, found {getattr(self, name)!r}")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0

@@ -89,14 +89,6 @@ class Engine:
     def vocab_size(self) -> int:
         return self.model_config.vocab_size
 
-    @property
-    def num_running(self) -> int:
-        return len(self.scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.scheduler.waiting)
-
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.num_requests > 0
 
