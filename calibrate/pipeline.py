@@ -178,7 +178,7 @@ def quantize_checkpoint(
             left_in_float=plan.reasons,
         )
         writer.write_json(REPORT, report.to_dict())
-        (staged / REPORT_HTML).write_text(to_html(report), encoding="utf-8")
+        writer.write_text(REPORT_HTML, to_html(report))
         writer.publish()
         journal.remove()
     return report
