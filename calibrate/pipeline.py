@@ -18,6 +18,7 @@ from tqdm import tqdm
 from calibrate.activations import fake_quantize_tokens
 from calibrate.clock import Clock
 from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.digest import combined, tensor_digest
 from calibrate.evaluate import make_windows, read_texts
 from calibrate.float_model import FloatModel, check_finite
 from calibrate.identity import identity
@@ -27,7 +28,7 @@ from calibrate.recipe import Recipe, check_makes, find_recipe, integer_activatio
 from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_versions
 from calibrate.report_html import REPORT_HTML, to_html
 from calibrate.solving import LayerContext, LayerState
-from calibrate.verify import LinearDigest, kept_tensors, tensor_digest, verify
+from calibrate.verify import LinearDigest, kept_tensors, verify
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
 from formats.errors import InputError
 from formats.layouts import Layout
@@ -96,7 +97,9 @@ def quantize_checkpoint(
     if calibration is not None or recipe.needs_data or _lacks_scales(schemes, input_scales):
         data = _read_data(model, calibration, samples, sequence_length, seed)
     evaluation_WS = _read_evaluation(model, eval_text)
-    run_identity = identity(model, schemes, recipe, data, seed, device)
+    run_identity = identity(
+        model.config, model.outer_digest(), schemes, recipe, data, seed, device, input_scales
+    )
     context = LayerContext(
         layer_map=model.layer_map,
         config=model.config,
@@ -122,7 +125,8 @@ def quantize_checkpoint(
             original = model.layer(layer, device)
             in_layer = replace(context, prefix=model.layer_map.prefix(layer), notes=[])
             state = load_transforms(original, recipe, in_layer)
-            finished = journal.read(layer, device)
+            digest = model.layer_digests[layer]
+            finished = journal.read(layer, device, digest)
             if finished is None:
                 with clock("statistics"):
                     show("running the data", advance=0)
@@ -139,7 +143,7 @@ def quantize_checkpoint(
                         before_linear=show,
                     )
                 del statistics
-                journal.write(layer, finished)
+                journal.write(layer, finished, digest)
             else:
                 show("found finished", advance=len(finished.packed))
             if stream is not None:
@@ -162,7 +166,9 @@ def quantize_checkpoint(
             verify(staged, output.digests, model, output.rewritten, config)
         report = QuantizationReport(
             source=str(source),
-            source_sha256=run_identity["model"],
+            source_sha256=combined(
+                [run_identity["model"], *(model.layer_digests[i] for i in range(model.num_layers))]
+            ),
             scheme=str(scheme),
             recipe=recipe.name,
             format=layout.name,

@@ -71,7 +71,7 @@ class QuantizationReport:
     """The whole run. Written beside the weights as quantization_report.json."""
 
     source: str
-    source_sha256: str = ""  # of config.json and the safetensors headers
+    source_sha256: str = ""  # of config.json and of every tensor
     scheme: str
     recipe: str
     format: str
