@@ -24,6 +24,7 @@ def identity(
     seed: int,
     device: str,
     input_scales: Mapping[str, Any],
+    kv_cache: str,
 ) -> dict[str, Any]:
     """Model, settings, data and versions, each by the name that an error about it uses.
 
@@ -44,5 +45,6 @@ def identity(
         "seed": seed,
         "device": device,
         "input_scales": {name: float(scale) for name, scale in input_scales.items()},
+        "kv_cache": kv_cache,
         "versions": tool_versions(),
     }

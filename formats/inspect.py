@@ -18,6 +18,7 @@ from formats.inspect_awq import awq_linear
 from formats.inspect_compressed import compressed_linear
 from formats.inspect_files import Shards, read_shards
 from formats.inspect_gptq import gptq_linear
+from formats.inspect_kv import check_kv_scales
 from formats.inspect_model import check_model, check_shapes
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
@@ -116,6 +117,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     _check_labels(linears, quant, block, findings)
     check_model(config, shards, findings)
     check_shapes(config, linears, findings)
+    check_kv_scales(quant, shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     names = config.get("architectures")
     method = _format_name(block, shards)

@@ -110,6 +110,8 @@ def _vllm_compressed(facts: Facts) -> Answer:
         return "no", "refuses act-order in groups"
     if "weight zeros" in facts.traits:
         return "no", "has no place for the zeros of symmetric weights"
+    if facts.config.kv_cache == "int8":
+        return "no", "takes the scales of a float8 KV cache only"
     for scheme in facts.schemes:
         spec = scheme.weight
         if spec.type == "float" and scheme.activation is not None:

@@ -39,6 +39,7 @@ FLAGS = {
         "--sequence-length",
         "--seed",
         "--eval-text",
+        "--kv-cache-scheme",
         "--spill",
         "--group-size",
         "--device",
@@ -105,6 +106,12 @@ def test_recipes_are_those_of_the_table():
     from calibrate.recipe import RECIPES
 
     assert tuple(RECIPES) == config.RECIPES
+
+
+def test_kv_caches_are_those_of_the_table():
+    from formats.kv_cache import KV_CACHES
+
+    assert tuple(KV_CACHES) == config.KV_CACHES
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
