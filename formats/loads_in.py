@@ -166,8 +166,15 @@ def _transformers(facts: Facts) -> Answer:
         return "yes", "with gptqmodel installed"
     if facts.method == "compressed-tensors":
         if any(_is_packed_asymmetric(scheme) for scheme in facts.schemes):
-            # compressed-tensors 0.20 makes the parameter unpacked, [N, G]: seen by running it
-            return "no", "expects weight_zero_point in another shape than the library writes"
+            # compressed-tensors 0.20 makes the parameter unpacked, [N, G], whoever wrote the file;
+            # dequantize=True decodes all linears by one scheme. Seen by running and reading it.
+            problem = "expects weight_zero_point in another shape than the library writes"
+            if len(set(facts.schemes)) > 1:
+                return "no", problem
+            return (
+                "slow",
+                f"as float, with CompressedTensorsConfig(dequantize=True): else {problem}",
+            )
         return "yes", "with compressed-tensors installed"
     return "yes", ""
 
