@@ -213,7 +213,7 @@ def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
 
 def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--ignore", "layers.0.mlp"]
-    arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB"]
+    arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB", *DATA]
     assert main([*arguments, "--ignore", "layers.3.mlp"]) == 0
     assert "left in float: model.layers.0.mlp" in capsys.readouterr().out
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
