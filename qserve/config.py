@@ -108,7 +108,7 @@ class QuantizeConfig:
     calibration: str | None = setting(
         None,
         "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
-        " (default: a small set that the package brings)",
+        " or folder (default: a small set that the package brings)",
     )
     samples: int = setting(128, "calibration windows")
     sequence_length: int = setting(2048, "tokens of a calibration window")
