@@ -193,7 +193,7 @@ def check_holds_kv_scales(layout: Layout, kv_cache: str) -> None:
     if kv_cache and not layout.kv_scales:
         able = ", ".join(row.name for row in LAYOUTS.values() if row.kv_scales)
         raise InputError(
-            f"KV cache {kv_cache}", f"{layout.name} has no place for its scales", f"use {able}"
+            f"KV cache {kv_cache}", f"{layout.name} has no place for its scales", f"write {able}"
         )
 
 

@@ -110,14 +110,15 @@ def _vllm_compressed(facts: Facts) -> Answer:
         return "no", "refuses act-order in groups"
     if "weight zeros" in facts.traits:
         return "no", "has no place for the zeros of symmetric weights"
-    if facts.config.kv_cache == "int8":
-        return "no", "takes the scales of a float8 KV cache only"
     for scheme in facts.schemes:
         spec = scheme.weight
         if spec.type == "float" and scheme.activation is not None:
             return "yes", "8-bit products from sm89 on, below that 16-bit activations"
         if spec.type == "int" and spec.group_size not in MARLIN_GROUPS:
             return "no", f"takes groups of 32, 64, 128 or -1, not {spec.group_size}"
+    if facts.config.kv_cache == "int8":
+        # its check of the scheme lets 8 bits of any type pass
+        return "yes", "its 8-bit KV cache is float8: it would take int8 scales for float8 ones"
     return "yes", ""
 
 

@@ -136,9 +136,12 @@ def test_doctor_warns_of_scales_that_nobody_states(model, write_folder):
     assert "3 more scales" in problem.text
 
 
-@pytest.mark.parametrize(("kv_cache", "vllm"), [("fp8", "yes"), ("int8", "no")])
-def test_who_loads_the_scales(model, write_folder, kv_cache, vllm):
+@pytest.mark.parametrize(("kv_cache", "warned"), [("fp8", False), ("int8", True)])
+def test_who_loads_the_scales(model, write_folder, kv_cache, warned):
     found = inspect_checkpoint(write_folder(*model(kv_cache)))
-    answers = {verdict.program: verdict.answer for verdict in found.loads_in}
-    assert answers["vLLM"] == vllm
-    assert answers["this project"] == answers["transformers"] == "yes"
+    assert found.kv_cache == kv_cache
+    assert f", scales of an {kv_cache} KV cache" in found.to_text().splitlines()[0]
+    assert {verdict.answer for verdict in found.loads_in} == {"yes"}
+    reasons = {verdict.program: verdict.reason for verdict in found.loads_in}
+    for program in ("vLLM", "SGLang"):
+        assert ("take int8 scales for float8" in reasons[program]) == warned
