@@ -24,7 +24,7 @@ def identity(
     seed: int,
     device: str,
     input_scales: Mapping[str, Any],
-    kv_cache: str,
+    kv_cache: str | None,
 ) -> dict[str, Any]:
     """Model, settings, data and versions, each by the name that an error about it uses.
 

@@ -53,7 +53,7 @@ def quantize_checkpoint(
     overrides: Iterable[tuple[str, Scheme]] = (),
     pad: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
-    kv_cache: str = "",
+    kv_cache: str | None = None,
     calibration: str | CalibrationData | None = None,
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
@@ -98,7 +98,7 @@ def quantize_checkpoint(
     check_makes(recipe, schemes.values())
     input_scales = input_scales or {}
     data = None
-    needs_data = recipe.needs_data or bool(kv_cache) or _lacks_scales(schemes, input_scales)
+    needs_data = recipe.needs_data or kv_cache is not None or _lacks_scales(schemes, input_scales)
     if calibration is not None or needs_data:
         data = _read_data(model, calibration, samples, sequence_length, seed)
     evaluation_WS = _read_evaluation(model, eval_text)
@@ -341,7 +341,7 @@ def _open_stream(
     model_tensors: LayerState,
     data: CalibrationData | None,
     evaluation_WS: torch.Tensor | None,
-    kv_cache: str,
+    kv_cache: str | None,
     spill: str | Path | None,
     device: str,
 ) -> Any:

@@ -79,7 +79,7 @@ class QuantizationReport:
     bytes_before: int  # of all tensors
     bytes_after: int
     calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
-    kv_cache: str = ""  # "int8" or "fp8": the checkpoint has scales for such a KV cache
+    kv_cache: str | None = None  # "int8" or "fp8": the checkpoint has scales for such a KV cache
     kv_scales: dict[str, float] = field(default_factory=dict)  # by their tensors' names
     perplexity: dict[str, Any] | None = None  # before and after, on which text
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class QuantizationReport:
             f"{len(self.linears)} linears to {self.scheme} by {self.recipe}, as {self.format},"
             f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the same of X W^T"
         )
-        if self.kv_cache:
+        if self.kv_cache is not None:
             lines.append(f"{self.kv_cache} KV cache: {', '.join(self._kv_ranges())}")
         if self.perplexity:
             lines.append(

@@ -53,7 +53,7 @@ def to_html(report: QuantizationReport) -> str:
     parts.append(_section("Largest weight per layer", _values(kinds, "weight_absmax")))
     if with_data:
         parts.append(_section("Largest input per layer", _values(kinds, "input_absmax")))
-    if report.kv_cache:
+    if report.kv_cache is not None:
         scales: dict[str, list[float]] = {}
         for name, scale in report.kv_scales.items():
             scales.setdefault(name.rpartition(".")[2], []).append(scale)

@@ -31,7 +31,7 @@ class Stream:
         evaluation_WS: torch.Tensor | None,
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
         with_reference: bool = False,
-        kv_cache: str = "",
+        kv_cache: str | None = None,
         spill: Path | None = None,
     ) -> None:
         """`rewritten_VD` is the quantized model's embedding; `spill` a folder to spare memory.
@@ -69,7 +69,7 @@ class Stream:
         Returns the scales of the layer's KV cache, where one is wanted.
         """
         seen, cache, scales = None, None, None
-        if self.kv_cache:
+        if self.kv_cache is not None:
             seen = KvRange()
         self._advance([self._calibration], layer, finished, self.activation, seen)
         if seen is not None:

@@ -37,7 +37,7 @@ class Inspection:
     architecture: str
     format: str  # "float", "gptq", or another tool's quant_method
     scheme: str  # of config.json; empty where there is none, or none that can be read
-    kv_cache: str  # "int8" or "fp8", where there are scales for such a cache; else empty
+    kv_cache: str | None  # "int8" or "fp8", where there are scales for such a cache
     linears: tuple[LinearSummary, ...]
     other_bytes: int  # embeddings, norms, biases, head
     total_bytes: int  # of all tensors
@@ -140,7 +140,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         architecture=str(names[0]) if isinstance(names, list) and names else "",
         format=method,
         scheme=str(quant.scheme) if quant else "",
-        kv_cache=quant.kv_cache if quant else "",
+        kv_cache=quant.kv_cache if quant else None,
         linears=tuple(linears),
         other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
         total_bytes=total_bytes,

@@ -18,7 +18,7 @@ def check_kv_scales(quant: QuantConfig | None, shards: Shards, findings: Finding
         for name in (*shards.entries, *shards.lost)
         if LAYER_NUMBER.search(name) and f".{ATTENTION}." in name
     }
-    stated = quant is not None and bool(quant.kv_cache)
+    stated = quant is not None and quant.kv_cache is not None
     unstated = []
     for attention in sorted(attentions, key=lambda name: int(LAYER_NUMBER.search(name)[1])):
         for kind, names in find_kv_scales(attention, shards).items():

@@ -10,6 +10,7 @@ import torch
 
 from formats.activation import LARGEST
 from formats.errors import CheckpointError
+from formats.scheme import FP8_MAX
 
 KEY = "kv_cache_scheme"
 # a user's name of the cache's numbers -> compressed-tensors' type
@@ -29,15 +30,17 @@ def kv_scale(largest: float, kv_cache: str) -> float:
 
 def round_kv(x: torch.Tensor, scale: float, kv_cache: str) -> torch.Tensor:
     """What is read back of x from the cache, in x's dtype. Beyond the largest code x is clipped."""
-    largest = LARGEST[KV_CACHES[kv_cache]]
-    scaled = (x.float() / scale).clamp_(-largest, largest)
-    codes = scaled.round_() if kv_cache == "int8" else scaled.to(torch.float8_e4m3fn).float()
+    codes = x.float() / scale
+    if kv_cache == "int8":
+        codes = codes.round_().clamp_(-128, 127)
+    else:
+        codes = codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
     return (codes * scale).to(x.dtype)
 
 
-def write_kv_scheme(kv_cache: str) -> dict[str, Any] | None:
-    """The value of `kv_cache_scheme`; empty: None."""
-    if not kv_cache:
+def write_kv_scheme(kv_cache: str | None) -> dict[str, Any] | None:
+    """The value of `kv_cache_scheme`."""
+    if kv_cache is None:
         return None
     return {
         "num_bits": 8,
@@ -49,10 +52,10 @@ def write_kv_scheme(kv_cache: str) -> dict[str, Any] | None:
     }
 
 
-def read_kv_scheme(value: Any, where: str) -> str:
-    """The cache of a `kv_cache_scheme`; empty: none. Raises CheckpointError on any other kind."""
+def read_kv_scheme(value: Any, where: str) -> str | None:
+    """The cache that a `kv_cache_scheme` is for. Raises CheckpointError on any other kind."""
     if value is None:
-        return ""
+        return None
     wanted = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
     found = {**wanted, **value} if isinstance(value, dict) else {}
     found["strategy"] = found.get("strategy") or "tensor"

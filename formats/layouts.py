@@ -186,11 +186,11 @@ def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:
         )
 
 
-def check_holds_kv_scales(layout: Layout, kv_cache: str) -> None:
+def check_holds_kv_scales(layout: Layout, kv_cache: str | None) -> None:
     """Raise InputError where a layout has no place for the scales of an 8-bit KV cache."""
-    if kv_cache and kv_cache not in KV_CACHES:
+    if kv_cache is not None and kv_cache not in KV_CACHES:
         raise InputError(f"KV cache {kv_cache!r}", "unknown", f"known: {', '.join(KV_CACHES)}")
-    if kv_cache and not layout.kv_scales:
+    if kv_cache is not None and not layout.kv_scales:
         able = ", ".join(row.name for row in LAYOUTS.values() if row.kv_scales)
         raise InputError(
             f"KV cache {kv_cache}", f"{layout.name} has no place for its scales", f"write {able}"

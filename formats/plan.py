@@ -28,7 +28,7 @@ class Plan:
     schemes: dict[str, Scheme | None]
     reasons: dict[str, str]
     padding: Padding | None = None
-    kv_cache: str = ""  # "int8" or "fp8": scales for such a KV cache are written too
+    kv_cache: str | None = None  # "int8" or "fp8": scales for such a KV cache are written too
 
     @property
     def quantized(self) -> dict[str, Scheme]:
@@ -49,7 +49,7 @@ def make_plan(
     ignore: Sequence[str] = (),
     overrides: Iterable[tuple[str, Scheme]] = (),
     padding: Padding | None = None,
-    kv_cache: str = "",
+    kv_cache: str | None = None,
 ) -> Plan:
     """Decide for every linear of `shapes` ([N, K] by name).
 

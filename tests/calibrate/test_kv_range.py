@@ -43,7 +43,7 @@ def test_scales_are_those_of_transformers_own_cache(
     plain = quantize_checkpoint(
         source, tmp_path / "gptq", recipe="gptq", **{**OPTIONS, "output_format": "gptq"}
     )
-    assert plain.kv_cache == "" and plain.kv_scales == {}
+    assert plain.kv_cache is None and plain.kv_scales == {}
     cache = DynamicCache()
     with torch.no_grad():
         transformers_model(tmp_path / "gptq")(IDS, past_key_values=cache)

@@ -54,6 +54,8 @@ def test_largest_value_takes_the_largest_code_and_more_is_clipped():
         assert scale == pytest.approx(3 / steps)
         found = round_kv(x, scale, kv_cache)
         assert found[[0, 2, 3, 4]].tolist() == pytest.approx([-3, 0, 3, 3])
+        lowest = round_kv(torch.tensor([-50.0]), scale, kv_cache)
+        assert float(lowest) == pytest.approx(-128 / 127 * 3 if kv_cache == "int8" else -3)
         assert 0 < abs(float(found[1]) - 1) <= 1 / 16
         assert kv_scale(0.0, kv_cache) > 0
     assert round_kv(x.bfloat16(), 0.1, "int8").dtype == torch.bfloat16
@@ -127,7 +129,7 @@ def test_doctor_finds_scales_under_any_writers_name(model, write_folder):
 
 
 def test_doctor_warns_of_scales_that_nobody_states(model, write_folder):
-    tensors, config = model("")
+    tensors, config = model(None)
     (problem,) = inspect_checkpoint(write_folder(tensors, config)).problems
     assert (problem.severity, problem.subject) == (
         "warning",
