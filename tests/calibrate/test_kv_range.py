@@ -56,6 +56,9 @@ def test_scales_are_those_of_transformers_own_cache(
             assert scale.dtype == torch.float32 and scale.shape == (1,)
             assert float(scale) == pytest.approx(float(states.abs().max()) / largest, rel=1e-4)
             assert report.kv_scales[name] == pytest.approx(float(scale))
+    assert f"{kv_cache} KV cache: k_scale " in report.to_text()
+    page = (folder / "quantization_report.html").read_text()
+    assert f"Scales of the {kv_cache} KV cache per layer" in page and page.count("<svg") == 7
     assert inspect_checkpoint(folder).problems == ()
     config = json.loads((folder / "config.json").read_text())[BLOCK]["kv_cache_scheme"]
     assert config["type"] == ("int" if kv_cache == "int8" else "float")

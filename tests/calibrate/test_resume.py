@@ -13,7 +13,7 @@ import pytest
 from calibrate import gptq
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe
-from formats.checkpoint import CheckpointReader
+from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, InputError
 from formats.scheme import Scheme
 
@@ -102,6 +102,16 @@ def test_weight_changed_in_place_is_noticed(killed, other_weights, name, message
     with pytest.raises(InputError, match=f"{message}.*delete this folder"):
         quantize_checkpoint(other_weights(name), killed, recipe="rotate+awq+gptq", **OPTIONS)
     assert sorted(unfinished(killed).iterdir()) == layers, "the work of the first run must stay"
+
+
+def test_second_run_at_the_same_time_is_refused_and_leaves_the_firsts_work(killed, docs_5m):
+    layers = sorted(unfinished(killed).iterdir())
+    with (
+        CheckpointWriter(killed),
+        pytest.raises(InputError, match="out: another run is writing it"),
+    ):
+        quantize_checkpoint(docs_5m, killed, recipe="rotate+awq+gptq", **OPTIONS)
+    assert sorted(unfinished(killed).iterdir()) == layers
 
 
 def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path):
