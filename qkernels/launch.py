@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from qkernels import tile_table
+from qkernels.tile_table import TileTable
 from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
 
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
@@ -20,6 +22,15 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def tile_table_of(device: torch.device) -> TileTable:
+    """The tiles that were measured on this GPU, or none. Raises KernelError for a damaged file."""
+    if device.type != "cuda":
+        return TileTable(gpu=device.type)
+    gpu = torch.cuda.get_device_name(device)
+    return tile_table.read(tile_table.default_path(gpu), gpu)
 
 
 @functools.cache

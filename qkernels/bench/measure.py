@@ -50,8 +50,9 @@ class Case:
     allowed_error: float
     values: Callable[..., torch.Tensor] = itself  # of a call's result, to compare with `want`
     operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
-    # name -> calls that do the same work, or None where one raised ImportError
-    baselines: dict[str, list[Call]] = field(default_factory=dict)
+    baselines: dict[str, list[Call]] = field(default_factory=dict)  # the same work, done otherwise
+    # operation of qkernels/tile_table.py and this problem's fields; None: it has no tiles
+    tuned: tuple[str, dict[str, object]] | None = None
 
 
 Baselines = frozenset[str]
@@ -65,6 +66,21 @@ class BenchedOp:
     shapes: dict[str, object]
     default_m: dict[str, tuple[int, ...]]  # shape -> m
     baselines: tuple[str, ...]
+    dims: int = 0  # numbers, joined by x, that may stand in place of a shape's name
+
+    def has_shape(self, shape: str) -> bool:
+        numbers = shape.split("x")
+        unnamed = len(numbers) == self.dims and all(n.isdecimal() and int(n) for n in numbers)
+        return shape in self.shapes or unnamed
+
+    def m_of(self, shape: str) -> tuple[int, ...]:
+        """What is measured unless other m are asked for."""
+        return self.default_m.get(shape) or next(iter(self.default_m.values()))
+
+
+def read_shape(shapes: dict[str, tuple[int, ...]], shape: str) -> tuple[int, ...]:
+    """The numbers of a shape: by its name, or as they are, such as 896x4864."""
+    return shapes[shape] if shape in shapes else tuple(map(int, shape.split("x")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
