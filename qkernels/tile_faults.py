@@ -45,6 +45,8 @@ def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = 
         return f"the left operand needs a block of {least_left} rows, found {left}"
     if tile.block_k not in (64, 128, 256):
         return f"block_k must be 64, 128 or 256, found {tile.block_k}"
+    if not integers and tile.block_k < 128:
+        return f"a float8 sum is emptied every 128 inputs: block_k is less, {tile.block_k}"
     if tile.tiles_m_of_group < 1:
         return f"tiles_m_of_group must be at least 1, found {tile.tiles_m_of_group}"
     tiles = ceil_div(N, max(1, tile.block_n)) * ceil_div(M, max(1, tile.block_m))

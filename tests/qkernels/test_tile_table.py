@@ -167,6 +167,9 @@ def test_faults_of_int8_and_attention_tiles():
     for change in ({"block_n": 32}, {"weight_left": False}, {"block_k": 96}, {"split": 0}):
         tile = dataclasses.replace(fits, **change)
         assert tile_faults.int8_tile_fault(tile, **problem) is not None, change
+    narrow = dataclasses.replace(fits, block_k=64)
+    assert tile_faults.int8_tile_fault(narrow, **problem) is None
+    assert "128" in tile_faults.int8_tile_fault(narrow, **problem, integers=False)
     fits = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
     assert tile_faults.attention_tile_fault(fits, heads_per_kv_head=3) is None
     for change in ({"block_q": 8}, {"keys": 48}, {"split": 3}, {"warps": 3}, {"stages": 0}):
