@@ -95,10 +95,10 @@ def test_own_solver_is_given_everything(docs_5m, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").problems == ()
 
 
-def test_starved_expert_is_rounded_and_reported(other_model, tmp_path, docs_5m, monkeypatch):
+def test_starved_expert_is_rounded_and_reported(tiny_model, tmp_path, docs_5m, monkeypatch):
     source = tmp_path / "moe"
     source.mkdir()
-    for path in other_model("qwen3_moe").iterdir():
+    for path in tiny_model("qwen3_moe").iterdir():
         (source / path.name).write_bytes(path.read_bytes())
     for path in docs_5m.glob("tokenizer*"):
         (source / path.name).write_bytes(path.read_bytes())
