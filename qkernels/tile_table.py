@@ -26,12 +26,14 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedOp:
-    """What a row of one operation holds. `fault` says why a tile cannot do a problem, or None."""
+    """What a row of one operation holds.
 
-    tile: type
+    `tiles`: the classes of its kernels' tiles, each with what says why one cannot do a problem.
+    """
+
+    tiles: dict[type, Callable[..., str | None]]
     exact: tuple[str, ...]
     bucketed: tuple[str, ...]
-    fault: Callable[..., str | None]
     can_be_none: bool = False  # the library's product is a choice too
 
     def key(self, problem: dict[str, object]) -> Key:
@@ -41,30 +43,28 @@ class TunedOp:
             *(bucket(problem[name]) for name in self.bucketed),
         )
 
-    def widest(self, problem: dict[str, object]) -> dict[str, object]:
-        """The largest problem that shares its row."""
-        return problem | {name: bucket(problem[name]) for name in self.bucketed}
+    def fault(self, tile: Tile, problem: dict[str, object]) -> str | None:
+        """Why the tile cannot do the problem or a larger one that shares its row; None: it can."""
+        widest = problem | {name: bucket(problem[name]) for name in self.bucketed}
+        return self.tiles[type(tile)](tile, **widest)
 
 
 OPS: dict[str, TunedOp] = {
     "w4a16": TunedOp(
-        tile=tiles.LinearTile,
+        tiles={tiles.LinearTile: tile_faults.linear_tile_fault},
         exact=("N", "K", "group", "bits"),
         bucketed=("M",),
-        fault=tile_faults.linear_tile_fault,
         can_be_none=True,
     ),
     "w8a8": TunedOp(
-        tile=tiles.Int8Tile,
+        tiles={tiles.Int8Tile: tile_faults.int8_tile_fault},
         exact=("N", "K", "integers"),
         bucketed=("M",),
-        fault=tile_faults.int8_tile_fault,
     ),
     "paged_attention": TunedOp(
-        tile=tiles.AttentionTile,
+        tiles={tiles.AttentionTile: tile_faults.attention_tile_fault},
         exact=("num_kv_heads", "heads_per_kv_head", "head_dim", "element_size", "window"),
         bucketed=("num_requests", "max_query_len", "max_context_len"),
-        fault=tile_faults.attention_tile_fault,
     ),
 }
 
@@ -163,28 +163,30 @@ def _row_to_json(row: TileRow) -> dict[str, object]:
     return {
         "op": row.op,
         "problem": row.problem,
-        "tile": None if row.tile is None else dataclasses.asdict(row.tile),
+        "tile": None if row.tile is None else tile_to_dict(row.tile),
         "microseconds": round(row.microseconds, 2),
         "default_microseconds": None if default is None else round(default, 2),
         "versions": row.versions,
     }
 
 
+def tile_to_dict(tile: Tile) -> dict[str, object]:
+    """Its fields, and which kernel's tile it is."""
+    return {"kind": type(tile).__name__} | dataclasses.asdict(tile)
+
+
 def _row_from_json(stored: dict) -> TileRow:
     """Raises KeyError, ValueError or TypeError."""
-    op, problem, values = stored["op"], stored["problem"], stored["tile"]
+    op, problem = stored["op"], stored["problem"]
     if op not in OPS:
         raise ValueError(f"unknown operation {op!r}")
     tuned = OPS[op]
     if set(problem) != {*tuned.exact, *tuned.bucketed}:
         raise ValueError(f"{op}: expected a problem of {(*tuned.exact, *tuned.bucketed)}")
     tile = None
-    if values is not None:
-        for each in dataclasses.fields(tuned.tile):
-            if each.name in values and type(values[each.name]) is not each.type:
-                raise ValueError(f"{op}: expected {each.type.__name__} {each.name}")
-        tile = tuned.tile(**values)
-        fault = tuned.fault(tile, **tuned.widest(problem))
+    if stored["tile"] is not None:
+        tile = _tile_from_dict(tuned, stored["tile"])
+        fault = tuned.fault(tile, problem)
         if fault is not None:
             raise ValueError(f"{op} {problem}: {fault}")
     elif not tuned.can_be_none:
@@ -197,3 +199,14 @@ def _row_from_json(stored: dict) -> TileRow:
         default_microseconds=stored["default_microseconds"],
         versions=str(stored["versions"]),
     )
+
+
+def _tile_from_dict(tuned: TunedOp, stored: dict) -> Tile:
+    kinds = {cls.__name__: cls for cls in tuned.tiles}
+    kind, values = stored["kind"], {k: v for k, v in stored.items() if k != "kind"}
+    if kind not in kinds:
+        raise ValueError(f"expected a tile of kind {' or '.join(kinds)}, found {kind!r}")
+    for each in dataclasses.fields(kinds[kind]):
+        if each.name in values and type(values[each.name]) is not each.type:
+            raise ValueError(f"{kind}: expected {each.type.__name__} {each.name}")
+    return kinds[kind](**values)

@@ -92,11 +92,11 @@ class Tuned:
             "op": self.case.op,
             "shape": self.case.shape,
             "m": self.case.m,
-            "tile": None if self.best is None else dataclasses.asdict(self.best),
+            "tile": None if self.best is None else tile_table.tile_to_dict(self.best),
             "is_faster": self.is_faster,
             "microseconds": self.microseconds,
             "default_microseconds": self.default_microseconds,
-            "wrong": [dataclasses.asdict(tile) for tile in self.wrong if tile is not None],
+            "wrong": [tile_table.tile_to_dict(tile) for tile in self.wrong if tile is not None],
         }
 
 
@@ -186,7 +186,7 @@ def tune_case(
         return math.inf
 
     def is_allowed(tile: Tile) -> bool:
-        return tuned_op.fault(tile, **tuned_op.widest(problem)) is None
+        return tuned_op.fault(tile, problem) is None
 
     table.rows.pop(blank.key, None)
     times = search(first, is_allowed, time_of, out_of_time)
@@ -277,7 +277,7 @@ def _difference(tuned: Tuned) -> str:
     """The fields that differ from the default."""
     if tuned.best is None:
         return "dequantize, then the library's product"
-    if tuned.default is None:
+    if type(tuned.default) is not type(tuned.best):
         return str(tuned.best)
     old = dataclasses.asdict(tuned.default)
     changed = {k: v for k, v in dataclasses.asdict(tuned.best).items() if old[k] != v}

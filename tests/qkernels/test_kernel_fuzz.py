@@ -66,7 +66,7 @@ def random_tile(cls: type, number: int, op: str, problem: dict) -> object | None
     while number:
         values = {name: rng.choice(options) for name, options in OPTIONS[cls].items()}
         tile = cls(**values)
-        if tile_table.OPS[op].fault(tile, **problem) is None:
+        if tile_table.OPS[op].fault(tile, problem) is None:
             return tile
     return None
 
