@@ -36,6 +36,27 @@ class Ceiling:
 CEILINGS = {"NVIDIA H200": Ceiling(bytes_per_second=4.4e12, operations_per_second=788e12)}
 
 
+def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
+    """Microseconds of one call, all of them inside one CUDA graph."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One problem: the calls to time, the same on other copies, and what the first must return."""
@@ -49,6 +70,7 @@ class Case:
     want: torch.Tensor  # in higher precision than the calls'
     allowed_error: float
     values: Callable[..., torch.Tensor] = itself  # of a call's result, to compare with `want`
+    timer: Callable[[list[Call]], float] = time_calls  # microseconds of one call
     operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
     baselines: dict[str, list[Call]] = field(default_factory=dict)  # the same work, done otherwise
     # operation of qkernels/tile_table.py and this problem's fields; None: it has no tiles
@@ -89,7 +111,7 @@ class Result:
     shape: str
     m: int
     microseconds: float
-    floor_microseconds: float | None  # None: nobody measured this GPU
+    floor_microseconds: float | None
     gigabytes_per_second: float
     teraflops: float
     error: float  # relative, Frobenius
@@ -113,27 +135,6 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
-    """Microseconds of one call, all of them inside one CUDA graph."""
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
 def check(case: Case) -> float:
     """The error of the first call. Raises KernelError where it is too large, or not a number."""
     error = relative_error(case.values(case.calls[0]()), case.want)
@@ -149,21 +150,24 @@ def check(case: Case) -> float:
 def measure(case: Case, ceiling: Ceiling | None) -> Result:
     """Check one case, then time it and its baselines."""
     error = check(case)
-    microseconds = time_calls(case.calls)
+    microseconds = case.timer(case.calls)
     return Result(
         op=case.op,
         shape=case.shape,
         m=case.m,
         microseconds=microseconds,
-        floor_microseconds=None if ceiling is None else floor_microseconds(case, ceiling),
+        floor_microseconds=floor_microseconds(case, ceiling),
         gigabytes_per_second=case.num_bytes / microseconds / 1e3,
         teraflops=case.operations / microseconds / 1e6,
         error=error,
-        baselines={name: time_calls(calls) for name, calls in case.baselines.items()},
+        baselines={name: case.timer(calls) for name, calls in case.baselines.items()},
     )
 
 
-def floor_microseconds(case: Case, ceiling: Ceiling) -> float:
+def floor_microseconds(case: Case, ceiling: Ceiling | None) -> float | None:
+    """None: nobody measured this GPU, or the case moves nothing that is counted."""
+    if ceiling is None or not case.num_bytes + case.operations:
+        return None
     return 1e6 * max(
         case.num_bytes / ceiling.bytes_per_second,
         case.operations / (case.operation_rate * ceiling.operations_per_second),

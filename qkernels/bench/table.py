@@ -10,12 +10,15 @@ from pathlib import Path
 
 import torch
 
-from qkernels.bench import attention, elementwise, fused_quant, linear
+from qkernels import launch
+from qkernels.bench import attention, elementwise, fused_quant, host, linear
 from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Case, Result, measure
 from qkernels.bench.tune import Tuned, tune
 from qkernels.errors import KernelError
 
-OPS: dict[str, BenchedOp] = linear.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS
+OPS: dict[str, BenchedOp] = (
+    linear.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS | host.OPS
+)
 
 # Baselines that need a package: used only where it is installed, unless asked for by name.
 NEEDS = {"gemlite": "gemlite"}
@@ -106,7 +109,7 @@ def run_tune(
         chosen = [row for row in chosen if row[0].dims]
     _check_gpu()
     with torch.inference_mode():
-        return tune(_cases(chosen), seconds, versions(), show)
+        return tune(_cases(chosen), seconds, _software(), show)
 
 
 def _cases(chosen: list[tuple[BenchedOp, str, tuple[int, ...], Baselines]]) -> Iterator[Case]:
@@ -121,5 +124,10 @@ def _check_gpu() -> None:
 
 def versions() -> str:
     """The line that every table of times starts with."""
+    tuned = launch.tile_table_of(torch.device("cuda", torch.cuda.current_device()))
+    return f"{_software()}, bf16" + (f", {len(tuned.rows)} tiles from --tune" if tuned.rows else "")
+
+
+def _software() -> str:
     triton = importlib.metadata.version("triton")
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}, bf16"
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"
