@@ -15,6 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
 INTERPRETER_SM_COUNT = 4
+INTERPRETER_SHARED_BYTES = 227 * 1024
 
 
 @functools.cache
@@ -22,6 +23,14 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one block may have."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @functools.cache
