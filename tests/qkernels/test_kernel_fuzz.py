@@ -32,7 +32,7 @@ HALF = ("float16", "bfloat16") if ON_GPU else ("float16",)
 FLOAT = (*HALF, "float32")
 MAX_COST = 10**10 if ON_GPU else 10**6
 REPEATS = 4 if ON_GPU else 0  # compiling takes seconds there, a run microseconds
-SHRINK_SECONDS = 60
+SHRINK_SECONDS = 30
 
 EPS = {name: torch.finfo(getattr(torch, name)).eps for name in ("float16", "bfloat16", "float32")}
 ROWS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 118, 130, 257, 600, 1025)
