@@ -197,6 +197,7 @@ def plot(results: Iterable[Result], path: str) -> None:
     """Microseconds over m, a panel for each op and shape. Raises KernelError without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter, NullLocator
     except ImportError:
         raise KernelError("--plot", "needs matplotlib", "pip install matplotlib") from None
     panels: dict[tuple[str, str], list[Result]] = {}
@@ -215,7 +216,14 @@ def plot(results: Iterable[Result], path: str) -> None:
         for name in names:
             curves[name] = [(p.m, p.baselines[name]) for p in points if name in p.baselines]
         for name, curve in curves.items():
-            axes.plot(*zip(*curve, strict=True) if curve else ([], []), marker="o", label=name)
-        axes.set(title=f"{op} {shape}", xscale="log", yscale="log", xlabel="m", ylabel="us")
+            if curve:
+                style = {"color": "gray", "linestyle": "--"} if name == "floor" else {"marker": "o"}
+                axes.plot(*zip(*curve, strict=True), label=name, **style)
+        axes.set(title=f"{op} {shape}", xlabel="m", ylabel="us", xscale="log", yscale="log")
+        axes.set_xticks([p.m for p in points], [str(p.m) for p in points], minor=False)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+        axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)
