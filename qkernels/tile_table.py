@@ -96,10 +96,17 @@ class TileTable:
 
     gpu: str
     rows: dict[Key, TileRow] = field(default_factory=dict)
+    # keys of the rows that kernels took: so a search knows that its tile ran
+    taken: set[Key] = field(default_factory=set, compare=False)
 
     def find(self, op: str, **problem: object) -> TileRow | None:
         """The row of this problem. Cheap where the table is empty, as it is on most machines."""
-        return self.rows.get((op, *OPS[op].key(problem))) if self.rows else None
+        if not self.rows:
+            return None
+        row = self.rows.get((op, *OPS[op].key(problem)))
+        if row is not None:
+            self.taken.add(row.key)
+        return row
 
     def add_(self, row: TileRow) -> None:
         self.rows[row.key] = row
@@ -108,6 +115,7 @@ class TileTable:
     def trying(self, row: TileRow) -> Iterator[None]:
         """The table with this row in it, and afterwards as it was."""
         before = dict(self.rows)
+        self.taken.discard(row.key)
         self.add_(row)
         try:
             yield

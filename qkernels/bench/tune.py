@@ -70,6 +70,10 @@ DEFAULTS: dict[str, Callable[..., Tile | None]] = {
 }
 
 
+class NotTaken(Exception):
+    """No kernel looked for the tile: another one does this problem on this GPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """What a search of one case found. `best` is `default` where nothing was faster."""
@@ -177,6 +181,8 @@ def tune_case(
         with table.trying(dataclasses.replace(blank, tile=tile)):
             try:
                 check(case)
+                if blank.key not in table.taken:
+                    raise NotTaken
                 return time_calls(case.calls, replays)
             except KernelError:
                 wrong[tile] = None
@@ -228,21 +234,27 @@ def tune(
 ) -> Path:
     """Search each case and write the table after each: a killed run keeps what it found.
 
-    Returns where. Raises KernelError where a case has no tiles, or the time was too short for one.
+    A case that a kernel without tiles does on this GPU is left out. Returns where. Raises KernelError where a case has no tiles, or the time was too short for one.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     table, path = own_table(device)
     end = time.monotonic() + seconds
-    done = 0
+    done, untuned = 0, []
     for case in cases:
         if case.tuned is None:
             raise KernelError(f"--tune --op {case.op}", "has no tiles to choose")
         if time.monotonic() > end:
             break
         sm_count = launch.sm_count(device)
-        show(tune_case(case, table, sm_count, versions, lambda: time.monotonic() > end))
+        try:
+            show(tune_case(case, table, sm_count, versions, lambda: time.monotonic() > end))
+        except NotTaken:
+            untuned.append(f"{case.op} {case.shape} m={case.m}")
+            continue
         tile_table.write(table, path)
         done += 1
+    if not done and untuned:
+        raise KernelError(f"--tune {untuned[0]}", "is done by a kernel without tiles to choose")
     if not done:
         raise KernelError("--tune", "nothing was measured", "give it more --tune-seconds")
     return path

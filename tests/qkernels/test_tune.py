@@ -9,7 +9,16 @@ import torch
 from qkernels import launch, tile_table
 from qkernels.bench import tune as tune_module
 from qkernels.bench.table import run_tune, select
-from qkernels.bench.tune import DEFAULTS, OPTIONS, Tuned, format_tuned, neighbours, search, starts
+from qkernels.bench.tune import (
+    DEFAULTS,
+    OPTIONS,
+    NotTaken,
+    Tuned,
+    format_tuned,
+    neighbours,
+    search,
+    starts,
+)
 from qkernels.errors import KernelError
 from qkernels.tiles import AttentionTile, LinearTile
 
@@ -84,14 +93,14 @@ def test_the_default_choice_starts():
 def tuning(monkeypatch):
     """tune_case with made-up times; the tile is what a kernel would find in the table."""
 
-    def run(time_of, wrong=()):
+    def run(time_of, wrong=(), is_read=True):
         table = launch.TileTable(gpu="made up")
 
         def tile():
             return table.find("w4a16", **PROBLEM).tile
 
         def check(case):
-            if tile() in wrong:
+            if is_read and tile() in wrong:
                 raise KernelError("w4a16", "is wrong on this GPU")
 
         monkeypatch.setattr(tune_module, "check", check)
@@ -139,6 +148,12 @@ def test_a_default_that_cannot_run_gives_way(tuning):
 
     table, tuned = tuning(time_of)
     assert tuned.refused == 1 and table.find("w4a16", **PROBLEM).default_microseconds is None
+
+
+def test_tiles_that_no_kernel_reads_are_not_timed(tuning):
+    """Times would differ by noise alone, and the best of them would be kept."""
+    with pytest.raises(NotTaken):
+        tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0, is_read=False)
 
 
 def test_a_lost_context_ends_the_run(tuning):
