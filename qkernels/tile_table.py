@@ -103,9 +103,10 @@ class TileTable:
         """The row of this problem. Cheap where the table is empty, as it is on most machines."""
         if not self.rows:
             return None
-        row = self.rows.get((op, *OPS[op].key(problem)))
+        key = (op, *OPS[op].key(problem))
+        row = self.rows.get(key)
         if row is not None:
-            self.taken.add(row.key)
+            self.taken.add(key)
         return row
 
     def add_(self, row: TileRow) -> None:

@@ -234,7 +234,8 @@ def tune(
 ) -> Path:
     """Search each case and write the table after each: a killed run keeps what it found.
 
-    A case that a kernel without tiles does on this GPU is left out. Returns where. Raises KernelError where a case has no tiles, or the time was too short for one.
+    A case that a kernel without tiles does on this GPU is left out. Returns where the table is.
+    Raises KernelError where no case has tiles, or the time was too short for one.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     table, path = own_table(device)
