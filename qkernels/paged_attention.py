@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import on_device, sm_count
+from qkernels.launch import on_device, sm_count, tile_table_of
 from qkernels.tiles import AttentionTile, attention_tile, ceil_div, power_of_two
 
 
@@ -41,17 +41,19 @@ def paged_attention(
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return out_THD
-    tile = tile or attention_tile(
-        num_requests=R,
-        num_kv_heads=J,
-        heads_per_kv_head=H // J,
-        head_dim=D,
-        element_size=q_THD.element_size(),
-        max_query_len=max_query_len,
-        max_context_len=max_context_len,
-        window=window,
-        sm_count=sm_count(q_THD.device),
-    )
+    if tile is None:
+        problem = {
+            "num_requests": R,
+            "num_kv_heads": J,
+            "heads_per_kv_head": H // J,
+            "head_dim": D,
+            "element_size": q_THD.element_size(),
+            "max_query_len": max_query_len,
+            "max_context_len": max_context_len,
+            "window": window,
+        }
+        row = tile_table_of(q_THD.device).find("paged_attention", **problem)
+        tile = row.tile if row else attention_tile(**problem, sm_count=sm_count(q_THD.device))
     partials = sums = None
     if tile.split > 1:
         partials = out_THD.new_empty((T, H, tile.split, D), dtype=torch.float32)

@@ -163,8 +163,21 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
 
 def bench(what: str, config: BenchConfig) -> int:
     from qkernels.bench.measure import HEADER, format_result, plot
-    from qkernels.bench.table import run, versions
+    from qkernels.bench.table import run, run_tune, versions
+    from qkernels.bench.tune import format_tuned
 
+    if config.tune:
+        path = run_tune(
+            op=config.op,
+            shape=config.shape,
+            m=config.m,
+            seconds=config.tune_seconds,
+            show=lambda tuned: print(
+                json.dumps(tuned.to_dict()) if config.json else format_tuned(tuned), flush=True
+            ),
+        )
+        print(f"Wrote {path}; the kernels read it from now on", file=sys.stderr)
+        return 0
     shown = []
 
     def show(result) -> None:

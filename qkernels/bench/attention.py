@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
-from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
 # keys of each request, query rows of each request
 ATTENTION_SHAPES = {
@@ -22,9 +22,9 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 
 def _paged_attention(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     """m requests; their pages lie anywhere in a pool that no cache holds."""
-    context, rows = ATTENTION_SHAPES[shape]
+    context, rows = read_shape(ATTENTION_SHAPES, shape)
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
-    X = context // PAGE
+    X = -(-context // PAGE)
     for m in ms:
         copies = copies_needed(4 * m * context * J * D)
         pages = copies * m * X
@@ -51,7 +51,7 @@ def _paged_attention(shape: str, ms: tuple[int, ...], baselines: Baselines) -> I
             )
 
         def dense(pages, table=tables[0], m=m):
-            return pages[table].view(m, context, J, D).transpose(1, 2)
+            return pages[table].view(m, X * PAGE, J, D)[:, :context].transpose(1, 2)
 
         def attend(q, k, v, m=m, mask=None):
             mask = torch.ones(rows, context, dtype=torch.bool, device="cuda").tril(context - rows)
@@ -88,6 +88,19 @@ def _paged_attention(shape: str, ms: tuple[int, ...], baselines: Baselines) -> I
             want=want.transpose(1, 2).reshape(m * rows, H, D),
             allowed_error=1e-2,
             baselines=others,
+            tuned=(
+                "paged_attention",
+                {
+                    "num_requests": m,
+                    "num_kv_heads": J,
+                    "heads_per_kv_head": H // J,
+                    "head_dim": D,
+                    "element_size": q.element_size(),
+                    "max_query_len": rows,
+                    "max_context_len": context,
+                    "window": None,
+                },
+            ),
         )
 
 
@@ -104,5 +117,6 @@ OPS: dict[str, BenchedOp] = {
             "4096x512": (4,),
         },
         baselines=("sdpa",),
+        dims=2,
     ),
 }

@@ -101,10 +101,10 @@ def test_own_solver_is_given_everything(docs_5m, tmp_path):
     [("qwen3_moe", "mlp", 6, 2), ("mixtral", "block_sparse_moe", 4, 1)],
 )
 def test_starved_expert_is_rounded_and_reported(
-    other_model, tmp_path, family, module, experts, chosen
+    tiny_model, tmp_path, family, module, experts, chosen
 ):
     source = tmp_path / "moe"
-    shutil.copytree(other_model(family), source)
+    shutil.copytree(tiny_model(family), source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": chosen}))
     tensors = load_file(source / "model.safetensors")
@@ -138,7 +138,7 @@ def test_starved_expert_is_rounded_and_reported(
     assert all(math.isfinite(linear.relative_error) for linear in report.linears)
 
 
-def test_tokenizer_of_another_model_is_named(copy_5m, tmp_path):
+def test_tokenizer_of_antiny_model_is_named(copy_5m, tmp_path):
     def change(tensors):
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:100].clone()
 

@@ -65,8 +65,8 @@ def test_scales_are_those_of_transformers_own_cache(
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
-def test_every_family_gets_scales_for_every_layer(other_model, tmp_path, family):
-    quantize_checkpoint(other_model(family), tmp_path / "out", kv_cache="fp8", **OPTIONS)
+def test_every_family_gets_scales_for_every_layer(tiny_model, tmp_path, family):
+    quantize_checkpoint(tiny_model(family), tmp_path / "out", kv_cache="fp8", **OPTIONS)
     found = scales(tmp_path / "out")
     assert len(found) == 6 and all(float(scale) > 1e-6 for scale in found.values())
     assert len(set(map(float, found.values()))) == 6

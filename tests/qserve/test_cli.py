@@ -54,7 +54,9 @@ FLAGS = {
     "convert": {"--format", "--max-shard-size"},
     "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
-    "bench": {"--op", "--shape", "--m", "--baseline", "--json", "--plot"},
+    "bench": {
+        *("--op", "--shape", "--m", "--baseline", "--json", "--plot", "--tune", "--tune-seconds"),
+    },
 }
 
 
