@@ -37,6 +37,8 @@ class Problem:
     in_features: int = 0
     head_dim: int = 0
     page_size: int = 0
+    pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
+    soft_cap: bool = False  # scores are bent into a range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
