@@ -224,6 +224,7 @@ def attention_tile(
     heads_per_kv_head: int,
     head_dim: int,
     element_size: int,
+    page_element_size: int | None = None,  # default: element_size
     max_query_len: int,
     max_context_len: int,
     window: int | None,

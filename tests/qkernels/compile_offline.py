@@ -168,19 +168,24 @@ def attention_case(
     window: int = 0,
     dtype: str = BF16,
     page: int = 16,
+    pages: str | None = None,
+    **changes,
 ) -> dict:
+    pages = pages or dtype
     tile = attention_tile(
         num_requests=requests,
         num_kv_heads=8,
         heads_per_kv_head=group,
         head_dim=D,
         element_size=4 if dtype == "*fp32" else 2,
+        page_element_size={"*fp32": 4, "*bf16": 2}.get(pages, 1),
         max_query_len=query,
         max_context_len=8192,
         window=window or None,
         sm_count=132,
     )
-    pointers = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "tables_ptr": "*i32"}
+    tile = replace(tile, **changes)
+    pointers = {"q_ptr": dtype, "k_ptr": pages, "v_ptr": pages, "tables_ptr": "*i32"}
     pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": dtype}
     constants = {
         "H": 8 * group,
@@ -190,7 +195,8 @@ def attention_case(
         "PADDED_D": 1 << math.ceil(math.log2(D)),
         "B": page,
         "WINDOW": window,
-        "ALIGNED": True,
+        "SOFT_CAP": False,
+        "ALIGNMENT": 16,
         "BLOCK_M": tile.block_m,
         "BLOCK_Q": tile.block_q,
         "KEYS": tile.keys,
@@ -201,9 +207,17 @@ def attention_case(
         pointers |= {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
     else:
         constants |= {"partials_ptr": None, "sums_ptr": None}
-    scalars = {"R": "i32", "T": "i32", "scale_log2": "fp32", "stride_table": "i32"}
+    constants |= {"cap_log2": 0.0}
+    if pages != dtype:
+        pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    else:
+        constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
+    constants |= {name: 1 for name in ("stride_ksb", "stride_vsb")}
+    scalars = {"R": "i32", "T": "i32", "scale": "fp32", "stride_table": "i32"}
     scalars |= {
-        name: "i32" for name in paged_attention._paged_attention.arg_names if "stride" in name
+        name: "i32"
+        for name in paged_attention._paged_attention.arg_names
+        if "stride" in name and name not in constants
     }
     kernel, options = paged_attention._paged_attention, {"num_warps": tile.warps}
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
