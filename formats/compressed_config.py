@@ -15,6 +15,7 @@ BLOCK = "quantization_config"
 VERSION = "0.17.0"  # of the library's schema that the block follows
 KNOWN_LAYOUTS = (PACKED, INTEGER, FLOAT, "naive-quantized", "mixed-precision", "dense")
 MAX_RULES = 20_000
+KV_CACHES = {"int": "int8", "float": "fp8"}  # type of a kv_cache_scheme -> its cache
 
 
 def stored(scheme: Scheme) -> Scheme:
@@ -62,7 +63,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "scheme": main,
         "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
         "lm_head": _HEAD_IGNORED not in rules,
-        "kv_scales": _has_kv_scales(block.get("kv_cache_scheme")),
+        "kv_cache": _kv_cache(block.get("kv_cache_scheme")),
     }
 
 
@@ -244,12 +245,21 @@ def _is_used(value: Any) -> bool:
     return value.get("format", "") != "dense" and any(value.values())
 
 
-def _has_kv_scales(value: Any) -> bool:
+def _kv_cache(value: Any) -> str | None:
+    """The cache that a kv_cache_scheme is for."""
+    where = f"{BLOCK}.kv_cache_scheme"
     if value is None:
-        return False
+        return None
     if not isinstance(value, dict) or value.get("num_bits") != 8:
-        raise CheckpointError(f"{BLOCK}.kv_cache_scheme", f"expected 8 bits, found {value!r}")
-    return True
+        raise CheckpointError(where, f"expected 8 bits, found {value!r}")
+    kind = value.get("type", "int")
+    if not isinstance(kind, str) or kind not in KV_CACHES:
+        raise CheckpointError(
+            f"{where}.type", f"expected one of {', '.join(KV_CACHES)}, found {kind!r}"
+        )
+    if not value.get("symmetric", True):
+        raise CheckpointError(f"{where}.symmetric", "expected true: a cache has no zero points")
+    return KV_CACHES[kind]
 
 
 _HEAD_IGNORED = Rule(kind="name", text="lm_head", scheme=None)

@@ -34,7 +34,7 @@ class QuantConfig:
     rules: tuple[Rule, ...] = ()  # the first that fits a module decides
     zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty elsewhere
     lm_head: bool = False  # the head is quantized too
-    kv_scales: bool = False  # layers have k_scale and v_scale for an 8-bit KV cache
+    kv_cache: str | None = None  # "int8" or "fp8": layers have k_scale and v_scale for such a cache
     quantizer: str = ""  # "tool:version" of the writer
 
     def __post_init__(self) -> None:

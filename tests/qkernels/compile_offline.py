@@ -212,7 +212,7 @@ def attention_case(
         pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
     else:
         constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
-    constants |= {name: 1 for name in ("stride_ksb", "stride_vsb")}
+    constants |= dict.fromkeys(("stride_ksb", "stride_vsb"), 1)
     scalars = {"R": "i32", "T": "i32", "scale": "fp32", "stride_table": "i32"}
     scalars |= {
         name: "i32"
