@@ -191,8 +191,7 @@ def _rope_write_kv(
     if slot < 0:
         return
     page, offset = slot // B, slot % B
-    is_key = block < Q_BLOCKS + KV_BLOCKS
-    if is_key:
+    if block < Q_BLOCKS + KV_BLOCKS:
         head = (block - Q_BLOCKS) * HEADS + n
         real = (head < J)[:, None] & (d < D)[None, :]
         rows = k_ptr + token * stride_kt + head * stride_kj
@@ -201,21 +200,25 @@ def _rope_write_kv(
             k = _rotated(rows, real, d, angles, k_norm_ptr, eps, D, WIDTH)
         else:
             k = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0)
-        out = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
-        scales = k_scales_ptr
         if k_scales_ptr is not None:
-            scales += page * stride_ksp + offset * stride_ksb + head * stride_ksj
-        _store(k, out, scales, head < J, d, real, STATIC, SMALLEST, LARGEST, MIN_SCALE, INTERPRETED)
-    else:
-        head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + n
-        real = (head < J)[:, None] & (d < D)[None, :]
-        rows = v_ptr + token * stride_vt + head * stride_vj
-        v = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0)
-        out = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
-        scales = v_scales_ptr
-        if v_scales_ptr is not None:
-            scales += page * stride_vsp + offset * stride_vsb + head * stride_vsj
-        _store(v, out, scales, head < J, d, real, STATIC, SMALLEST, LARGEST, MIN_SCALE, INTERPRETED)
+            scales = k_scales_ptr + page * stride_ksp + offset * stride_ksb + head * stride_ksj
+            DTYPE: tl.constexpr = k_pages_ptr.dtype.element_ty
+            k = _encoded(
+                k, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, DTYPE, INTERPRETED
+            )
+        out = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
+        tl.store(out[:, None] + d[None, :], k, mask=real)
+        return
+    head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + n
+    real = (head < J)[:, None] & (d < D)[None, :]
+    rows = v_ptr + token * stride_vt + head * stride_vj
+    v = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0)
+    if v_scales_ptr is not None:
+        scales = v_scales_ptr + page * stride_vsp + offset * stride_vsb + head * stride_vsj
+        DTYPE: tl.constexpr = v_pages_ptr.dtype.element_ty
+        v = _encoded(v, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, DTYPE, INTERPRETED)
+    out = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
+    tl.store(out[:, None] + d[None, :], v, mask=real)
 
 
 @triton.jit
@@ -247,26 +250,22 @@ def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store(
+def _encoded(
     x,  # [HEADS, D]
-    out,  # [HEADS] pointers to rows of a page
-    scales,  # [HEADS] pointers, or None: pages hold what x holds
+    scales,  # [HEADS] pointers
     exists,  # [HEADS]
-    d,
-    real,
     STATIC: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
+    DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    if scales is not None:
-        x = x.to(tl.float32)
-        if STATIC:
-            scale = tl.load(scales, mask=exists, other=1.0)
-        else:
-            scale = row_scale(x, LARGEST, MIN_SCALE)
-            tl.store(scales, scale, mask=exists)
-        DTYPE: tl.constexpr = out.dtype.element_ty
-        x = encode(x, scale[:, None], SMALLEST, LARGEST, DTYPE, INTERPRETED)
-    tl.store(out[:, None] + d[None, :], x, mask=real)
+    """Codes of rows, rounded with the scales that are there (STATIC) or with their own, stored."""
+    x = x.to(tl.float32)
+    if STATIC:
+        scale = tl.load(scales, mask=exists, other=1.0)
+    else:
+        scale = row_scale(x, LARGEST, MIN_SCALE)
+        tl.store(scales, scale, mask=exists)
+    return encode(x, scale[:, None], SMALLEST, LARGEST, DTYPE, INTERPRETED)

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8
+from qkernels import act_quant, fused_quant, kv_cache, paged_attention, w4a16, w8a8
 from qkernels.tiles import attention_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
@@ -223,6 +223,39 @@ def attention_case(
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
 
 
+def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
+    kernel, heads = kv_cache._rope_write_kv, max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
+    pointers = {"k_ptr": BF16, "v_ptr": BF16, "slots_ptr": "*i64"}
+    pointers |= {"k_pages_ptr": pages, "v_pages_ptr": pages}
+    if rotate:
+        pointers |= {"q_ptr": BF16, "q_out_ptr": BF16}
+        pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64"}
+    if norm:
+        pointers |= {"q_norm_ptr": BF16, "k_norm_ptr": BF16}
+    if pages != BF16:
+        pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    constants = {
+        "H": 32 if rotate else 0,
+        "J": 8,
+        "D": D,
+        "PADDED_D": D,
+        "WIDTH": D if rotate else 0,
+        "B": 16,
+        "HEADS": heads,
+        "STATIC": False,
+        "SMALLEST": -128.0,
+        "LARGEST": 127.0,
+        "MIN_SCALE": 1e-10,
+        "INTERPRETED": False,
+    }
+    constants |= {
+        name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers
+    }
+    scalars = {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
+    options = {"num_warps": max(1, heads * D // 256)}
+    return compile_kernel(kernel, pointers, scalars | {"eps": "fp32"}, constants, options)
+
+
 CASES = {
     "linear M=1": lambda: linear_case(1, 4096, 4096, 128, True),
     "linear M=1 asymmetric": lambda: linear_case(1, 4096, 4096, 128, False),
@@ -246,6 +279,12 @@ CASES = {
     "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
     "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**14),
     "dequantize": dequantize_case,
+    "kv write": lambda: kv_case(rotate=False),
+    "kv write int8": lambda: kv_case("*i8", rotate=False),
+    "rope and kv write": kv_case,
+    "rope and kv write int8, norms": lambda: kv_case("*i8", norm=True),
+    "rope and kv write float8": lambda: kv_case("*fp8e4nv"),
+    "rope and kv write int8, widest": lambda: kv_case("*i8", D=1024),
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),
     "attention chunk": lambda: attention_case(2, 2048, 128, 4),
