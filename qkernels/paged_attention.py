@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import on_device, sm_count
+from qkernels.launch import has_gluon, on_device, sm_count
 from qkernels.tiles import AttentionTile, attention_tile, ceil_div, power_of_two
 
 LOG2_E = math.log2(math.e)
@@ -60,6 +60,7 @@ def paged_attention(
         max_context_len=max_context_len,
         window=window,
         sm_count=sm_count(q_THD.device),
+        gluon=_gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
     )
     partials = sums = None
     if tile.split > 1:
@@ -72,44 +73,64 @@ def paged_attention(
     scale_strides = (0,) * 6
     if k_scales_PBJ is not None:
         scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
+    shared = (
+        block_tables_RX,
+        query_starts_R1,
+        context_lengths_R,
+        k_scales_PBJ,
+        v_scales_PBJ,
+        out_THD,
+        partials,
+        sums,
+        R,
+        T,
+        scale / soft_cap if soft_cap else scale * LOG2_E,
+        soft_cap * LOG2_E if soft_cap else 0.0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+    )
+    constants = {
+        "H": H,
+        "GROUP": H // J,
+        "PADDED_GROUP": tile.block_m // tile.block_q,
+        "D": D,
+        "B": k_pages_PBJD.shape[1],
+        "WINDOW": window or 0,
+        "SOFT_CAP": soft_cap is not None,
+        "SPLIT": tile.split,
+    }
     with on_device(q_THD):
-        _paged_attention[grid](
-            q_THD,
-            k_pages_PBJD,
-            v_pages_PBJD,
-            block_tables_RX,
-            query_starts_R1,
-            context_lengths_R,
-            k_scales_PBJ,
-            v_scales_PBJ,
-            out_THD,
-            partials,
-            sums,
-            R,
-            T,
-            scale / soft_cap if soft_cap else scale * LOG2_E,
-            soft_cap * LOG2_E if soft_cap else 0.0,
-            q_THD.stride(0),
-            q_THD.stride(1),
-            *strides,
-            *scale_strides,
-            block_tables_RX.stride(0),
-            H=H,
-            GROUP=H // J,
-            PADDED_GROUP=tile.block_m // tile.block_q,
-            D=D,
-            PADDED_D=max(16, power_of_two(D)),
-            B=k_pages_PBJD.shape[1],
-            WINDOW=window or 0,
-            SOFT_CAP=soft_cap is not None,
-            ALIGNMENT=alignment(*strides),
-            BLOCK_M=tile.block_m,
-            BLOCK_Q=tile.block_q,
-            KEYS=tile.keys,
-            SPLIT=tile.split,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-        )
+        if tile.gluon:
+            from qkernels import coded_decode
+
+            coded_decode.launch(
+                grid,
+                q_THD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                shared,
+                scale_strides,
+                block_tables_RX.stride(0),
+                constants,
+            )
+        else:
+            _paged_attention[grid](
+                q_THD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                *shared,
+                *strides,
+                *scale_strides,
+                block_tables_RX.stride(0),
+                **constants,
+                PADDED_D=max(16, power_of_two(D)),
+                ALIGNMENT=alignment(*strides),
+                BLOCK_M=tile.block_m,
+                BLOCK_Q=tile.block_q,
+                KEYS=tile.keys,
+                STAGES=tile.stages,
+                num_warps=tile.warps,
+            )
         if tile.split > 1:
             _merge_parts[(T, H)](
                 partials,
@@ -125,6 +146,25 @@ def paged_attention(
                 num_warps=ceil_div(power_of_two(D) * tile.split, 1024),
             )
     return out_THD
+
+
+def _gluon_refuses(
+    q_THD: torch.Tensor, k_pages_PBJD: torch.Tensor, v_pages_PBJD: torch.Tensor
+) -> str | None:
+    """Why coded_decode.py cannot take these few rows; None: it can."""
+    D = q_THD.shape[2]
+    if k_pages_PBJD.element_size() != 1:
+        return "takes 8-bit pages"
+    if q_THD.dtype != torch.bfloat16:
+        return f"takes bfloat16 queries, not {q_THD.dtype}"
+    if D not in (64, 128):
+        return f"takes heads of 64 or 128, not {D}"
+    if not has_gluon(q_THD.device):
+        return "needs a GPU of compute capability 9.0 and a triton with gluon"
+    for pages in (k_pages_PBJD, v_pages_PBJD):
+        if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
+            return "takes pages whose rows start at multiples of 16 bytes"
+    return None
 
 
 def alignment(*strides: int) -> int:

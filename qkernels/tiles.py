@@ -209,6 +209,7 @@ class AttentionTile:
     split: int  # parts of the context that different blocks read
     warps: int
     stages: int
+    gluon: bool = False  # coded_decode.py does it; it has its own keys and warps
 
 
 ATTENTION_MAX_SPLIT = 32
@@ -229,6 +230,7 @@ def attention_tile(
     max_context_len: int,
     window: int | None,
     sm_count: int,
+    gluon: bool = False,  # whether coded_decode.py could
 ) -> AttentionTile:
     """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
     group = power_of_two(heads_per_kv_head)
@@ -261,5 +263,11 @@ def attention_tile(
     else:
         keys, stages = 64, 3
     return AttentionTile(
-        block_m=block_m, block_q=block_m // group, keys=keys, split=split, warps=4, stages=stages
+        block_m=block_m,
+        block_q=block_m // group,
+        keys=keys,
+        split=split,
+        warps=4,
+        stages=stages,
+        gluon=gluon and block_m == 16,
     )
