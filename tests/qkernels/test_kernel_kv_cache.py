@@ -107,11 +107,14 @@ def test_rope_and_write(
     norms = {}
     if normed:
         norms = {"q_norm_D": randn(D) + 1, "k_norm_D": randn(D) + 1, "eps": 1e-5}
-    got, want = make_pages(D, codes), make_pages(D, codes)
-    q_want, q_got = (
-        module.rope_write_kv_(q, k, v, cos_sin, positions, *pages[:2], slots, *pages[2:], **norms)
-        for module, pages in ((reference, want), (kv_cache, got))
-    )
+    # on the CPU, whose division is exact; a GPU's by a constant is not
+    got, want = make_pages(D, codes), [t.cpu() for t in make_pages(D, codes)]
+    inputs = (q, k, v, cos_sin, positions)
+    q_got = kv_cache.rope_write_kv_(*inputs, *got[:2], slots, *got[2:], **norms)
+    norms = {n: x.cpu() if torch.is_tensor(x) else x for n, x in norms.items()}
+    inputs = [x.cpu() for x in inputs]
+    q_want = reference.rope_write_kv_(*inputs, *want[:2], slots.cpu(), *want[2:], **norms)
+    got = [t.cpu() for t in got]
     assert_close("q", q_want, q_got, tolerance(dtype))
     if codes is None:
         assert_close("k", want[0], got[0], tolerance(dtype))
