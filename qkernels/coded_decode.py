@@ -19,10 +19,11 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 WARPS = 4
 KEYS_OF_WARP = 32
+STAGES = 3
 # float16 has not bfloat16's range: queries shrink by a power of two, scores grow by it
 QUERY_SHRINK = 2.0**-6
 
@@ -93,7 +94,8 @@ def launch(
     """Launch in place of _paged_attention, whose arguments `shared` and `constants` are."""
     k_words = k_pages_PBJD.view(torch.int32)
     v_bytes = v_pages_PBJD.view(torch.int8)
-    _coded_decode[grid](
+    blocks, heads, parts = grid
+    _coded_decode[heads, blocks, parts](
         q_THD,
         k_words,
         v_bytes,
@@ -107,6 +109,7 @@ def launch(
         SHRINK=QUERY_SHRINK,
         W=WARPS,
         N=KEYS_OF_WARP,
+        STAGES=STAGES,
         STRIDE_KB=k_words.stride(1),
         STRIDE_VB=v_bytes.stride(1),
         **layouts(constants["D"]),
@@ -230,73 +233,93 @@ def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(
-    head,  # pointer to the words of a head's first key
+def _rows_of(
     table,
     first_key,
     begin,
-    end,
+    stop,
     stride_p,
     STRIDE_B: gl.constexpr,
     B: gl.constexpr,
-    D: gl.constexpr,
     W: gl.constexpr,
     N: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Words [W, N / 16, 16, D / 4]; of keys outside begin..end whatever page 0 has."""
+    """First keys of blocks of 16, [W, N / 16], and where their rows begin. A block has one page."""
     BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
     w = gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))
     block = gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))
     key = first_key + w[:, None] * N + block[None, :] * 16
-    # 16 keys lie in one page
-    page = gl.load(table + key // B, mask=(key > begin - 16) & (key < end), other=0)
-    rows = page.to(gl.int64) * stride_p + key % B * STRIDE_B
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, LAYOUT))))
-    word = gl.arange(
-        0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
-    )
-    inside = row[None, :][None, :, :] * STRIDE_B
-    return gl.load(
-        head + (rows[:, :, None] + inside)[:, :, :, None] + word[None, :][None, :, :][None, :, :, :]
-    )
+    page = gl.load(table + key // B, mask=(key > begin - 16) & (key < stop), other=0)
+    return key, page.to(gl.int64) * stride_p + key % B * STRIDE_B
 
 
 @gluon.jit
-def _load_values(
-    head,
+def _copy_step(
+    keys,  # shared memory of one stage
+    even,
+    odd,
+    k_scales,
+    v_scales,
+    k_head,  # pointers to a head's first row
+    v_head,
+    k_scales_head,
+    v_scales_head,
     table,
     first_key,
     begin,
-    end,
-    stride_p,
-    STRIDE_B: gl.constexpr,
+    stop,
+    stride_kp,
+    stride_vp,
+    stride_ksp,
+    stride_ksb,
+    stride_vsp,
+    stride_vsb,
     B: gl.constexpr,
     D: gl.constexpr,
     W: gl.constexpr,
     N: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    STRIDE_KB: gl.constexpr,
+    STRIDE_VB: gl.constexpr,
+    KEYS: gl.constexpr,
+    VALUES: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
-    """Codes of even and of odd keys, each [W, N / 16, 8, D]; zero outside begin..end."""
-    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
-    w = gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))
-    block = gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))
-    key = first_key + w[:, None] * N + block[None, :] * 16
-    page = gl.load(table + key // B, mask=(key > begin - 16) & (key < end), other=0)
-    rows = page.to(gl.int64) * stride_p + key % B * STRIDE_B
-    pair = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, LAYOUT))))
-    pair = 2 * pair[None, :][None, :, :]
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))))
-    d = d[None, :][None, :, :][None, :, :, :]
-    key = key[:, :, None] + pair
-    even = head + (rows[:, :, None] + pair * STRIDE_B)[:, :, :, None] + d
-    # a page's rest may hold anything, and nothing times NaN is NaN
-    has_even = (key >= begin) & (key < end)
-    has_odd = (key + 1 >= begin) & (key + 1 < end)
-    return (
-        gl.load(even, mask=has_even[:, :, :, None], other=0),
-        gl.load(even + STRIDE_B, mask=has_odd[:, :, :, None], other=0),
+    """Ask for one step. What lies outside begin..stop becomes zeros."""
+    key, rows = _rows_of(table, first_key, begin, stop, stride_kp, STRIDE_KB, B, W, N, KEYS)
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, KEYS))))
+    row = row[None, :][None, :, :]
+    word = gl.arange(
+        0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, KEYS)))
     )
+    key = key[:, :, None] + row
+    exists = (key >= begin) & (key < stop)
+    ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
+    ptrs += word[None, :][None, :, :][None, :, :, :]
+    async_copy.async_copy_global_to_shared(keys, ptrs, exists[:, :, :, None])
+
+    key, rows = _rows_of(table, first_key, begin, stop, stride_vp, STRIDE_VB, B, W, N, VALUES)
+    pair = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, VALUES))))
+    pair = 2 * pair[None, :][None, :, :]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, VALUES))))
+    key = key[:, :, None] + pair
+    exists = (key >= begin) & (key < stop)
+    ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
+    ptrs += d[None, :][None, :, :][None, :, :, :]
+    async_copy.async_copy_global_to_shared(even, ptrs, exists[:, :, :, None])
+    exists = (key + 1 >= begin) & (key + 1 < stop)
+    async_copy.async_copy_global_to_shared(odd, ptrs + STRIDE_VB, exists[:, :, :, None])
+
+    w = gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))
+    n = gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))
+    key = first_key + w[:, None] * N + n[None, :]
+    exists = (key >= begin) & (key < stop)
+    page = gl.load(table + key // B, mask=exists, other=0).to(gl.int64)
+    ptrs = k_scales_head + page * stride_ksp + key % B * stride_ksb
+    async_copy.async_copy_global_to_shared(k_scales, ptrs, exists)
+    ptrs = v_scales_head + page * stride_vsp + key % B * stride_vsb
+    async_copy.async_copy_global_to_shared(v_scales, ptrs, exists)
+    async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["R", "T"])
@@ -341,6 +364,7 @@ def _coded_decode(
     SHRINK: gl.constexpr,
     W: gl.constexpr,
     N: gl.constexpr,
+    STAGES: gl.constexpr,
     STRIDE_KB: gl.constexpr,
     STRIDE_VB: gl.constexpr,
     KEYS: gl.constexpr,  # layouts()
@@ -351,7 +375,8 @@ def _coded_decode(
     M: gl.constexpr = 16
     CHUNK: gl.constexpr = D // 8 if D < 128 else 16
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
-    block, kv_head, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    # the heads of a request run beside each other: their rows are neighbours in memory
+    kv_head, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     low = 0
     high = R
     while low < high:
@@ -394,9 +419,6 @@ def _coded_decode(
     q = gl.load(q_ptrs, mask=q_real[:, None][None, :, :], other=0.0)
     q = (q.to(gl.float32) * SHRINK).to(gl.float16)
 
-    slot_w = gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))
-    slot_n = gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))
-    slots = slot_w[:, None] * N + slot_n[None, :]
     COLUMNS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     column_w = gl.arange(0, W, layout=gl.SliceLayout(1, COLUMNS))
     column_n = gl.arange(0, N, layout=gl.SliceLayout(0, COLUMNS))
@@ -412,56 +434,94 @@ def _coded_decode(
     largest = gl.full([W, M], float("-inf"), gl.float32, layout=gl.SliceLayout(2, PRODUCT))
     weights = gl.full([W, M], 0.0, gl.float32, layout=gl.SliceLayout(2, PRODUCT))
     values = gl.full([W, M, D], 0.0, gl.float32, layout=PRODUCT)
-    k_codes = _load_keys(
-        k_head,
-        table,
-        first_step * (W * N),
-        begin,
-        end,
-        stride_kp,
-        STRIDE_KB,
-        B,
-        D,
-        W,
-        N,
-        KEYS,
-    )
+    stop = gl.minimum(end, last_step * (W * N))
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # 16 bytes of a row of 128 trade places, so that the lanes of rows read different banks
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 128 // D, D // 16, [3, 2, 1, 0])
+    BYTES: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 128 // D, 8, [3, 2, 1, 0])
+    k_shared = gl.allocate_shared_memory(gl.int32, [STAGES, W, N // 16, 16, D // 4], WORDS)
+    even_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
+    odd_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
+    k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    for stage in gl.static_range(STAGES - 1):
+        _copy_step(
+            k_shared.index(stage),
+            even_shared.index(stage),
+            odd_shared.index(stage),
+            k_scales_shared.index(stage),
+            v_scales_shared.index(stage),
+            k_head,
+            v_head,
+            k_scales_head,
+            v_scales_head,
+            table,
+            (first_step + stage) * (W * N),
+            begin,
+            stop,
+            stride_kp,
+            stride_vp,
+            stride_ksp,
+            stride_ksb,
+            stride_vsp,
+            stride_vsb,
+            B,
+            D,
+            W,
+            N,
+            STRIDE_KB,
+            STRIDE_VB,
+            KEYS,
+            VALUES,
+            SLOTS,
+        )
+    stage = 0
     for step in range(first_step, last_step):
         first_key = step * (W * N)
-        even, odd = _load_values(
-            v_head, table, first_key, begin, end, stride_vp, STRIDE_VB, B, D, W, N, VALUES
+        async_copy.wait_group(STAGES - 2)
+        k_codes = k_shared.index(stage).load(KEYS)
+        even = even_shared.index(stage).load(VALUES)
+        odd = odd_shared.index(stage).load(VALUES)
+        k_scale = k_scales_shared.index(stage).load(COLUMNS) * (scale / SHRINK)
+        v_scale = v_scales_shared.index(stage).load(COLUMNS)
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        _copy_step(
+            k_shared.index(free),
+            even_shared.index(free),
+            odd_shared.index(free),
+            k_scales_shared.index(free),
+            v_scales_shared.index(free),
+            k_head,
+            v_head,
+            k_scales_head,
+            v_scales_head,
+            table,
+            first_key + (STAGES - 1) * (W * N),
+            begin,
+            stop,
+            stride_kp,
+            stride_vp,
+            stride_ksp,
+            stride_ksb,
+            stride_vsp,
+            stride_vsb,
+            B,
+            D,
+            W,
+            N,
+            STRIDE_KB,
+            STRIDE_VB,
+            KEYS,
+            VALUES,
+            SLOTS,
         )
-        key = first_key + slots
-        exists = (key >= begin) & (key < end)
-        page = gl.load(table + key // B, mask=exists, other=0).to(gl.int64)
-        k_scale = gl.load(
-            k_scales_head + page * stride_ksp + key % B * stride_ksb, mask=exists, other=0.0
-        )
-        v_scale = gl.load(
-            v_scales_head + page * stride_vsp + key % B * stride_vsb, mask=exists, other=0.0
-        )
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
         k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
         k = k.permute([0, 2, 4, 5, 3, 6, 1]).reshape([W, D, N])
         score = mma_v2(
             q, gl.convert_layout(k, RIGHT), gl.full([W, M, N], 0.0, gl.float32, layout=PRODUCT)
         )
-        k_codes = _load_keys(
-            k_head,
-            table,
-            first_key + W * N,
-            begin,
-            end,
-            stride_kp,
-            STRIDE_KB,
-            B,
-            D,
-            W,
-            N,
-            KEYS,
-        )
-        k_scale = gl.convert_layout(k_scale * (scale / SHRINK), COLUMNS)
-        v_scale = gl.convert_layout(v_scale, COLUMNS)
         score *= k_scale[:, None, :]
         if SOFT_CAP:
             score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
@@ -487,6 +547,7 @@ def _coded_decode(
             values * shrink[:, :, None],
         )
 
+    async_copy.wait_group(0)
     # the warps' parts
     all_largest = gl.max(largest, 0)
     base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
