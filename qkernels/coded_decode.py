@@ -5,9 +5,9 @@ A Hopper body of paged_attention.py for bfloat16 queries, chosen by it. Each war
 own keys of a step and its own softmax; the block merges them at its end. Codes of keys become
 float16 and codes of values bfloat16, exactly; their scales multiply scores and weights.
 
-Legend: W warps, M padded rows, N keys of a warp's step, D head dim; b a byte of what a lane loads
-at once, t = lane % 4, g = lane / 4. The operands' index that the tensor core sums over may be in
-any order that both sides share, so it follows the memory:
+Legend: W warps, M padded rows (8), N keys of a warp's step, D head dim; b a byte of what a lane
+loads at once, t = lane % 4, g = lane / 4. The operands' index that the tensor core sums over may be
+in any order that both sides share, so it follows the memory:
 
     keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g
     values    lane (g, t) loads the bytes d = C g + b, C = D / 8, of two keys 2 p and 2 p + 1,
@@ -24,8 +24,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 WARPS = 4
 KEYS_OF_WARP = 32
 STAGES = 3
+REGISTERS = None  # no bound: two blocks on an SM
 # float16 has not bfloat16's range: queries shrink by a power of two, scores grow by it
 QUERY_SHRINK = 2.0**-6
+# another name from triton 3.8 on
+copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 
 
 def bases(*powers: int, dim: int, rank: int = 4) -> list[list[int]]:
@@ -114,6 +117,7 @@ def launch(
         STRIDE_VB=v_bytes.stride(1),
         **layouts(constants["D"]),
         num_warps=WARPS,
+        maxnreg=REGISTERS,
     )
 
 
@@ -233,25 +237,39 @@ def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of(
+def _transposed(weight):
+    """Tiles of 8 keys and 8 rows, each turned: [..., 8 keys, 8 rows] has rows before keys."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        [weight],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _load_pages(
     table,
     first_key,
     begin,
     stop,
-    stride_p,
-    STRIDE_B: gl.constexpr,
     B: gl.constexpr,
     W: gl.constexpr,
     N: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    KEYS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
-    """First keys of blocks of 16, [W, N / 16], and where their rows begin. A block has one page."""
-    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
-    w = gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))
-    block = gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))
-    key = first_key + w[:, None] * N + block[None, :] * 16
-    page = gl.load(table + key // B, mask=(key > begin - 16) & (key < stop), other=0)
-    return key, page.to(gl.int64) * stride_p + key % B * STRIDE_B
+    """Pages of a step, of its blocks of 16 keys [W, N / 16] and of its keys [W, N]; else 0."""
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
+    key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
+    of_blocks = gl.load(table + key // B, mask=(key > begin - 16) & (key < stop), other=0)
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
+    key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
+    of_keys = gl.load(table + key // B, mask=(key >= begin) & (key < stop), other=0)
+    return of_blocks, of_keys
 
 
 @gluon.jit
@@ -265,7 +283,8 @@ def _copy_step(
     v_head,
     k_scales_head,
     v_scales_head,
-    table,
+    of_blocks,  # the step's pages
+    of_keys,
     first_key,
     begin,
     stop,
@@ -286,19 +305,24 @@ def _copy_step(
     SLOTS: gl.constexpr,
 ):
     """Ask for one step. What lies outside begin..stop becomes zeros."""
-    key, rows = _rows_of(table, first_key, begin, stop, stride_kp, STRIDE_KB, B, W, N, KEYS)
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
+    key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
+    rows = of_blocks.to(gl.int64) * stride_kp + key % B * STRIDE_KB
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, KEYS))))
     row = row[None, :][None, :, :]
     word = gl.arange(
         0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, KEYS)))
     )
-    key = key[:, :, None] + row
-    exists = (key >= begin) & (key < stop)
+    exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
     ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
     ptrs += word[None, :][None, :, :][None, :, :, :]
-    async_copy.async_copy_global_to_shared(keys, ptrs, exists[:, :, :, None])
+    copy(keys, ptrs, exists[:, :, :, None])
 
-    key, rows = _rows_of(table, first_key, begin, stop, stride_vp, STRIDE_VB, B, W, N, VALUES)
+    VALUE_BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, VALUES))
+    rows = of_blocks.to(gl.int64) * stride_vp + key % B * STRIDE_VB
+    rows = gl.convert_layout(rows, VALUE_BLOCKS)
+    key = gl.convert_layout(key, VALUE_BLOCKS)
     pair = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, VALUES))))
     pair = 2 * pair[None, :][None, :, :]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, VALUES))))
@@ -306,19 +330,16 @@ def _copy_step(
     exists = (key >= begin) & (key < stop)
     ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
     ptrs += d[None, :][None, :, :][None, :, :, :]
-    async_copy.async_copy_global_to_shared(even, ptrs, exists[:, :, :, None])
+    copy(even, ptrs, exists[:, :, :, None])
     exists = (key + 1 >= begin) & (key + 1 < stop)
-    async_copy.async_copy_global_to_shared(odd, ptrs + STRIDE_VB, exists[:, :, :, None])
+    copy(odd, ptrs + STRIDE_VB, exists[:, :, :, None])
 
-    w = gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))
-    n = gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))
-    key = first_key + w[:, None] * N + n[None, :]
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
+    key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
     exists = (key >= begin) & (key < stop)
-    page = gl.load(table + key // B, mask=exists, other=0).to(gl.int64)
-    ptrs = k_scales_head + page * stride_ksp + key % B * stride_ksb
-    async_copy.async_copy_global_to_shared(k_scales, ptrs, exists)
-    ptrs = v_scales_head + page * stride_vsp + key % B * stride_vsb
-    async_copy.async_copy_global_to_shared(v_scales, ptrs, exists)
+    page = of_keys.to(gl.int64)
+    copy(k_scales, k_scales_head + page * stride_ksp + key % B * stride_ksb, exists)
+    copy(v_scales, v_scales_head + page * stride_vsp + key % B * stride_vsb, exists)
     async_copy.commit_group()
 
 
@@ -372,7 +393,7 @@ def _coded_decode(
     SLOTS: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    M: gl.constexpr = 16
+    M: gl.constexpr = 8
     CHUNK: gl.constexpr = D // 8 if D < 128 else 16
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
     # the heads of a request run beside each other: their rows are neighbours in memory
@@ -406,34 +427,35 @@ def _coded_decode(
     # queries, in the order of the bytes of keys
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    m = gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(0, LEFT)))
-    i = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, LEFT)))
-    i = i // 64 * 64 + (i // 2 % 4) * 16 + (i // 16 % 4) * 4 + (i // 8 % 2) * 2 + i % 2
-    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, RIGHT)))
+    i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, RIGHT)))
+    i = i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
+    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
     q_row = first_row + m // PADDED_GROUP
     q_rows = (start + q_row).to(gl.int64) * stride_qt
     q_rows += (kv_head * GROUP + m % PADDED_GROUP) * stride_qh
     q_real = (q_row < count) & (m % PADDED_GROUP < GROUP)
-    q_rows = q_rows[:, None][None, :, :] + w[:, None][:, :, None] * 0
-    q_ptrs = q_ptr + q_rows + i[None, :][None, :, :]
-    q = gl.load(q_ptrs, mask=q_real[:, None][None, :, :], other=0.0)
+    every = w[:, None][:, :, None] * 0 + i[:, None][None, :, :]
+    q_ptrs = q_ptr + q_rows[None, :][None, :, :] + every
+    q = gl.load(q_ptrs, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0)
     q = (q.to(gl.float32) * SHRINK).to(gl.float16)
 
-    COLUMNS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    column_w = gl.arange(0, W, layout=gl.SliceLayout(1, COLUMNS))
-    column_n = gl.arange(0, N, layout=gl.SliceLayout(0, COLUMNS))
-    columns = column_w[:, None] * N + column_n[None, :]
-    row_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(2, PRODUCT)))
-    position = (before + first_row + row_m // PADDED_GROUP)[None, :][:, :, None]
+    ROWS: gl.constexpr = gl.SliceLayout(2, PRODUCT)
+    HEADS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    row_w = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
+    row_n = gl.arange(0, N, layout=gl.SliceLayout(0, ROWS))
+    keys = row_w[:, None] * N + row_n[None, :]
+    row_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, PRODUCT)))
+    position = (before + first_row + row_m // PADDED_GROUP)[None, :][None, :, :]
 
     table = tables_ptr + request.to(gl.int64) * stride_table
     k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
     k_scales_head = k_scales_ptr + kv_head * stride_ksj
     v_scales_head = v_scales_ptr + kv_head * stride_vsj
 
-    largest = gl.full([W, M], float("-inf"), gl.float32, layout=gl.SliceLayout(2, PRODUCT))
-    weights = gl.full([W, M], 0.0, gl.float32, layout=gl.SliceLayout(2, PRODUCT))
-    values = gl.full([W, M, D], 0.0, gl.float32, layout=PRODUCT)
+    largest = gl.full([W, M], float("-inf"), gl.float32, layout=HEADS)
+    weights = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+    values = gl.full([W, D, M], 0.0, gl.float32, layout=PRODUCT)
     stop = gl.minimum(end, last_step * (W * N))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # 16 bytes of a row of 128 trade places, so that the lanes of rows read different banks
@@ -444,6 +466,7 @@ def _coded_decode(
     odd_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
     k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
     v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    of_blocks, of_keys = _load_pages(table, first_step * (W * N), begin, stop, B, W, N, KEYS, SLOTS)
     for stage in gl.static_range(STAGES - 1):
         _copy_step(
             k_shared.index(stage),
@@ -455,7 +478,8 @@ def _coded_decode(
             v_head,
             k_scales_head,
             v_scales_head,
-            table,
+            of_blocks,
+            of_keys,
             (first_step + stage) * (W * N),
             begin,
             stop,
@@ -475,6 +499,10 @@ def _coded_decode(
             VALUES,
             SLOTS,
         )
+        # a step ahead of the copies: they would wait for it
+        of_blocks, of_keys = _load_pages(
+            table, (first_step + stage + 1) * (W * N), begin, stop, B, W, N, KEYS, SLOTS
+        )
     stage = 0
     for step in range(first_step, last_step):
         first_key = step * (W * N)
@@ -482,8 +510,8 @@ def _coded_decode(
         k_codes = k_shared.index(stage).load(KEYS)
         even = even_shared.index(stage).load(VALUES)
         odd = odd_shared.index(stage).load(VALUES)
-        k_scale = k_scales_shared.index(stage).load(COLUMNS) * (scale / SHRINK)
-        v_scale = v_scales_shared.index(stage).load(COLUMNS)
+        k_scale = k_scales_shared.index(stage).load(ROWS) * (scale / SHRINK)
+        v_scale = v_scales_shared.index(stage).load(ROWS)
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         _copy_step(
             k_shared.index(free),
@@ -495,7 +523,8 @@ def _coded_decode(
             v_head,
             k_scales_head,
             v_scales_head,
-            table,
+            of_blocks,
+            of_keys,
             first_key + (STAGES - 1) * (W * N),
             begin,
             stop,
@@ -515,36 +544,38 @@ def _coded_decode(
             VALUES,
             SLOTS,
         )
+        of_blocks, of_keys = _load_pages(
+            table, first_key + STAGES * (W * N), begin, stop, B, W, N, KEYS, SLOTS
+        )
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
         k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
-        k = k.permute([0, 2, 4, 5, 3, 6, 1]).reshape([W, D, N])
+        k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
         score = mma_v2(
-            q, gl.convert_layout(k, RIGHT), gl.full([W, M, N], 0.0, gl.float32, layout=PRODUCT)
+            gl.convert_layout(k, LEFT), q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
         )
-        score *= k_scale[:, None, :]
+        score *= k_scale[:, :, None]
         if SOFT_CAP:
             score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
-        key = (first_key + columns)[:, None, :]
+        key = (first_key + keys)[:, :, None]
         visible = key <= position
         if WINDOW > 0:
             visible &= key > position - WINDOW
         score = gl.where(visible, score, float("-inf"))
-        new_largest = gl.maximum(largest, gl.max(score, 2))
+        new_largest = gl.maximum(largest, gl.max(score, 1))
         base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = gl.exp2(score - base[:, :, None])
-        shrink = gl.exp2(largest - base)
-        weights = weights * shrink + gl.sum(weight, 2)
+        weight = gl.exp2(score - base[:, None, :])
+        shrink = gl.exp2(largest - base)[:, None, :]
+        weights = weights * shrink + weight
         largest = new_largest
 
         v = _halves(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
         v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
-        v = v.permute([0, 1, 2, 6, 3, 5, 4]).reshape([W, N, D])
-        weight = (weight * v_scale[:, None, :]).to(gl.bfloat16)
+        v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
+        weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))
+        weight = weight.reshape([W, N // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([W, N, M])
         values = mma_v2(
-            gl.convert_layout(weight, LEFT),
-            gl.convert_layout(v, RIGHT),
-            values * shrink[:, :, None],
+            gl.convert_layout(v, LEFT), gl.convert_layout(weight, RIGHT), values * shrink
         )
 
     async_copy.wait_group(0)
@@ -552,30 +583,30 @@ def _coded_decode(
     all_largest = gl.max(largest, 0)
     base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
     shrink = gl.exp2(largest - base[None, :])
-    all_weights = gl.sum(weights * shrink, 0)
-    out = gl.sum(values * shrink[:, :, None], 0)
+    all_weights = gl.sum(gl.sum(weights, 1) * shrink, 0)
+    out = gl.sum(values * shrink[:, None, :], 0)
     OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    all_weights = gl.convert_layout(all_weights, gl.SliceLayout(1, OUT))
-    all_largest = gl.convert_layout(all_largest, gl.SliceLayout(1, OUT))
-    m = gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
-    n = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    all_weights = gl.convert_layout(all_weights, gl.SliceLayout(0, OUT))
+    all_largest = gl.convert_layout(all_largest, gl.SliceLayout(0, OUT))
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
+    n = gl.arange(0, D, layout=gl.SliceLayout(1, OUT))
     d = n // (8 * CHUNK) * (8 * CHUNK) + n % 8 * CHUNK + n % (8 * CHUNK) // 8
     row = first_row + m // PADDED_GROUP
     real = (row < count) & (m % PADDED_GROUP < GROUP)
     out_row = (start + row).to(gl.int64) * H + kv_head * GROUP + m % PADDED_GROUP
     if SPLIT == 1:
-        out = out / gl.where(all_weights == 0, 1.0, all_weights)[:, None]
+        out = out / gl.where(all_weights == 0, 1.0, all_weights)[None, :]
         gl.store(
-            out_ptr + out_row[:, None] * D + d[None, :],
+            out_ptr + out_row[None, :] * D + d[:, None],
             out.to(out_ptr.dtype.element_ty),
-            mask=real[:, None],
+            mask=real[None, :] & (d >= 0)[:, None],
         )
     else:
         part_row = out_row * SPLIT + part
         gl.store(
-            partials_ptr + part_row[:, None] * D + d[None, :],
+            partials_ptr + part_row[None, :] * D + d[:, None],
             out,
-            mask=(real & (all_weights > 0))[:, None],
+            mask=(real & (all_weights > 0))[None, :] & (d >= 0)[:, None],
         )
         gl.store(sums_ptr + part_row, all_largest, mask=real)
         gl.store(sums_ptr + T.to(gl.int64) * H * SPLIT + part_row, all_weights, mask=real)

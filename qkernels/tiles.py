@@ -213,6 +213,7 @@ class AttentionTile:
 
 
 ATTENTION_MAX_SPLIT = 32
+GLUON_ROWS = 8  # of a block of coded_decode.py: the narrow side of the tensor core's product
 # A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
 # takes 10.8 us in 16 parts, 13.4 us in 8.
 ATTENTION_MIN_KEYS_OF_PART = 128
@@ -262,6 +263,9 @@ def attention_tile(
         keys, stages = 64, 2  # 128 x 4096: 494 us, with 128 keys 504
     else:
         keys, stages = 64, 3
+    gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
+    if gluon:
+        block_m = GLUON_ROWS
     return AttentionTile(
         block_m=block_m,
         block_q=block_m // group,
@@ -269,5 +273,5 @@ def attention_tile(
         split=split,
         warps=4,
         stages=stages,
-        gluon=gluon and block_m == 16,
+        gluon=gluon,
     )

@@ -15,8 +15,17 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from qkernels import act_quant, fused_quant, kv_cache, paged_attention, w4a16, w8a8
+from qkernels import (
+    act_quant,
+    coded_decode,
+    fused_quant,
+    kv_cache,
+    paged_attention,
+    w4a16,
+    w8a8,
+)
 from qkernels.tiles import attention_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
@@ -31,7 +40,8 @@ def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, optio
         aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_of(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return facts(compiled)
 
@@ -223,6 +233,40 @@ def attention_case(
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
 
 
+def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> dict:
+    """The Gluon kernel over 8-bit pages; both kinds are read as words and bytes."""
+    kernel = coded_decode._coded_decode
+    pointers = {"q_ptr": BF16, "k_ptr": "*i32", "v_ptr": "*i8", "tables_ptr": "*i32"}
+    pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": BF16}
+    pointers |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("partials_ptr", "sums_ptr"), "*fp32")
+    constants = {
+        "H": 32,
+        "GROUP": 4,
+        "PADDED_GROUP": 4,
+        "D": D,
+        "B": 16,
+        "WINDOW": 0,
+        "SOFT_CAP": False,
+        "SPLIT": split,
+        "IS_INT": pages == "int8",
+        "SHRINK": coded_decode.QUERY_SHRINK,
+        "W": coded_decode.WARPS,
+        "N": coded_decode.KEYS_OF_WARP,
+        "STAGES": coded_decode.STAGES,
+        "STRIDE_KB": 8 * D // 4,
+        "STRIDE_VB": 8 * D,
+        "stride_ksb": 1,
+        "stride_vsb": 1,
+        **coded_decode.layouts(D),
+        **changes,
+    }
+    scalars = {"scale": "fp32", "cap_log2": "fp32"}
+    scalars |= dict.fromkeys((n for n in kernel.arg_names if n not in constants), "i32") | scalars
+    options = {"num_warps": coded_decode.WARPS, "maxnreg": coded_decode.REGISTERS}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
 def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
     kernel, heads = kv_cache._rope_write_kv, max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
     pointers = {"k_ptr": BF16, "v_ptr": BF16, "slots_ptr": "*i64"}
@@ -287,6 +331,13 @@ CASES = {
     "rope and kv write int8, widest": lambda: kv_case("*i8", D=1024),
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),
+    "attention decode, int8": lambda: coded_decode_case("int8"),
+    "attention decode, int8, split, window": lambda: coded_decode_case("int8", split=4, WINDOW=50),
+    "attention decode, float8": lambda: coded_decode_case("float8", SOFT_CAP=True),
+    "attention decode, int8, head 64": lambda: coded_decode_case("int8", 64),
+    "attention decode, int8, portable": lambda: attention_case(128, 1, 128, 4, pages="*i8"),
+    "attention chunk, int8": lambda: attention_case(2, 2048, 128, 4, pages="*i8"),
+    "attention chunk, float8, head 256": lambda: attention_case(2, 2048, 256, 2, pages="*fp8e4nv"),
     "attention chunk": lambda: attention_case(2, 2048, 128, 4),
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
