@@ -274,26 +274,14 @@ def _load_pages(
 
 @gluon.jit
 def _copy_step(
-    keys,  # shared memory of one stage
-    even,
-    odd,
-    k_scales,
-    v_scales,
-    k_head,  # pointers to a head's first row
-    v_head,
-    k_scales_head,
-    v_scales_head,
-    of_blocks,  # the step's pages
-    of_keys,
+    shared,  # memory of all stages: keys, even and odd values, both scales
+    stage,
+    heads,  # pointers to a head's first row of keys and values, and to their scales
+    pages,  # of the step, as _load_pages gives them
     first_key,
     begin,
     stop,
-    stride_kp,
-    stride_vp,
-    stride_ksp,
-    stride_ksb,
-    stride_vsp,
-    stride_vsb,
+    strides,  # of a page: keys and values; of a page and a slot: scales of keys and of values
     B: gl.constexpr,
     D: gl.constexpr,
     W: gl.constexpr,
@@ -303,8 +291,13 @@ def _copy_step(
     KEYS: gl.constexpr,
     VALUES: gl.constexpr,
     SLOTS: gl.constexpr,
+    MASKED: gl.constexpr,
 ):
-    """Ask for one step. What lies outside begin..stop becomes zeros."""
+    """Ask for one step. MASKED: what lies outside begin..stop becomes zeros."""
+    keys, even, odd, k_scales, v_scales = shared
+    k_head, v_head, k_scales_head, v_scales_head = heads
+    of_blocks, of_keys = pages
+    stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb = strides
     BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
     key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
@@ -314,10 +307,13 @@ def _copy_step(
     word = gl.arange(
         0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, KEYS)))
     )
-    exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
+    exists = None
+    if MASKED:
+        exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
+        exists = exists[:, :, :, None]
     ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
     ptrs += word[None, :][None, :, :][None, :, :, :]
-    copy(keys, ptrs, exists[:, :, :, None])
+    copy(keys.index(stage), ptrs, exists)
 
     VALUE_BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, VALUES))
     rows = of_blocks.to(gl.int64) * stride_vp + key % B * STRIDE_VB
@@ -327,19 +323,22 @@ def _copy_step(
     pair = 2 * pair[None, :][None, :, :]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, VALUES))))
     key = key[:, :, None] + pair
-    exists = (key >= begin) & (key < stop)
+    if MASKED:
+        exists = ((key >= begin) & (key < stop))[:, :, :, None]
     ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
     ptrs += d[None, :][None, :, :][None, :, :, :]
-    copy(even, ptrs, exists[:, :, :, None])
-    exists = (key + 1 >= begin) & (key + 1 < stop)
-    copy(odd, ptrs + STRIDE_VB, exists[:, :, :, None])
+    copy(even.index(stage), ptrs, exists)
+    if MASKED:
+        exists = ((key + 1 >= begin) & (key + 1 < stop))[:, :, :, None]
+    copy(odd.index(stage), ptrs + STRIDE_VB, exists)
 
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
     key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
-    exists = (key >= begin) & (key < stop)
+    if MASKED:
+        exists = (key >= begin) & (key < stop)
     page = of_keys.to(gl.int64)
-    copy(k_scales, k_scales_head + page * stride_ksp + key % B * stride_ksb, exists)
-    copy(v_scales, v_scales_head + page * stride_vsp + key % B * stride_vsb, exists)
+    copy(k_scales.index(stage), k_scales_head + page * stride_ksp + key % B * stride_ksb, exists)
+    copy(v_scales.index(stage), v_scales_head + page * stride_vsp + key % B * stride_vsb, exists)
     async_copy.commit_group()
 
 
@@ -466,29 +465,22 @@ def _coded_decode(
     odd_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
     k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
     v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
-    of_blocks, of_keys = _load_pages(table, first_step * (W * N), begin, stop, B, W, N, KEYS, SLOTS)
+    shared = (k_shared, even_shared, odd_shared, k_scales_shared, v_scales_shared)
+    heads = (k_head, v_head, k_scales_head, v_scales_head)
+    strides = (stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb)
+    STEP: gl.constexpr = W * N
+    pages = _load_pages(table, first_step * STEP, begin, stop, B, W, N, KEYS, SLOTS)
     for stage in gl.static_range(STAGES - 1):
+        first_key = (first_step + stage) * STEP
         _copy_step(
-            k_shared.index(stage),
-            even_shared.index(stage),
-            odd_shared.index(stage),
-            k_scales_shared.index(stage),
-            v_scales_shared.index(stage),
-            k_head,
-            v_head,
-            k_scales_head,
-            v_scales_head,
-            of_blocks,
-            of_keys,
-            (first_step + stage) * (W * N),
+            shared,
+            stage,
+            heads,
+            pages,
+            first_key,
             begin,
             stop,
-            stride_kp,
-            stride_vp,
-            stride_ksp,
-            stride_ksb,
-            stride_vsp,
-            stride_vsb,
+            strides,
             B,
             D,
             W,
@@ -498,14 +490,13 @@ def _coded_decode(
             KEYS,
             VALUES,
             SLOTS,
+            True,
         )
-        # a step ahead of the copies: they would wait for it
-        of_blocks, of_keys = _load_pages(
-            table, (first_step + stage + 1) * (W * N), begin, stop, B, W, N, KEYS, SLOTS
-        )
+        # a step ahead of its copies, which would wait for it
+        pages = _load_pages(table, first_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
     stage = 0
     for step in range(first_step, last_step):
-        first_key = step * (W * N)
+        first_key = step * STEP
         async_copy.wait_group(STAGES - 2)
         k_codes = k_shared.index(stage).load(KEYS)
         even = even_shared.index(stage).load(VALUES)
@@ -513,40 +504,50 @@ def _coded_decode(
         k_scale = k_scales_shared.index(stage).load(ROWS) * (scale / SHRINK)
         v_scale = v_scales_shared.index(stage).load(ROWS)
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
-        _copy_step(
-            k_shared.index(free),
-            even_shared.index(free),
-            odd_shared.index(free),
-            k_scales_shared.index(free),
-            v_scales_shared.index(free),
-            k_head,
-            v_head,
-            k_scales_head,
-            v_scales_head,
-            of_blocks,
-            of_keys,
-            first_key + (STAGES - 1) * (W * N),
-            begin,
-            stop,
-            stride_kp,
-            stride_vp,
-            stride_ksp,
-            stride_ksb,
-            stride_vsp,
-            stride_vsb,
-            B,
-            D,
-            W,
-            N,
-            STRIDE_KB,
-            STRIDE_VB,
-            KEYS,
-            VALUES,
-            SLOTS,
-        )
-        of_blocks, of_keys = _load_pages(
-            table, first_key + STAGES * (W * N), begin, stop, B, W, N, KEYS, SLOTS
-        )
+        next_key = first_key + (STAGES - 1) * STEP
+        if (next_key >= begin) & (next_key + STEP <= stop):
+            _copy_step(
+                shared,
+                free,
+                heads,
+                pages,
+                next_key,
+                begin,
+                stop,
+                strides,
+                B,
+                D,
+                W,
+                N,
+                STRIDE_KB,
+                STRIDE_VB,
+                KEYS,
+                VALUES,
+                SLOTS,
+                False,
+            )
+        else:
+            _copy_step(
+                shared,
+                free,
+                heads,
+                pages,
+                next_key,
+                begin,
+                stop,
+                strides,
+                B,
+                D,
+                W,
+                N,
+                STRIDE_KB,
+                STRIDE_VB,
+                KEYS,
+                VALUES,
+                SLOTS,
+                True,
+            )
+        pages = _load_pages(table, next_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
         k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
@@ -557,11 +558,16 @@ def _coded_decode(
         score *= k_scale[:, :, None]
         if SOFT_CAP:
             score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
-        key = (first_key + keys)[:, :, None]
-        visible = key <= position
+        # every row of the block sees most steps whole
+        seen_by_all = first_key + STEP - 1 <= before + first_row
         if WINDOW > 0:
-            visible &= key > position - WINDOW
-        score = gl.where(visible, score, float("-inf"))
+            seen_by_all &= first_key > before + first_row + BLOCK_Q - 1 - WINDOW
+        if not seen_by_all:
+            key = (first_key + keys)[:, :, None]
+            visible = key <= position
+            if WINDOW > 0:
+                visible &= key > position - WINDOW
+            score = gl.where(visible, score, float("-inf"))
         new_largest = gl.maximum(largest, gl.max(score, 1))
         base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
         weight = gl.exp2(score - base[:, None, :])

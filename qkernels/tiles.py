@@ -255,7 +255,8 @@ def attention_tile(
     if element_size == 4:
         keys, stages = 16, 2
     elif head_dim > 128:
-        keys, stages = 32, 3
+        # 32 keys of a chunk spill where codes become numbers
+        keys, stages = (16 if page_element_size == 1 and block_m == 64 else 32), 3
     elif few_rows and split * programs <= 4 * sm_count:
         # 8 x 4096 keys: 41.7 us, with 64 keys 54; 32 x 4096: 130.6, with 64 keys or 3 stages 140
         keys, stages = 128, (3 if split > 1 else 2)
