@@ -291,9 +291,8 @@ def _copy_step(
     KEYS: gl.constexpr,
     VALUES: gl.constexpr,
     SLOTS: gl.constexpr,
-    MASKED: gl.constexpr,
 ):
-    """Ask for one step. MASKED: what lies outside begin..stop becomes zeros."""
+    """Ask for one step. What lies outside begin..stop becomes zeros."""
     keys, even, odd, k_scales, v_scales = shared
     k_head, v_head, k_scales_head, v_scales_head = heads
     of_blocks, of_keys = pages
@@ -307,13 +306,10 @@ def _copy_step(
     word = gl.arange(
         0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, KEYS)))
     )
-    exists = None
-    if MASKED:
-        exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
-        exists = exists[:, :, :, None]
+    exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
     ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
     ptrs += word[None, :][None, :, :][None, :, :, :]
-    copy(keys.index(stage), ptrs, exists)
+    copy(keys.index(stage), ptrs, exists[:, :, :, None])
 
     VALUE_BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, VALUES))
     rows = of_blocks.to(gl.int64) * stride_vp + key % B * STRIDE_VB
@@ -323,19 +319,16 @@ def _copy_step(
     pair = 2 * pair[None, :][None, :, :]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, VALUES))))
     key = key[:, :, None] + pair
-    if MASKED:
-        exists = ((key >= begin) & (key < stop))[:, :, :, None]
+    exists = (key >= begin) & (key < stop)
     ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
     ptrs += d[None, :][None, :, :][None, :, :, :]
-    copy(even.index(stage), ptrs, exists)
-    if MASKED:
-        exists = ((key + 1 >= begin) & (key + 1 < stop))[:, :, :, None]
-    copy(odd.index(stage), ptrs + STRIDE_VB, exists)
+    copy(even.index(stage), ptrs, exists[:, :, :, None])
+    exists = (key + 1 >= begin) & (key + 1 < stop)
+    copy(odd.index(stage), ptrs + STRIDE_VB, exists[:, :, :, None])
 
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
     key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
-    if MASKED:
-        exists = (key >= begin) & (key < stop)
+    exists = (key >= begin) & (key < stop)
     page = of_keys.to(gl.int64)
     copy(k_scales.index(stage), k_scales_head + page * stride_ksp + key % B * stride_ksb, exists)
     copy(v_scales.index(stage), v_scales_head + page * stride_vsp + key % B * stride_vsb, exists)
@@ -490,7 +483,6 @@ def _coded_decode(
             KEYS,
             VALUES,
             SLOTS,
-            True,
         )
         # a step ahead of its copies, which would wait for it
         pages = _load_pages(table, first_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
@@ -505,48 +497,25 @@ def _coded_decode(
         v_scale = v_scales_shared.index(stage).load(ROWS)
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         next_key = first_key + (STAGES - 1) * STEP
-        if (next_key >= begin) & (next_key + STEP <= stop):
-            _copy_step(
-                shared,
-                free,
-                heads,
-                pages,
-                next_key,
-                begin,
-                stop,
-                strides,
-                B,
-                D,
-                W,
-                N,
-                STRIDE_KB,
-                STRIDE_VB,
-                KEYS,
-                VALUES,
-                SLOTS,
-                False,
-            )
-        else:
-            _copy_step(
-                shared,
-                free,
-                heads,
-                pages,
-                next_key,
-                begin,
-                stop,
-                strides,
-                B,
-                D,
-                W,
-                N,
-                STRIDE_KB,
-                STRIDE_VB,
-                KEYS,
-                VALUES,
-                SLOTS,
-                True,
-            )
+        _copy_step(
+            shared,
+            free,
+            heads,
+            pages,
+            next_key,
+            begin,
+            stop,
+            strides,
+            B,
+            D,
+            W,
+            N,
+            STRIDE_KB,
+            STRIDE_VB,
+            KEYS,
+            VALUES,
+            SLOTS,
+        )
         pages = _load_pages(table, next_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
@@ -558,16 +527,11 @@ def _coded_decode(
         score *= k_scale[:, :, None]
         if SOFT_CAP:
             score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
-        # every row of the block sees most steps whole
-        seen_by_all = first_key + STEP - 1 <= before + first_row
+        key = (first_key + keys)[:, :, None]
+        visible = key <= position
         if WINDOW > 0:
-            seen_by_all &= first_key > before + first_row + BLOCK_Q - 1 - WINDOW
-        if not seen_by_all:
-            key = (first_key + keys)[:, :, None]
-            visible = key <= position
-            if WINDOW > 0:
-                visible &= key > position - WINDOW
-            score = gl.where(visible, score, float("-inf"))
+            visible &= key > position - WINDOW
+        score = gl.where(visible, score, float("-inf"))
         new_largest = gl.maximum(largest, gl.max(score, 1))
         base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
         weight = gl.exp2(score - base[:, None, :])
