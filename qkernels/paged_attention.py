@@ -60,7 +60,7 @@ def paged_attention(
         max_context_len=max_context_len,
         window=window,
         sm_count=sm_count(q_THD.device),
-        gluon=_gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
+        gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
     )
     partials = sums = None
     if tile.split > 1:
@@ -148,7 +148,7 @@ def paged_attention(
     return out_THD
 
 
-def _gluon_refuses(
+def gluon_refuses(
     q_THD: torch.Tensor, k_pages_PBJD: torch.Tensor, v_pages_PBJD: torch.Tensor
 ) -> str | None:
     """Why coded_decode.py cannot take these few rows; None: it can."""

@@ -86,30 +86,37 @@ def check(assert_close, tolerance, device, poison):
                 )
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         shared = {"window": window, "max_query_len": max(counts), "max_context_len": max(lengths)}
-        tile = attention_tile(
-            num_requests=R,
-            num_kv_heads=J,
-            heads_per_kv_head=H // J,
-            head_dim=D,
-            element_size=dtype.itemsize,
-            page_element_size=k_pages.element_size(),
-            sm_count=sm_count(device),
-            **shared,
-        )
-        got = paged_attention.paged_attention(
-            qkv.to(device)[:, :H],
-            k_pages,
-            v_pages,
-            tables.to(device),
-            starts.to(device),
-            torch.tensor(lengths, dtype=torch.int32, device=device),
-            scale=D**-0.5,
-            soft_cap=soft_cap,
-            k_scales_PBJ=k_scales,
-            v_scales_PBJ=v_scales,
-            **shared,
-            tile=tile if split is None else replace(tile, split=split),
-        )
+        inputs = (qkv.to(device)[:, :H], k_pages, v_pages)
+        bodies = [False]  # also the one in Gluon, where it can
+        if paged_attention.gluon_refuses(*inputs) is None:
+            bodies.append(True)
+        results = []
+        for gluon in bodies:
+            tile = attention_tile(
+                num_requests=R,
+                num_kv_heads=J,
+                heads_per_kv_head=H // J,
+                head_dim=D,
+                element_size=dtype.itemsize,
+                page_element_size=k_pages.element_size(),
+                sm_count=sm_count(device),
+                gluon=gluon,
+                **shared,
+            )
+            results.append(
+                paged_attention.paged_attention(
+                    *inputs,
+                    tables.to(device),
+                    starts.to(device),
+                    torch.tensor(lengths, dtype=torch.int32, device=device),
+                    scale=D**-0.5,
+                    soft_cap=soft_cap,
+                    k_scales_PBJ=k_scales,
+                    v_scales_PBJ=v_scales,
+                    **shared,
+                    tile=tile if split is None else replace(tile, split=split),
+                )
+            )
         want = [
             exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap)
             for start, count, length, k, v in zip(
@@ -118,8 +125,9 @@ def check(assert_close, tolerance, device, poison):
         ]
         # the bend of a score near zero is a difference of two numbers as large as the cap
         allowed = tolerance(dtype) + (5e-6 if soft_cap else 0)
-        assert_close("paged attention", torch.cat(want), got, allowed)
-        return got
+        for gluon, got in zip(bodies, results, strict=True):
+            assert_close(f"paged attention, gluon {gluon}", torch.cat(want), got, allowed)
+        return results[-1]
 
     return run
 
