@@ -44,6 +44,7 @@ def check(assert_close, tolerance, device, poison):
         codes=None,  # dtype of 8-bit pages
         soft_cap=None,
         spread=1,  # largest over smallest scale
+        size=1.0,  # of keys and values
     ):
         generator = torch.Generator().manual_seed(D + B + len(counts))
         R, T = len(counts), sum(counts)
@@ -59,7 +60,7 @@ def check(assert_close, tolerance, device, poison):
             index = tables[r, t // B].long(), t % B
             if codes is not None:
                 rounded = (kv * 30).to(codes)
-                scale = spread ** torch.rand(length, 2, J, generator=generator) / 30
+                scale = spread ** torch.rand(length, 2, J, generator=generator) * size / 30
                 scales[index] = scale
                 kv = rounded.double() * scale.double()[..., None]
                 pages[index] = rounded.float()
@@ -225,8 +226,14 @@ def test_8_bit_pages_and_query_heads(check, half, codes, H, J):
 @CODES
 @pytest.mark.parametrize("spread", [2**-24, 2**12])
 def test_scales_that_differ_by_powers(check, dtype, codes, spread):
-    """Values whose codes' scales are below what a half has still count."""
+    """Small keys and values beside large ones, and the reverse."""
     check([1, 20], [100, 90], 4, 2, 32, 16, dtype, codes=codes, spread=spread)
+
+
+@CODES
+def test_small_values(check, half, codes):
+    """The product of a weight and a value's scale is less than a float16 has bits for."""
+    check([1, 20], [100, 90], 4, 2, 32, 16, half, codes=codes, size=1e-4)
 
 
 @CODES
