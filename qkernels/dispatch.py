@@ -23,6 +23,7 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
 FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
 CPU_GROUPS = (32, 64, 128, 256)
+KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
 FUSED_MAX_INPUTS = 2**14  # what is computed before takes registers too
 
 
@@ -39,6 +40,8 @@ class Problem:
     in_features: int = 0
     head_dim: int = 0
     page_size: int = 0
+    pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
+    soft_cap: bool = False  # scores are bent into a range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +224,21 @@ def _supports_triton_attention(problem: Problem) -> str | None:
         return f"takes heads of 16 to 256, not {problem.head_dim}"
     if reason is None and problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
-    return reason
+    return reason or _refuses_pages(problem)
+
+
+def _refuses_pages(problem: Problem) -> str | None:
+    """Why the GPU cannot read or write such pages; None: it can."""
+    if problem.pages_dtype == torch.float8_e4m3fn and problem.device == "cuda":
+        return None if _has_float8_products() else "float8 pages need an sm_89 GPU or later"
+    return None
+
+
+def _supports_triton_kv_write(problem: Problem) -> str | None:
+    reason = _needs_triton_on_gpu(problem)
+    if reason is None and problem.head_dim > KV_WRITE_MAX_HEAD_DIM:
+        return f"takes heads of up to {KV_WRITE_MAX_HEAD_DIM}, not {problem.head_dim}"
+    return reason or _refuses_pages(problem)
 
 
 def _supports_all(problem: Problem) -> str | None:
@@ -300,7 +317,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("apply_rope", "qkernels.elementwise", _needs_triton_on_gpu),
-    *_rows("write_kv_", "qkernels.elementwise", _needs_triton_on_gpu),
+    *_rows("write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
+    *_rows("rope_write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
 )
 
 
