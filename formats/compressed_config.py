@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.compressed_tensors import FLOAT, INTEGER, PACKED, PACKED_BITS, layout_of
 from formats.errors import CheckpointError
+from formats.kv_cache import KEY, read_kv_scheme, write_kv_scheme
 from formats.rules import Rule, exact_patterns
 from formats.scheme import ALL, CHANNEL, ActivationSpec, QuantSpec, Scheme, checked_group_size
 
@@ -15,7 +16,6 @@ BLOCK = "quantization_config"
 VERSION = "0.17.0"  # of the library's schema that the block follows
 KNOWN_LAYOUTS = (PACKED, INTEGER, FLOAT, "naive-quantized", "mixed-precision", "dense")
 MAX_RULES = 20_000
-KV_CACHES = {"int": "int8", "float": "fp8"}  # type of a kv_cache_scheme -> its cache
 
 
 def stored(scheme: Scheme) -> Scheme:
@@ -63,7 +63,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "scheme": main,
         "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
         "lm_head": _HEAD_IGNORED not in rules,
-        "kv_cache": _kv_cache(block.get("kv_cache_scheme")),
+        "kv_cache": read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}"),
     }
 
 
@@ -90,7 +90,7 @@ def write(config: "QuantConfig") -> dict[str, Any]:
         },
         "ignore": ["lm_head"] * (not config.lm_head)
         + [_text(rule) for rule in config.rules if rule.scheme is None],
-        "kv_cache_scheme": None,
+        KEY: write_kv_scheme(config.kv_cache),
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},
@@ -243,23 +243,6 @@ def _is_used(value: Any) -> bool:
     if not isinstance(value, dict):
         return True
     return value.get("format", "") != "dense" and any(value.values())
-
-
-def _kv_cache(value: Any) -> str | None:
-    """The cache that a kv_cache_scheme is for."""
-    where = f"{BLOCK}.kv_cache_scheme"
-    if value is None:
-        return None
-    if not isinstance(value, dict) or value.get("num_bits") != 8:
-        raise CheckpointError(where, f"expected 8 bits, found {value!r}")
-    kind = value.get("type", "int")
-    if not isinstance(kind, str) or kind not in KV_CACHES:
-        raise CheckpointError(
-            f"{where}.type", f"expected one of {', '.join(KV_CACHES)}, found {kind!r}"
-        )
-    if not value.get("symmetric", True):
-        raise CheckpointError(f"{where}.symmetric", "expected true: a cache has no zero points")
-    return KV_CACHES[kind]
 
 
 _HEAD_IGNORED = Rule(kind="name", text="lm_head", scheme=None)

@@ -64,6 +64,7 @@ class QuantConfig:
         schemes: Mapping[str, Scheme | None],
         quantizer: str = "",
         zeros: str = "",
+        kv_cache: str | None = None,
     ) -> "QuantConfig":
         """The config of a checkpoint whose linears have these schemes; None: left in float.
 
@@ -80,6 +81,7 @@ class QuantConfig:
             lm_head=schemes.get(HEAD) is not None,
             quantizer=quantizer,
             zeros=zeros,
+            kv_cache=kv_cache,
         )
 
     def to_dict(self) -> dict[str, Any]:

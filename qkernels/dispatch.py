@@ -22,6 +22,8 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
 KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
+FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
+CPU_GROUPS = (32, 64, 128, 256)
 FUSED_MAX_INPUTS = 2**14  # what is computed before takes registers too
 
 
@@ -170,6 +172,44 @@ _supports_triton_fused_quantize = functools.partial(
 )
 
 
+def _supports_cpu_weight_only(problem: Problem, bits: int) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not on {problem.device}"
+    if torch.backends.cpu.get_cpu_capability() not in FAST_CPUS:
+        return f"torch has fast products for {' and '.join(FAST_CPUS)}, not for this CPU"
+    if problem.dtype != torch.bfloat16:
+        return f"takes bfloat16, not {problem.dtype}: torch's other products take a scalar loop"
+    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
+        return f"takes {bits}-bit integer weights, not {problem.spec}"
+    if problem.activation is not None:
+        return "takes 16-bit activations, not 8-bit ones"
+    group = problem.spec.group_length(problem.in_features)
+    if bits == 8 and (not problem.spec.symmetric or group != problem.in_features):
+        return f"takes symmetric codes of one scale for each output, not {problem.spec}"
+    if bits == 4 and (group not in CPU_GROUPS or problem.in_features % group):
+        return f"takes groups of {', '.join(map(str, CPU_GROUPS))}, not {group}"
+    if bits == 4 and problem.out_features % 16:
+        return f"takes a number of outputs divisible by 16, not {problem.out_features}"
+    if problem.in_features % 16:  # torch 2.13 reads over the end of x and of the weight
+        return f"takes a number of inputs divisible by 16, not {problem.in_features}"
+    return None
+
+
+def _supports_cpu_w8a8(problem: Problem) -> str | None:
+    spec, activation = problem.spec, problem.activation
+    if problem.device != "cpu":
+        return f"runs on cpu, not on {problem.device}"
+    if activation is None or activation.type != "int" or activation.per == "group":
+        return f"takes activations rounded to int8 with a scale for each row, not {activation}"
+    if spec is None or (spec.bits, spec.symmetric, spec.type) != (8, True, "int"):
+        return f"takes symmetric int8 weights, not {spec}"
+    if spec.group_length(problem.in_features) != problem.in_features:
+        return "takes one scale for each output, not groups"
+    from qkernels.cpu_w8a8 import product_is_exact
+
+    return None if product_is_exact() else "torch's int8 product is not exact on this CPU"
+
+
 def _supports_dense(problem: Problem) -> str | None:
     if problem.activation is not None:
         return "takes activations as they are, not rounded to 8 bits"
@@ -236,6 +276,23 @@ KERNELS: tuple[Kernel, ...] = (
         module="qkernels.w8a8",
         priority=30,
         supports=_supports_triton_w8a8,
+    ),
+    *(
+        Kernel(
+            op="linear",
+            name=f"cpu_w{bits}a16",
+            module="qkernels.cpu_w4a16",
+            priority=25,
+            supports=functools.partial(_supports_cpu_weight_only, bits=bits),
+        )
+        for bits in (4, 8)
+    ),
+    Kernel(
+        op="linear",
+        name="cpu_w8a8",
+        module="qkernels.cpu_w8a8",
+        priority=25,
+        supports=_supports_cpu_w8a8,
     ),
     Kernel(
         op="linear",

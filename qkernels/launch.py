@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from qkernels import tile_table
+from qkernels.tile_table import TileTable
 from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
 
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
@@ -14,6 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
 INTERPRETER_SM_COUNT = 4
+INTERPRETER_SHARED_BYTES = 227 * 1024
 
 
 @functools.cache
@@ -21,6 +24,23 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one block may have."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def tile_table_of(device: torch.device) -> TileTable:
+    """The tiles that were measured on this GPU, or none. Raises KernelError for a damaged file."""
+    if device.type != "cuda":
+        return TileTable(gpu=device.type)
+    gpu = torch.cuda.get_device_name(device)
+    return tile_table.read(tile_table.default_path(gpu), gpu)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import has_gluon, on_device, sm_count
+from qkernels.launch import has_gluon, on_device, sm_count, tile_table_of
 from qkernels.tiles import AttentionTile, attention_tile, ceil_div, power_of_two
 
 LOG2_E = math.log2(math.e)
@@ -49,19 +49,30 @@ def paged_attention(
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return out_THD
-    tile = tile or attention_tile(
-        num_requests=R,
-        num_kv_heads=J,
-        heads_per_kv_head=H // J,
-        head_dim=D,
-        element_size=q_THD.element_size(),
-        page_element_size=k_pages_PBJD.element_size(),
-        max_query_len=max_query_len,
-        max_context_len=max_context_len,
-        window=window,
-        sm_count=sm_count(q_THD.device),
-        gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
-    )
+    if tile is None:
+        problem = {
+            "num_requests": R,
+            "num_kv_heads": J,
+            "heads_per_kv_head": H // J,
+            "head_dim": D,
+            "element_size": q_THD.element_size(),
+            "max_query_len": max_query_len,
+            "max_context_len": max_context_len,
+            "window": window,
+        }
+        row = None
+        if k_scales_PBJ is None:  # tables hold tiles for pages of the queries' dtype
+            row = tile_table_of(q_THD.device).find("paged_attention", **problem)
+        tile = (
+            row.tile
+            if row
+            else attention_tile(
+                **problem,
+                page_element_size=k_pages_PBJD.element_size(),
+                sm_count=sm_count(q_THD.device),
+                gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
+            )
+        )
     partials = sums = None
     if tile.split > 1:
         partials = out_THD.new_empty((T, H, tile.split, D), dtype=torch.float32)

@@ -89,12 +89,23 @@ def linear_codes(
     """Codes [M, K], S scales of each row, to [M, N]; rounded once."""
     tensors = weight.tensors
     if "int8" in tensors:
-        y_MN = int8_matmul(codes_MK, tensors["int8"]).float()
-        y_MN = y_MN * scales_MS * tensors["scales"].t()
-    else:
-        x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
-        x_MK = x_MK.flatten(1)[:, : weight.in_features]
-        y_MN = x_MK @ _dequantize(weight).t()
+        return scale_sums(int8_matmul(codes_MK, tensors["int8"]), scales_MS, weight, bias)
+    x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
+    x_MK = x_MK.flatten(1)[:, : weight.in_features]
+    y_MN = x_MK @ _dequantize(weight).t()
+    if bias is not None:
+        y_MN = y_MN + bias.float()
+    return y_MN.to(weight.dtype)
+
+
+def scale_sums(
+    sums_MN: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exact int32 sums [M, N] times both scales, plus bias, rounded once."""
+    y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()
     if bias is not None:
         y_MN = y_MN + bias.float()
     return y_MN.to(weight.dtype)

@@ -5,7 +5,7 @@ cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096], 
 4096], down [4096, 14336].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The private weight layout stores tiles of this many outputs: one warpgroup's share of a wgmma.
 LINEAR_TILE_N = 64
@@ -150,6 +150,9 @@ class Int8Tile:
     tiles_m_of_group: int = 8  # row tiles that run beside each other
 
 
+INT8_BARRIER_BYTES = 256  # of shared memory, beside the stages
+
+
 # Measured choices, us for qkv / o / gate_up / down, rounding x to int8 included. W: block_n 128 at
 # gate_up, L: block_m 128, block_n 256.
 # M = 1     10.3 / 9.0 / 31.9 / 20.5   split 1 / 1 / W / 4
@@ -184,6 +187,16 @@ def int8_tile(M: int, N: int, K: int, sm_count: int, integers: bool = True) -> I
     if 2 * large <= sm_count:
         return Int8Tile(block_m=128, block_n=128, weight_left=False, early=early)
     return Int8Tile(block_m=128, block_n=256, warps=8, weight_left=False, early=early)
+
+
+def fitted(tile: Int8Tile, shared_bytes: int) -> Int8Tile:
+    """The tile with as many stages as fit into a block's shared memory; one stage always stays.
+
+    An H200 has 227 KB; GPUs for desktops that copy in bulk (sm_120) have 99.
+    """
+    stage = (tile.block_m + tile.block_n) * tile.block_k
+    fits = (shared_bytes - INT8_BARRIER_BYTES) // stage
+    return replace(tile, stages=max(1, min(tile.stages, fits)))
 
 
 def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_blocks: int) -> int:

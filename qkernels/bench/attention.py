@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
-from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
 # keys of each request, query rows of each request
 ATTENTION_SHAPES = {
@@ -36,9 +36,9 @@ def _paged_attention(
     shape: str, ms: tuple[int, ...], baselines: Baselines, codes: torch.dtype | None = None
 ) -> Iterator[Case]:
     """m requests; their pages lie anywhere in a pool that no cache holds. `codes`: 8-bit pages."""
-    context, rows = ATTENTION_SHAPES[shape]
+    context, rows = read_shape(ATTENTION_SHAPES, shape)
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
-    X = context // PAGE
+    X = -(-context // PAGE)
     for m in ms:
         num_bytes = 2 * m * context * J * (2 * D if codes is None else D + 4)
         copies = copies_needed(num_bytes)
@@ -76,7 +76,7 @@ def _paged_attention(
             found = pages[table]
             if scales is not None:
                 found = found.to(torch.bfloat16) * scales[table][..., None].to(torch.bfloat16)
-            return found.view(m, context, J, D).transpose(1, 2)
+            return found.view(m, X * PAGE, J, D)[:, :context].transpose(1, 2)
 
         def attend(q, k, v, m=m, mask=None):
             mask = torch.ones(rows, context, dtype=torch.bool, device="cuda").tril(context - rows)
@@ -113,6 +113,19 @@ def _paged_attention(
             want=want.transpose(1, 2).reshape(m * rows, H, D),
             allowed_error=1e-2,
             baselines=others,
+            tuned=(
+                "paged_attention",
+                {
+                    "num_requests": m,
+                    "num_kv_heads": J,
+                    "heads_per_kv_head": H // J,
+                    "head_dim": D,
+                    "element_size": q.element_size(),
+                    "max_query_len": rows,
+                    "max_context_len": context,
+                    "window": None,
+                },
+            ),
         )
 
 
@@ -170,6 +183,7 @@ OPS: dict[str, BenchedOp] = {
         shapes=ATTENTION_SHAPES,
         default_m=ATTENTION_M,
         baselines=("sdpa",),
+        dims=2,
     ),
     **{
         f"paged_attention{name}": BenchedOp(
@@ -177,6 +191,7 @@ OPS: dict[str, BenchedOp] = {
             shapes=ATTENTION_SHAPES,
             default_m=ATTENTION_M,
             baselines=("sdpa",),
+            dims=2,
         )
         for codes, name in CODED_NAMES.items()
     },
