@@ -18,6 +18,7 @@ from qkernels import dispatch
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
+from qkernels.tiles import ATTENTION_FEW_ROWS
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
@@ -355,6 +356,7 @@ def paged_attention(
             f"{max_context_len} keys do not fit in {block_tables_RX.shape[1]} pages"
             f" of {k_pages_PBJD.shape[1]}",
         )
+    chunk = heads // k_pages_PBJD.shape[2] * max_query_len > ATTENTION_FEW_ROWS
     problem = Problem(
         device=q_THD.device.type,
         dtype=q_THD.dtype,
@@ -362,6 +364,8 @@ def paged_attention(
         page_size=k_pages_PBJD.shape[1],
         pages_dtype=k_pages_PBJD.dtype,
         soft_cap=soft_cap is not None,
+        chunk=chunk,
+        bulk_pages=not chunk or _can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
     )
     return dispatch.implementation("paged_attention", problem)(
         q_THD,
@@ -507,6 +511,18 @@ def _check(
         raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
     if tensor.device != beside.device:
         raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+
+
+def _can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
+    return all(
+        number % 16 == 0
+        for tensor in tensors
+        for number in (
+            tensor.data_ptr(),
+            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
+        )
+    )
 
 
 def _check_dense_heads(name: str, pages: torch.Tensor) -> None:
