@@ -1,40 +1,27 @@
-"""The sampler: filters against a slow reference, and the statistics and repeatability of draws."""
+"""Sampling in plain torch: filters against a slow reference, penalties by hand, and the statistics
+and repeatability of draws."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from qserve.engine.sampler import (
-    INVALID_TOKEN,
-    SamplingRows,
-    filter_logits,
-    gumbel_noise,
-    sample,
-)
+from qkernels import ops
+from qkernels.errors import KernelError
+from qkernels.reference_sampling import adjust, filter_logits, gumbel_noise
+from qkernels.sample_settings import INVALID_TOKEN, SampleRow, SampleSettings
+
+
+def sample(logits, rows, history=None):
+    return ops.sample_(logits, SampleSettings.of(rows), history).tokens_S
 
 
 def rows(size, **values):
-    fields = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 0,
-        "position": 0,
-    }
-    dtypes = {"top_k": np.int64, "seed": np.int64, "position": np.int64}
-    arrays = {
-        name: np.broadcast_to(
-            np.asarray(values.get(name, default), dtypes.get(name, np.float32)), (size,)
-        ).copy()
-        for name, default in fields.items()
-    }
-    banned = values.get("banned", [])
-    return SamplingRows(
-        **arrays,
-        banned_row=np.array([row for row, _ in banned], np.int64),
-        banned_token=np.array([token for _, token in banned], np.int64),
-    )
+    """Fields are numbers, or one number for each row."""
+    columns = {name: np.broadcast_to(np.asarray(v), (size,)).tolist() for name, v in values.items()}
+    columns = {"temperature": [1.0] * size} | columns
+    return [SampleRow(**{name: v[i] for name, v in columns.items()}) for i in range(size)]
 
 
 def slow_kept(logits, min_p, top_k, top_p):
@@ -126,8 +113,86 @@ def test_nan_row_is_marked_and_others_are_not():
         assert tokens.tolist() == [5, INVALID_TOKEN, 5]
 
 
-def test_banned_tokens_are_never_drawn():
+def test_forbidden_tokens_are_never_drawn():
     logits = torch.zeros(2, 4)
     logits[:, 2] = 50
-    tokens = sample(logits, rows(2, temperature=0, banned=[(1, 2)]))
+    tokens = sample(logits, [SampleRow(), SampleRow(bias=((2, -math.inf),))])
     assert tokens[0] == 2 and tokens[1] != 2
+
+
+def test_bias_and_penalties_by_hand():
+    """Token 0 is in the prompt, 1 once in the output, 2 in both, 3 times, 3 nowhere."""
+    history = torch.tensor([[9, 9, 9, 9], [1, 2, 7, 0]], dtype=torch.int32)
+    logits = torch.tensor([[2.0, -1.0, 4.0, 1.0]]).expand(4, 4)
+    settings = SampleSettings.of(
+        [
+            SampleRow(history_row=1, presence_penalty=0.5),
+            SampleRow(history_row=1, frequency_penalty=0.5),
+            SampleRow(history_row=1, repetition_penalty=2.0),
+            SampleRow(history_row=-1, presence_penalty=0.5, bias=((0, 1.5), (3, -2.0))),
+        ]
+    )
+    assert adjust(logits, settings, history).tolist() == [
+        [2.0, -1.5, 3.5, 1.0],
+        [2.0, -1.5, 2.5, 1.0],
+        [1.0, -2.0, 2.0, 1.0],
+        [3.5, -1.0, 4.0, -1.0],
+    ]
+
+
+def test_drawn_tokens_are_counted_in_place():
+    history = torch.zeros(3, 4, dtype=torch.int32)
+    logits = torch.tensor([[0.0, 0, 5, 0], [0, 5, 0, 0], [0, 0, 0, math.nan]])
+    settings = [SampleRow(history_row=row, presence_penalty=1) for row in (2, -1, 0)]
+    assert sample(logits, settings, history).tolist() == [2, 1, INVALID_TOKEN]
+    assert history.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 2, 0]]
+
+
+def test_logprobs_are_the_models_own():
+    """Neither bias nor temperature nor filter changes them."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).repeat(3, 1)
+    settings = SampleSettings.of(
+        [
+            SampleRow(num_logprobs=2, bias=((0, 50.0),), temperature=0.5, top_k=1),
+            SampleRow(),
+            SampleRow(num_logprobs=0),
+        ]
+    )
+    got = ops.sample_(logits, settings)
+    want = logits[0].log_softmax(-1)
+    assert got.tokens_S.tolist() == [0, 1, 1]
+    assert got.logprobs_S[[0, 2]].tolist() == want[[0, 1]].tolist()
+    assert got.top_tokens_SN.tolist() == [[1, 2], [-1, -1], [-1, -1]]
+    assert got.top_logprobs_SN[0].tolist() == want[[1, 2]].tolist()
+    assert got.top_logprobs_SN[1:].eq(-math.inf).all()
+
+
+def test_no_row_asks_for_logprobs():
+    got = ops.sample_(torch.zeros(1, 4), SampleSettings.of([SampleRow()]))
+    assert got[1:] == (None, None, None)
+
+
+def test_words_keep_every_number():
+    row = SampleRow(temperature=0.3, top_p=0.95, seed=-(2**63), position=2**40, history_row=7)
+    settings = SampleSettings.of([SampleRow(), row])
+    assert settings.column("temperature").tolist() == [0.0, float(np.float32(0.3))]
+    assert settings.column("seed").tolist() == [0, -(2**63)]
+    assert settings.column("position").tolist() == [0, 2**40]
+    assert settings.column("num_logprobs").tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    "logits, row, history, problem",
+    [
+        (torch.zeros(2, 4), SampleRow(), None, "sample_ settings"),
+        (torch.zeros(4), SampleRow(), None, "2 dims"),
+        (torch.zeros(1, 4, dtype=torch.int64), SampleRow(), None, "float32"),
+        (torch.zeros(1, 4), SampleRow(num_logprobs=21), None, "at most 20"),
+        (torch.zeros(1, 4), SampleRow(), torch.zeros(2, 5, dtype=torch.int32), "history"),
+        (torch.zeros(1, 4), SampleRow(), torch.zeros(2, 4), "history"),
+        (torch.zeros(1, 4), SampleRow(), torch.zeros(4, 2, dtype=torch.int32).t(), "contiguous"),
+    ],
+)
+def test_wrong_arguments_are_named(logits, row, history, problem):
+    with pytest.raises(KernelError, match=problem):
+        ops.sample_(logits, SampleSettings.of([row]), history)
