@@ -18,9 +18,9 @@ from qkernels.sample_settings import (
 
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow
 # splitmix64's constants as signed 64-bit integers: torch multiplies modulo 2^64
-_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
-_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 
 
 def sample_(
@@ -102,7 +102,7 @@ def gumbel_noise(seed_S: torch.Tensor, position_S: torch.Tensor, vocabulary: int
     """Gumbel noise [S, V] in float32, a function of (seed, position, token id)."""
     key_S = _mix(_mix(seed_S) + position_S)
     token_V = torch.arange(vocabulary, device=seed_S.device)
-    bits_SV = _mix(key_S[:, None] + token_V * _GOLDEN)
+    bits_SV = _mix(key_S[:, None] + token_V * GOLDEN)
     # 23 high bits and a half: never 0 or 1
     uniform_SV = ((_shift(bits_SV, 41)).float() + 0.5) * 2.0**-23
     return -(-uniform_SV.log()).log()
@@ -132,7 +132,7 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """splitmix64's step (Steele, Lea, Flood 2014)."""
-    x = x + _GOLDEN
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
+    x = x + GOLDEN
+    x = (x ^ _shift(x, 30)) * MIX_1
+    x = (x ^ _shift(x, 27)) * MIX_2
     return x ^ _shift(x, 31)

@@ -228,6 +228,27 @@ def test_a_row_draws_the_same_in_any_batch(device):
         assert alone[0] == together[i]
 
 
+def test_blocks_of_several_chunks_give_the_same_bits(device, half, monkeypatch):
+    """How many rows there are decides how many chunks a block reads, and nothing else."""
+    names = ["greedy", "temperature", "top_k, top_p", "top_p"]
+    rows = [replace(ROWS[name], seed=3, num_logprobs=4) for name in names]
+    logits = logits_of(len(rows), 5001, half, device)
+    logits[0, 4990] = logits[0].max() + 1
+    alone = sampling.sample_(logits, pack(rows, device))
+    monkeypatch.setattr(sampling, "FEW_CHUNKS", 0)
+    monkeypatch.setattr(sampling, "CHUNKS_OF_BLOCK", 3)
+    for a, b in zip(alone, sampling.sample_(logits, pack(rows, device)), strict=True):
+        assert torch.equal(a, b)
+    assert alone.tokens_S[0] == 4990
+
+
+def test_nan_in_a_blocks_last_chunk(device, monkeypatch):
+    monkeypatch.setattr(sampling, "FEW_CHUNKS", 0)
+    logits = torch.zeros(1, 3000, device=device)
+    logits[0, 2999] = math.nan
+    assert sampling.sample_(logits, pack([SampleRow()], device)).tokens_S.tolist() == [-1]
+
+
 def test_rows_of_a_wider_tensor(device):
     logits = logits_of(3, 700, torch.float16, device)
     rows = [replace(ROWS["top_k, top_p"], seed=i, num_logprobs=3) for i in range(3)]
