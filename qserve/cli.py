@@ -161,8 +161,8 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
 
 
 def bench(what: str, config: BenchConfig) -> int:
-    from qkernels.bench import HEADER, format_result, plot
-    from qkernels.bench_cases import run, versions
+    from qkernels.bench.measure import HEADER, format_result, plot
+    from qkernels.bench.table import run, versions
 
     shown = []
 

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from qkernels.bench import (
+from qkernels.bench.linear import LINEAR_SHAPES
+from qkernels.bench.measure import (
     CEILINGS,
     COLD_BYTES,
     MAX_CALLS,
@@ -18,7 +19,7 @@ from qkernels.bench import (
     measure,
     plot,
 )
-from qkernels.bench_cases import LINEAR_SHAPES, OPS, run, select
+from qkernels.bench.table import OPS, run, select
 from qkernels.errors import KernelError
 
 H200 = CEILINGS["NVIDIA H200"]

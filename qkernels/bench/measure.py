@@ -7,7 +7,7 @@ of bytes over bandwidth and operations over peak.
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -52,6 +52,19 @@ class Case:
     operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
     # name -> calls that do the same work, or None where one raised ImportError
     baselines: dict[str, list[Call]] = field(default_factory=dict)
+
+
+Baselines = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchedOp:
+    """`cases` yields the cases of one shape for several m, given the baselines asked for."""
+
+    cases: Callable[[str, tuple[int, ...], Baselines], Iterator[Case]]
+    shapes: dict[str, object]
+    default_m: dict[str, tuple[int, ...]]  # shape -> m
+    baselines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

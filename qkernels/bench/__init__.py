@@ -1,0 +1,1 @@
+"""How the kernels are measured: `qserve bench kernels`. A server never imports it."""

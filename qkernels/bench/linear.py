@@ -1,0 +1,159 @@
+"""Products of a quantized weight. Shapes are Llama-3-8B's, [N, K].
+
+The bf16 product reads the dequantized weight, since a GPU that is short of power multiplies other
+values faster (4096 rows of gate_up: 1366 us on these, 1188 us on small normal ones).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from formats.packed import PackedWeight
+from formats.scheme import CHANNEL, QuantSpec, Scheme
+from formats.weights import with_activation
+from qkernels import ops
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+
+LINEAR_SHAPES = {  # [N, K]
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+LINEAR_M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+GROUP = 128
+
+
+def random_weight(
+    N: int, K: int, seed: int, bits: int = 4, group_size: int = GROUP
+) -> PackedWeight:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=group_size)
+    G = spec.num_groups(K)
+    words = torch.randint(
+        -(2**31), 2**31, (N, K * bits // 32), dtype=torch.int32, device="cuda", generator=generator
+    )
+    scales = (torch.rand(N, G, device="cuda", generator=generator) + 0.5) / 512
+    zeros = torch.full((N, G), spec.symmetric_zero, dtype=torch.uint8, device="cuda")
+    return PackedWeight(
+        words_NW=words, scales_NG=scales.half(), zeros_NG=zeros, spec=spec, in_features=K
+    )
+
+
+def _w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    yield from _weight_only(4, shape, ms, baselines)
+
+
+def _w8a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    yield from _weight_only(8, shape, ms, baselines - {"int_mm"})
+
+
+def _weight_only(
+    bits: int, shape: str, ms: tuple[int, ...], baselines: Baselines
+) -> Iterator[Case]:
+    N, K = LINEAR_SHAPES[shape]
+    num_bytes = N * K * bits // 8
+    packed = [random_weight(N, K, seed=i, bits=bits) for i in range(copies_needed(num_bytes))]
+    weight_NK = packed[0].dequantize(torch.float64)
+    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    dense = int8 = rivals = ()
+    if "cublas" in baselines:
+        dense = [each.dequantize(torch.bfloat16) for each in packed[: copies_needed(2 * N * K)]]
+    if "int_mm" in baselines:
+        int8 = [each.codes().to(torch.int8) for each in packed[: copies_needed(N * K)]]
+    if "gemlite" in baselines:
+        rivals = [_gemlite_linear(each) for each in packed]
+    for m in ms:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        others: dict[str, list[Call]] = {}
+        if dense:
+            others["cublas"] = [lambda x=x, w=w: functional.linear(x, w) for w in dense]
+        if int8 and m > 16:  # fewer rows are more than torch._int_mm takes
+            codes = torch.randint(-127, 128, (m, K), dtype=torch.int8, device="cuda")
+            others["int_mm"] = [lambda c=codes, w=w: torch._int_mm(c, w.t()) for w in int8]
+        if rivals:
+            others["gemlite"] = [lambda x=x, f=f: f(x) for f in rivals]
+        yield Case(
+            op=f"w{bits}a16",
+            shape=shape,
+            m=m,
+            num_bytes=num_bytes + 2 * N * K // GROUP + 2 * m * (N + K),
+            operations=2 * m * N * K,
+            calls=[lambda x=x, w=w: ops.linear(x, w) for w in weights],
+            want=x.double() @ weight_NK.t(),
+            allowed_error=5e-3,
+            baselines=others,
+        )
+
+
+def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    """Rounding x to int8 included; the baselines get it as they need it."""
+    N, K = LINEAR_SHAPES[shape]
+    packed = [
+        with_activation(
+            random_weight(N, K, i, bits=8, group_size=CHANNEL), Scheme.parse("w8a8"), None
+        )
+        for i in range(copies_needed(N * K))
+    ]
+    weight_NK = packed[0].dequantize(torch.float64)
+    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    dense = []
+    if "cublas" in baselines:
+        dense = [each.dequantize(torch.bfloat16) for each in packed[: copies_needed(2 * N * K)]]
+    for m in ms:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        codes, scales = ops.quantize_input(x, packed[0].activation)
+        others: dict[str, list[Call]] = {}
+        if "codes" in baselines:  # ours, of an input that is rounded already
+            others["codes"] = [
+                lambda c=codes, s=scales, w=w: ops.linear_codes(c, s, w) for w in weights
+            ]
+        if dense:
+            others["cublas"] = [lambda x=x, w=w: functional.linear(x, w) for w in dense]
+        if "int_mm" in baselines and m > 16:  # fewer rows are more than torch._int_mm takes
+            others["int_mm"] = [
+                lambda c=codes, w=w: torch._int_mm(c, w.tensors["codes"].t()) for w in weights
+            ]
+        yield Case(
+            op="w8a8",
+            shape=shape,
+            m=m,
+            num_bytes=N * K + 4 * N + 2 * m * (N + K),
+            operations=2 * m * N * K,
+            operation_rate=2,
+            calls=[lambda x=x, w=w: ops.linear(x, w) for w in weights],
+            want=(codes.double() * scales.double()) @ weight_NK.t(),
+            allowed_error=5e-3,
+            baselines=others,
+        )
+
+
+def _gemlite_linear(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    from gemlite.helper import A16Wn
+
+    return A16Wn(device="cuda", dtype=torch.bfloat16).from_weights(
+        packed.codes(), packed.scales_NG, packed.zeros_NG, packed.spec.bits, GROUP
+    )
+
+
+OPS: dict[str, BenchedOp] = {
+    "w4a16": BenchedOp(
+        cases=_w4a16,
+        shapes=LINEAR_SHAPES,
+        default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
+        baselines=("cublas", "int_mm", "gemlite"),
+    ),
+    "w8a16": BenchedOp(
+        cases=_w8a16,
+        shapes=LINEAR_SHAPES,
+        default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
+        baselines=("cublas", "gemlite"),
+    ),
+    "w8a8": BenchedOp(
+        cases=_w8a8,
+        shapes=LINEAR_SHAPES,
+        default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
+        baselines=("codes", "cublas", "int_mm"),
+    ),
+}

@@ -1,0 +1,92 @@
+"""`qserve bench kernels`: which problems it measures, and the loop over them.
+
+Each operation's file holds its shapes, its cases and its baselines.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterable
+
+import torch
+
+from qkernels.bench import attention, elementwise, fused_quant, linear
+from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Result, measure
+from qkernels.errors import KernelError
+
+OPS: dict[str, BenchedOp] = linear.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS
+
+# Baselines that need a package: used only where it is installed, unless asked for by name.
+NEEDS = {"gemlite": "gemlite"}
+
+
+def available_baselines(names: tuple[str, ...]) -> Baselines:
+    return frozenset(
+        name for name in names if name not in NEEDS or importlib.util.find_spec(NEEDS[name])
+    )
+
+
+def select(
+    op: str | None, shape: str | None, m: str | None, baseline: str | None
+) -> list[tuple[BenchedOp, str, tuple[int, ...], Baselines]]:
+    """What to measure. Each argument is a comma-separated list; None: all.
+
+    Raises KernelError for a name that nothing has.
+    """
+    ops_asked = _names("--op", op, OPS)
+    known_shapes = dict.fromkeys(s for name in ops_asked for s in OPS[name].shapes)
+    shapes = _names("--shape", shape, known_shapes)
+    known = dict.fromkeys(b for name in ops_asked for b in OPS[name].baselines)
+    asked = _names("--baseline", baseline, (*known, "none")) if baseline else None
+    try:
+        ms = tuple(int(text) for text in m.split(",")) if m else None
+    except ValueError:
+        raise KernelError("--m", f"expected numbers such as 1,16,64, found {m!r}") from None
+    if ms and min(ms) < 1:
+        raise KernelError("--m", f"expected numbers from 1 on, found {min(ms)}")
+    chosen = []
+    for name in ops_asked:
+        benched = OPS[name]
+        if asked is None:
+            baselines = available_baselines(benched.baselines)
+        else:
+            baselines = frozenset(asked) & frozenset(benched.baselines)
+        for each in benched.shapes:
+            if each in shapes:
+                chosen.append((benched, each, ms or benched.default_m[each], baselines))
+    return chosen
+
+
+def _names(flag: str, text: str | None, known: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(text.split(",")) if text else tuple(known)
+    for name in names:
+        if name not in known:
+            raise KernelError(flag, f"{name!r} is unknown", f"known: {', '.join(known)}")
+    return names
+
+
+def run(
+    *,
+    op: str | None = None,
+    shape: str | None = None,
+    m: str | None = None,
+    baseline: str | None = None,
+    show: Callable[[Result], None],
+) -> list[Result]:
+    """Measure and show each result as it comes. Raises KernelError without a GPU."""
+    chosen = select(op, shape, m, baseline)
+    if not torch.cuda.is_available():
+        raise KernelError("bench kernels", "measures a GPU; torch sees none here")
+    ceiling = CEILINGS.get(torch.cuda.get_device_name())
+    results = []
+    with torch.inference_mode():
+        for benched, each, ms, baselines in chosen:
+            for case in benched.cases(each, ms, baselines):
+                results.append(measure(case, ceiling))
+                show(results[-1])
+    return results
+
+
+def versions() -> str:
+    """The line that every table of times starts with."""
+    triton = importlib.metadata.version("triton")
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}, bf16"
