@@ -1,4 +1,4 @@
-"""Log probabilities in replies, penalties and bias in requests: OpenAI's forms, and what is refused."""
+"""Log probabilities in replies, penalties and bias in requests: the forms, and what is refused."""
 
 import pytest
 
