@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8
+from qkernels import act_quant, elementwise, fused_quant, paged_attention, sampling, w4a16, w8a8
 from qkernels.tiles import attention_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
@@ -209,6 +209,32 @@ def attention_case(
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
 
 
+def sampling_case(kernel, chunks: int = 126) -> dict:
+    types = {"_tokens_ptr": "*i64", "floats": "*fp32", "ints": "*i32", "logits": BF16}
+    types |= {"words": "*i64", "bias": "*i64", "history": "*i32", "group_max": "*fp32"}
+    types |= {"group_list": "*i32", "value_tokens": "*i32", "values": "*fp32", "logprobs": "*fp32"}
+    pointers, scalars = {}, {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            # the longest fitting name: value_tokens_ptr is no _tokens_ptr
+            pointers[name] = types[max((t for t in types if t in name), key=len)]
+        elif name not in ("CHUNKS", "PADDED_CHUNKS", "INTERPRETED"):
+            scalars[name] = "i32"
+    constants = {"CHUNKS": chunks, "INTERPRETED": False}
+    if "PADDED_CHUNKS" in kernel.arg_names:
+        constants["PADDED_CHUNKS"] = 1 << math.ceil(math.log2(chunks))
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
+def norm_case(block: int) -> dict:
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "total_ptr"), BF16)
+    options = {"num_warps": 8, "launch_pdl": True}
+    constants = {"BLOCK": block, "EARLY": True}
+    scalars = {"C": "i32", "eps": "fp32"}
+    return compile_kernel(elementwise._rms_norm, pointers, scalars, constants, options)
+
+
 CASES = {
     "linear M=1": lambda: linear_case(1, 4096, 4096, 128, True),
     "linear M=1 asymmetric": lambda: linear_case(1, 4096, 4096, 128, False),
@@ -238,6 +264,9 @@ CASES = {
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
+    "sampling, first": lambda: sampling_case(sampling._scan_chunks),
+    "sampling, second": lambda: sampling_case(sampling._pick),
+    "norm, early": lambda: norm_case(4096),
     "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),
 }
 
