@@ -1,5 +1,8 @@
 """The values of one row that may be drawn, found without a sort: device functions.
 
+A search finds a float's bits, four at a time, by counting (or adding the probabilities of) what
+lies above each of 16 pivots. Few candidates are not searched: each is compared with each.
+
 Legend: V vocabulary, G groups. Candidates are lists of values and tokens in order of token, so of
 equal values the first in the list is the likelier.
 """
@@ -176,7 +179,7 @@ def draw_few(
         before = is_before(values_ptr, first, n)
         rank = tl.sum(before.to(tl.float32), 1)
         weight_before = tl.sum(tl.where(before, weights[None, :], 0.0), 1)
-        kept = (i < n) & (rank < limit) & ((weight_before < enough) | (rank == 0))
+        kept = (i < n) & (rank < limit) & (weight_before < enough)
         x = tl.load(values_ptr + i, mask=i < n, other=float("-inf"))
         token = tl.load(tokens_ptr + i, mask=i < n, other=NO_TOKEN)
         best, drawn = better(x, token, kept, best, drawn, key, INTERPRETED)

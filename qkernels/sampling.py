@@ -3,9 +3,9 @@
 The first kernel reads each row once, in chunks on as many SMs as there are: the best token of rows
 without a filter, sums for log probabilities, and the largest value of every group of 64 tokens. In
 the second one block finishes each row. The k-th largest of the groups' maxima is at most the row's
-k-th largest value, so a search over the maxima gives a bound, the few groups that reach it are read
-again, and what they hold above the bound is searched exactly. Both searches find a float's bits,
-four at a time, by counting (or adding the probabilities of) what lies above each of 16 pivots.
+k-th largest value, so a search over the maxima gives a bound, and the few groups that reach it are
+read again for the candidates (candidates.py). A row's results depend on nothing but that row: sums
+are taken chunk by chunk, however many chunks a block reads.
 
 Legend: S rows, V vocabulary, W rows of the history table, N alternatives, G groups, C chunks.
 """
@@ -79,12 +79,9 @@ def sample_(
     # Pointers that no row uses still need a place to point at, of the type they would have: one
     # compiled kernel then does for all.
     history = chunk_ints if history_WV is None else history_WV
-    common = {
-        "CHUNKS": C,
-        # Products and sums are rounded one by one, as torch does: both kernels, and the
-        # reference, then see the same values.
-        "enable_fp_fusion": False,
-    }
+    # Products and sums are rounded one by one, as torch does: both kernels, and the reference, then
+    # see the same values.
+    options = {"num_warps": 8, "enable_fp_fusion": False}
     with on_device(logits_SV):
         _scan_chunks[(blocks, S)](
             logits_SV,
@@ -97,10 +94,10 @@ def sample_(
             logits_SV.stride(0),
             V,
             G,
+            C,
             chunks_of_block,
             INTERPRETED=INTERPRETED,
-            num_warps=8,
-            **common,
+            **options,
         )
         _pick[(S,)](
             logits_SV,
@@ -121,11 +118,11 @@ def sample_(
             V,
             G,
             N,
+            C,
             blocks,
             PADDED_CHUNKS=power_of_two(C),
             INTERPRETED=INTERPRETED,
-            num_warps=8,
-            **common,
+            **options,
         )
     return Samples(tokens_S, logprobs_S, top_tokens_SN, top_logprobs_SN)
 
@@ -137,7 +134,7 @@ _GROUP, _CHUNK_GROUPS, _FEW = tl.constexpr(GROUP), tl.constexpr(CHUNK_GROUPS), t
 _FLOAT_ROWS, _INT_ROWS = tl.constexpr(_CHUNK_FLOATS), tl.constexpr(_CHUNK_INTS)
 
 
-@triton.jit(do_not_specialize=["G", "CHUNKS_OF_BLOCK"])
+@triton.jit(do_not_specialize=["G", "CHUNKS", "CHUNKS_OF_BLOCK"])
 def _scan_chunks(
     logits_ptr,  # [S, V]
     words_ptr,  # [S, P]
@@ -149,8 +146,8 @@ def _scan_chunks(
     stride_s,
     V,
     G,
+    CHUNKS,
     CHUNKS_OF_BLOCK,
-    CHUNKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -219,7 +216,7 @@ def _draw(
     tokens_ptr,
     V,
     G,
-    CHUNKS: tl.constexpr,
+    CHUNKS,
     PADDED_CHUNKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -270,7 +267,7 @@ def _draw(
     return drawn
 
 
-@triton.jit(do_not_specialize=["G", "N", "BLOCKS"])
+@triton.jit(do_not_specialize=["G", "N", "CHUNKS", "BLOCKS"])
 def _pick(
     logits_ptr,  # [S, V]
     words_ptr,  # [S, P]
@@ -290,8 +287,8 @@ def _pick(
     V,
     G,
     N,
+    CHUNKS,
     BLOCKS,
-    CHUNKS: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):

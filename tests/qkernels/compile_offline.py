@@ -209,7 +209,7 @@ def attention_case(
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
 
 
-def sampling_case(kernel, chunks: int = 126) -> dict:
+def sampling_case(kernel) -> dict:
     types = {"_tokens_ptr": "*i64", "floats": "*fp32", "ints": "*i32", "logits": BF16}
     types |= {"words": "*i64", "bias": "*i64", "history": "*i32", "group_max": "*fp32"}
     types |= {"group_list": "*i32", "value_tokens": "*i32", "values": "*fp32", "logprobs": "*fp32"}
@@ -218,11 +218,11 @@ def sampling_case(kernel, chunks: int = 126) -> dict:
         if name.endswith("_ptr"):
             # the longest fitting name: value_tokens_ptr is no _tokens_ptr
             pointers[name] = types[max((t for t in types if t in name), key=len)]
-        elif name not in ("CHUNKS", "PADDED_CHUNKS", "INTERPRETED"):
+        elif name not in ("PADDED_CHUNKS", "INTERPRETED"):
             scalars[name] = "i32"
-    constants = {"CHUNKS": chunks, "INTERPRETED": False}
+    constants = {"INTERPRETED": False}
     if "PADDED_CHUNKS" in kernel.arg_names:
-        constants["PADDED_CHUNKS"] = 1 << math.ceil(math.log2(chunks))
+        constants["PADDED_CHUNKS"] = 128
     options = {"num_warps": 8, "enable_fp_fusion": False}
     return compile_kernel(kernel, pointers, scalars, constants, options)
 

@@ -78,30 +78,53 @@ def test_draws_stay_inside_the_filter_and_reach_all_of_it(device, name):
         assert (drawn[kept] > 0).all()
 
 
-@pytest.mark.parametrize("vocabulary, top_k", [(300, 1), (300, 100), (5001, 3), (5001, 100)])
-def test_equal_values_are_kept_in_order_of_token(device, vocabulary, top_k):
-    """The cut falls inside a run of equal values: the lower tokens stay."""
-    size = few(40)
-    logits = torch.zeros(size, vocabulary, device=device)
-    logits[:, 250] = 1
-    settings = pack(
-        [SampleRow(temperature=2.0, top_k=top_k, seed=seed) for seed in range(size)], device
-    )
-    tokens = sampling.sample_(logits, settings).tokens_S
-    assert set(tokens.tolist()) <= {*range(top_k - 1), 250}
-    assert torch.equal(tokens, reference_sampling.sample_(logits, settings).tokens_S)
+def seeds_that_draw(token, among, count=2, position=0):
+    """Seeds whose noise is largest at `token` of the tokens `among`, all of equal logit."""
+    seeds = torch.arange(4000)
+    noise = reference_sampling.gumbel_noise(seeds, torch.full_like(seeds, position), max(among) + 1)
+    best = torch.tensor(among)[noise[:, among].argmax(-1)]
+    return seeds[best == token][:count].tolist()
 
 
-def test_top_p_cuts_inside_equal_values(device):
-    """Half of 300 equal probabilities: tokens 0 to 149."""
-    size = few(200)
-    logits = torch.zeros(size, 300, device=device)
-    settings = pack(
-        [SampleRow(temperature=1.0, top_p=0.4999, seed=seed) for seed in range(size)], device
-    )
-    tokens = sampling.sample_(logits, settings).tokens_S
-    assert 120 < int(tokens.max()) <= 149
-    assert torch.equal(tokens, reference_sampling.sample_(logits, settings).tokens_S)
+# the last is more candidates than are compared each with each
+@pytest.mark.parametrize("vocabulary, top_k", [(300, 1), (300, 40), (5001, 3), (5001, 300)])
+def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
+    """The lower tokens stay: the last of them can be drawn, the next cannot, even if it would."""
+    last, following = top_k - 1, top_k
+    seeds = [
+        *seeds_that_draw(last, range(top_k)),
+        *seeds_that_draw(following, range(top_k + 1)),
+    ]
+    logits = torch.zeros(len(seeds), vocabulary, device=device)
+    rows = [SampleRow(temperature=2.0, top_k=top_k, seed=seed) for seed in seeds]
+    tokens = sampling.sample_(logits, pack(rows, device)).tokens_S
+    assert len(seeds) == 4 and tokens[:2].tolist() == [last, last]
+    assert (tokens[2:] < following).all()
+
+
+@pytest.mark.parametrize("vocabulary", [100, 300])
+def test_top_p_cuts_inside_equal_values(device, vocabulary):
+    """A little less than half of equal probabilities: the lower half of the tokens."""
+    half = vocabulary // 2
+    seeds = [*seeds_that_draw(half - 1, range(half)), *seeds_that_draw(half, range(half + 1))]
+    rows = [SampleRow(temperature=1.0, top_p=0.4999, seed=seed) for seed in seeds]
+    tokens = sampling.sample_(
+        torch.zeros(len(seeds), vocabulary, device=device), pack(rows, device)
+    ).tokens_S
+    assert len(seeds) == 4 and tokens[:2].tolist() == [half - 1, half - 1]
+    assert (tokens[2:] < half).all()
+
+
+@pytest.mark.parametrize("top_k, kept", [(1000, 640), (600, 480)])
+def test_top_p_is_of_what_top_k_left(device, top_k, kept):
+    """800 equal candidates and 500 impossible ones: 80 % of the first `top_k` of them."""
+    seeds = [*seeds_that_draw(kept - 1, range(kept)), *seeds_that_draw(kept, range(kept + 1))]
+    logits = torch.full((len(seeds), 1300), -80.0, device=device)
+    logits[:, :800] = 0
+    rows = [SampleRow(temperature=1.0, top_k=top_k, top_p=0.7999, seed=seed) for seed in seeds]
+    tokens = sampling.sample_(logits, pack(rows, device)).tokens_S
+    assert seeds and (tokens < kept).all()
+    assert all(t == kept - 1 for t in tokens[: len(seeds_that_draw(kept - 1, range(kept)))])
 
 
 def test_positive_and_negative_zero_are_equal(device):
