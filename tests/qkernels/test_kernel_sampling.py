@@ -87,7 +87,7 @@ def seeds_that_draw(token, among, count=2, position=0):
 
 
 # the last is more candidates than are compared each with each
-@pytest.mark.parametrize("vocabulary, top_k", [(300, 1), (300, 40), (5001, 3), (5001, 300)])
+@pytest.mark.parametrize("vocabulary, top_k", [(100, 1), (100, 40), (300, 40), (5001, 300)])
 def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
     """The lower tokens stay: the last of them can be drawn, the next cannot, even if it would."""
     last, following = top_k - 1, top_k
@@ -102,12 +102,12 @@ def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
     assert (tokens[2:] < following).all()
 
 
-@pytest.mark.parametrize("vocabulary", [100, 300])
-def test_top_p_cuts_inside_equal_values(device, vocabulary):
-    """A little less than half of equal probabilities: the lower half of the tokens."""
+@pytest.mark.parametrize("vocabulary, top_p", [(100, 0.4999), (300, 0.4999), (64, 0.5), (256, 0.5)])
+def test_top_p_cuts_inside_equal_values(device, vocabulary, top_p):
+    """Half of equal probabilities, or a little less: the lower half of the tokens."""
     half = vocabulary // 2
     seeds = [*seeds_that_draw(half - 1, range(half)), *seeds_that_draw(half, range(half + 1))]
-    rows = [SampleRow(temperature=1.0, top_p=0.4999, seed=seed) for seed in seeds]
+    rows = [SampleRow(temperature=1.0, top_p=top_p, seed=seed) for seed in seeds]
     tokens = sampling.sample_(
         torch.zeros(len(seeds), vocabulary, device=device), pack(rows, device)
     ).tokens_S
@@ -208,11 +208,12 @@ def test_logprobs(device, half, poison, vocabulary):
             assert abs(got.top_logprobs_SN[i, j] - exact[i, got.top_tokens_SN[i, j]]) < 1e-5
 
 
-def test_logprobs_of_equal_logits_come_in_order_of_token(device):
-    logits = torch.zeros(1, 4500, device=device)
+@pytest.mark.parametrize("vocabulary", [90, 1500])
+def test_logprobs_of_equal_logits_come_in_order_of_token(device, vocabulary):
+    logits = torch.zeros(1, vocabulary, device=device)
     got = sampling.sample_(logits, pack([SampleRow(num_logprobs=3)], device))
     assert got.top_tokens_SN.tolist() == [[0, 1, 2]] and got.tokens_S.tolist() == [0]
-    assert float(got.logprobs_S[0]) == pytest.approx(-math.log(4500), abs=1e-5)
+    assert float(got.logprobs_S[0]) == pytest.approx(-math.log(vocabulary), abs=1e-5)
 
 
 @pytest.mark.parametrize("place", [0, 4500])
