@@ -21,9 +21,8 @@ class SamplingParams:
 
     Logits are biased, then penalized, then divided by the temperature. Filters apply to the
     probabilities after temperature, in the order min_p, top_k, top_p. Log probabilities are the
-    model's own, before all of that. With a
-    `seed` the random numbers depend on the seed and the token's position alone, whatever else is
-    in the batch; output i of `n` uses seed + i.
+    model's own, before all of that. With a `seed` the random numbers depend on the seed and the
+    token's position alone, whatever else is in the batch; output i of `n` uses seed + i.
     """
 
     n: int = 1
