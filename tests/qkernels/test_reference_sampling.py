@@ -116,8 +116,10 @@ def test_nan_row_is_marked_and_others_are_not():
 def test_forbidden_tokens_are_never_drawn():
     logits = torch.zeros(2, 4)
     logits[:, 2] = 50
-    tokens = sample(logits, [SampleRow(), SampleRow(bias=((2, -math.inf),))])
+    forbids = SampleRow(bias=((2, -math.inf),))
+    tokens = sample(logits, [SampleRow(), forbids])
     assert tokens[0] == 2 and tokens[1] != 2
+    assert sample(torch.tensor([[-1.0, -2.0, math.inf]]), [forbids]).tolist() == [0]
 
 
 def test_bias_and_penalties_by_hand():
