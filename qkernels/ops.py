@@ -148,8 +148,9 @@ def linear_codes(
 ) -> torch.Tensor:
     """`linear` of an input that is codes already, [M, K] with scales [M, 1] float32: [M, N].
 
-    For what quantizes beside other work. Takes weights that the `triton_w8a8` or the `reference`
-    row prepared, with one input scale for each row; returns the weight's activation dtype.
+    For what quantizes beside other work. Takes weights that a row for 8-bit activations or the
+    `reference` row prepared, with one input scale for each row of x; returns the weight's
+    activation dtype.
     """
     if weight.activation is None or weight.activation.per == "group":
         raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")

@@ -5,7 +5,7 @@ cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096], 
 4096], down [4096, 14336].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The private weight layout stores tiles of this many outputs: one warpgroup's share of a wgmma.
 LINEAR_TILE_N = 64
@@ -197,6 +197,126 @@ def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_
         and tiles <= LINEAR_COUNTERS
     )
     return next(fits, 1)
+
+
+HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
+_HOPPER_SHARED = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile:
+    """How w8a8_hopper.py cuts one product. The grid is as many blocks as run at once."""
+
+    parts: int  # warpgroups that multiply, each its own rows of the left operand
+    block_right: int
+    part: int = 64  # rows of the left operand for each warpgroup
+    split: int = 1  # parts of K that different blocks sum
+    weight_left: bool = True  # the weight's rows are the left operand's
+    left_of_group: int = 8  # left tiles that run beside each other
+    steps_of_sum: int = 0  # steps between two emptyings of a float8 sum; 0: integers
+    stores: int = 2  # pieces of the result on their way out, of each warpgroup
+    max_stages: int = 24
+
+    @property
+    def block_left(self) -> int:
+        return self.parts * self.part
+
+    @property
+    def store_width(self) -> int:
+        """Columns of a piece of the result; with 64 three warpgroups spill registers."""
+        return min(32 if self.parts == 3 else 64, self.block_right)
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory holds beside the pieces of the result and the barriers."""
+        stores = self.parts * self.stores * self.part * self.store_width * 2
+        stage = (self.block_left + self.block_right) * HOPPER_BLOCK_K + 16
+        return min(self.max_stages, (_HOPPER_SHARED - 512 - stores) // stage)
+
+    @property
+    def registers(self) -> int:
+        """Of each thread at launch; then the copying warpgroup gives its own to the others."""
+        sums = self.part * self.block_right // 128 * (2 if self.steps_of_sum else 1)
+        if sums < 64:
+            return 96
+        return 168 if sums > 64 and self.parts == 2 else 128
+
+    @property
+    def consumer_registers(self) -> int:
+        return ((self.parts + 1) * self.registers - 24) // self.parts // 8 * 8
+
+    def tiles(self, M: int, N: int) -> int:
+        left, right = (N, M) if self.weight_left else (M, N)
+        return ceil_div(left, self.block_left) * ceil_div(right, self.block_right)
+
+    def fits_workspace(self, M: int, N: int) -> bool:
+        """Whether the partial sums of all parts have a slot, and their warpgroups a counter."""
+        slots = self.tiles(M, N) * self.split * self.block_left * self.block_right
+        counters = self.tiles(M, N) * self.parts
+        return slots <= LINEAR_WORKSPACE_FLOATS and counters <= LINEAR_COUNTERS
+
+
+# Above 64 rows: (tile, time of one tile on an SM, in tiles of 128 x 128 inside a large grid). A
+# product takes its waves of tiles, and the best is taken. us on int8 codes of qkv / o / gate_up /
+# down:
+#                M = 128                   256                       1024
+#  64 x 128      9.9 / 8.0 / 39.4 / 23.5   15.7 / 9.8 / 58.7 / 28.2
+# 128 x 128     13.0 / 12.3 / 37.5 / 36.6  14.1 / 12.8 / 54.3 / 37.4 37.5 / 25.1 / 168 / 78.6
+# 128 x 256                                22.9 / 22.3 / 52.3 / 69.5 45.0 / 23.8 / 164 / 73.3
+# 256 x 128, x left                                                  44.5 / 23.4 / 157 / 72.7
+# 192 x 256                                                          35.4 / 33.1 / 180 / 109
+# At 4096 rows the power limit decides, and all large tiles are within 5 percent.
+_HOPPER_TILES = {
+    True: (
+        (HopperTile(parts=1, block_right=128), 0.7),
+        (HopperTile(parts=2, block_right=128), 1.08),
+        (HopperTile(parts=2, block_right=256), 2.0),
+        (
+            HopperTile(
+                parts=2,
+                part=128,
+                block_right=128,
+                weight_left=False,
+                left_of_group=16,
+                stores=1,
+            ),
+            1.98,
+        ),
+        (HopperTile(parts=3, block_right=256), 3.06),
+    ),
+    # a float8 sum takes twice the registers: qkv / gate_up at 4096 rows 164 / 794
+    False: (
+        (HopperTile(parts=1, block_right=128, steps_of_sum=1), 0.7),
+        (
+            HopperTile(
+                parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
+            ),
+            1.08,
+        ),
+    ),
+}
+
+
+def hopper_tile(M: int, N: int, K: int, sm_count: int, integers: bool = True) -> HopperTile:
+    """The tile for M >= 1 rows of int8 codes, or of float8 ones."""
+    if M <= 64:
+        # at 1 to 16 rows qkv takes 8.2 us with two warpgroups, 8.9 with one; down 19.8 and 18.2
+        alone = ceil_div(N, 64) <= sm_count and (M > 16 or K > 8192)
+        return HopperTile(
+            parts=1 if alone else 2,
+            block_right=max(16, power_of_two(M)),
+            steps_of_sum=0 if integers else 2,  # the products of one step would be waited for
+        )
+
+    def time(row: tuple[HopperTile, float]) -> float:
+        tile, cost = row
+        return ceil_div(tile.tiles(M, N), sm_count) * cost
+
+    tile, _ = min(_HOPPER_TILES[integers], key=time)
+    # down at 128 rows: 22.6 us in 2 parts, 23.5 in one; o, of fewer steps, 10.0 and 8.0
+    halves = replace(tile, split=2)
+    worth = ceil_div(K, HOPPER_BLOCK_K) >= 56 and 2 * tile.tiles(M, N) <= sm_count
+    return halves if worth and halves.fits_workspace(M, N) else tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,18 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8
-from qkernels.tiles import attention_tile, int8_tile, linear_tile
+from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8, w8a8_hopper
+from qkernels.tiles import HOPPER_BLOCK_K, attention_tile, hopper_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
 
 
-def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict) -> dict:
+def compile_kernel(
+    kernel, pointers: dict, scalars: dict, constants: dict, options: dict, source_type=ASTSource
+) -> dict:
     """`pointers` and `scalars` map argument names to types; constants includes absent pointers."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -31,7 +35,7 @@ def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, optio
         aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    source = source_type(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return facts(compiled)
 
@@ -129,11 +133,52 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
     return compile_kernel(w8a8._w8a8, pointers, scalars, constants, options)
 
 
+def hopper_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
+    """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
+    tile = replace(hopper_tile(M, N, K, 132, dtype == "i8"), **changes)
+
+    def descriptor(dtype: str, block: list[int], element: object) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        return f"tensordesc<{dtype}[{block[0]}, {block[1]}],{layout!r}>"
+
+    y_block = [tile.part, tile.store_width]
+    y_block = y_block[::-1] if tile.weight_left else y_block
+    pointers = {
+        "left": descriptor(dtype, [tile.part, HOPPER_BLOCK_K], gl.int8),
+        "right": descriptor(dtype, [tile.block_right, HOPPER_BLOCK_K], gl.int8),
+        "y": descriptor("bf16", y_block, gl.bfloat16),
+        "input_scales_ptr": "*fp32",
+        "scales_ptr": "*fp32",
+        "bias_ptr": BF16,
+        "partials_ptr": "*i32" if dtype == "i8" else "*fp32",
+        "counters_ptr": "*i32",
+    }
+    constants = {
+        "PART": tile.part,
+        "PARTS": tile.parts,
+        "BR": tile.block_right,
+        "BK": HOPPER_BLOCK_K,
+        "HAS_BIAS": True,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+        "STORES": tile.stores,
+        "LEFT_OF_GROUP": tile.left_of_group,
+        "WEIGHT_LEFT": tile.weight_left,
+        "STEPS_OF_SUM": tile.steps_of_sum,
+        "CONSUMER_REGISTERS": tile.consumer_registers,
+    }
+    scalars = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
+    kernel = w8a8_hopper._w8a8_hopper
+    return compile_kernel(kernel, pointers, scalars, constants, options, GluonASTSource)
+
+
 def quantize_case(K: int, dtype: str = "i8") -> dict:
     pointers = {"x_ptr": BF16, "codes_ptr": f"*{dtype}", "scales_ptr": "*fp32"}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
-    constants |= {"BLOCK": K, "EARLY": True, "INTERPRETED": False}
-    options = {"num_warps": act_quant.row_warps(K), "launch_pdl": True}
+    chunk, chunks, warps = act_quant.row_chunks(K, 2)
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "EARLY": True, "INTERPRETED": False}
+    options = {"num_warps": warps, "launch_pdl": True}
     scalars = {"stride_x": "i32", "K": "i32"}
     return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
 
@@ -143,10 +188,15 @@ def fused_case(kernel, C: int) -> dict:
     pointers |= {"codes_ptr": "*i8", "scales_ptr": "*fp32"}
     pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
-    constants |= {"BLOCK": C, "EARLY": True, "INTERPRETED": False}
+    constants |= {"EARLY": True, "INTERPRETED": False}
+    warps = act_quant.row_warps(C)
+    if "CHUNK" in kernel.arg_names:
+        constants["CHUNK"], constants["CHUNKS"], warps = act_quant.row_chunks(C, 2)
+    else:
+        constants["BLOCK"] = C
     scalars = {"C": "i32", "I": "i32", "eps": "fp32"}
     scalars = {name: scalars[name] for name in kernel.arg_names if name in scalars}
-    options = {"num_warps": act_quant.row_warps(C), "launch_pdl": True}
+    options = {"num_warps": warps, "launch_pdl": True}
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
@@ -225,6 +275,12 @@ CASES = {
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),
     "linear float8 M=1": lambda: int8_case(1, 4096, 4096, "fp8e4nv"),
     "linear float8 M=4096": lambda: int8_case(4096, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 int8 M=1": lambda: hopper_case(1, 4096, 4096),
+    "linear sm_90 int8 M=128, split": lambda: hopper_case(128, 4096, 14336),
+    "linear sm_90 int8 M=1024": lambda: hopper_case(1024, 6144, 4096),
+    "linear sm_90 int8 M=4096": lambda: hopper_case(4096, 4096, 4096),
+    "linear sm_90 float8 M=64": lambda: hopper_case(64, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 float8 M=4096": lambda: hopper_case(4096, 4096, 4096, "fp8e4nv"),
     "quantize": lambda: quantize_case(4096),
     "quantize, widest": lambda: quantize_case(2**15),
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),

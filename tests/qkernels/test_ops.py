@@ -51,7 +51,8 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["triton_w4a16"]
     names = [choice.name for choice in explanation]
-    assert names == ["triton_w4a16", "triton_w8a16", "triton_w8a8", "dense", "reference"]
+    weight_only = ["triton_w4a16", "triton_w8a16"]
+    assert names == [*weight_only, "hopper_w8a8", "triton_w8a8", "dense", "reference"]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0] == "-> triton_w4a16: supported"
 
@@ -78,12 +79,31 @@ def w8a8_problem(**changes):
     return linear_problem(spec=scheme.weight, activation=scheme.activation) | changes
 
 
-def test_8_bit_activations_have_a_kernel():
-    assert taken(explain("linear", **w8a8_problem())) == ["triton_w8a8"]
-    for name in ("w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
+@pytest.mark.parametrize("sm_90", [True, False])
+def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
+    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
-        assert taken(explain("linear", **problem)) == ["triton_w8a8"], name
+        want = "hopper_w8a8" if sm_90 else "triton_w8a8"
+        assert taken(explain("linear", **problem)) == [want], name
+
+
+@pytest.mark.parametrize(
+    "sm_90, gluon, changes, reason",
+    [
+        (False, True, {}, "sm_90"),
+        (True, False, {}, "gluon"),
+        (True, True, {"dtype": torch.float32}, "float32"),
+        (True, True, {"in_features": 48}, "divisible by 32"),
+    ],
+)
+def test_the_sm_90_row_says_why_it_cannot(monkeypatch, sm_90, gluon, changes, reason):
+    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "_has_gluon", lambda: gluon)
+    explanation = explain("linear", **w8a8_problem(**changes))
+    row = next(c for c in explanation if c.name == "hopper_w8a8")
+    assert not row.taken and reason in row.reason
 
 
 @pytest.mark.parametrize(
