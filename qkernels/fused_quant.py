@@ -13,13 +13,15 @@ from formats.scheme import ActivationSpec
 from qkernels.act_quant import (
     CODE_DTYPE,
     CODE_RANGE,
+    dependent_launch,
     encode,
     magnitude_bits,
     row_chunks,
     row_warps,
     scale_of,
+    start_dependents_and_wait,
 )
-from qkernels.launch import INTERPRETED, has_dependent_launch, on_device
+from qkernels.launch import INTERPRETED, on_device
 from qkernels.tiles import power_of_two
 
 
@@ -74,7 +76,8 @@ def _norm(
                 eps,
                 BLOCK=block,
                 num_warps=row_warps(block),
-                **_rounding(activation, x_MC.device),
+                **_rounding(activation),
+                **dependent_launch(M, C, x_MC.device),
             )
     return codes_MC, scales_M1, total_MC
 
@@ -88,6 +91,7 @@ def silu_and_mul_quantize(
     codes_MI, scales_M1 = _empty_codes(M, width, activation, x_M2I.device)
     if M:
         chunk, chunks, warps = row_chunks(width, x_M2I.element_size())
+        few_registers = x_M2I.element_size() == 2 and chunks < 8 and width % 16 == 0
         with on_device(x_M2I):
             _silu_and_mul_quantize[(M,)](
                 x_M2I,
@@ -99,8 +103,9 @@ def silu_and_mul_quantize(
                 CHUNKS=chunks,
                 num_warps=warps,
                 # three blocks on an SM: 72 us of 4096 rows of 14336, two take 88
-                maxnreg=80 if x_M2I.element_size() == 2 and chunks < 8 else None,
-                **_rounding(activation, x_M2I.device),
+                maxnreg=80 if few_registers else None,
+                **_rounding(activation),
+                **dependent_launch(M, width, x_M2I.device),
             )
     return codes_MI, scales_M1
 
@@ -112,17 +117,15 @@ def _empty_codes(
     return codes_MC, torch.empty((M, 1), dtype=torch.float32, device=device)
 
 
-def _rounding(activation: ActivationSpec, device: torch.device) -> dict[str, object]:
-    """The constants of a launch that say how to round, and that it may start early."""
+def _rounding(activation: ActivationSpec) -> dict[str, object]:
+    """The constants of a launch that say how to round."""
     smallest, largest = CODE_RANGE[CODE_DTYPE[activation.type]]
-    early = has_dependent_launch(device)
     return {
         "SMALLEST": smallest,
         "LARGEST": largest,
         "MIN_SCALE": MIN_INPUT_SCALE,
-        "EARLY": early,
         "INTERPRETED": INTERPRETED,
-    } | ({"launch_pdl": True} if early else {})
+    }
 
 
 @triton.jit
@@ -141,6 +144,7 @@ def _rms_norm_quantize(
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     EARLY: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -150,8 +154,7 @@ def _rms_norm_quantize(
     mask = c < C
     weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        start_dependents_and_wait(SIGNAL_FIRST)
     x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
@@ -195,6 +198,7 @@ def _silu_and_mul_quantize(
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     EARLY: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -202,8 +206,7 @@ def _silu_and_mul_quantize(
     place = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNK)
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        start_dependents_and_wait(SIGNAL_FIRST)
     # the loads of all chunks are under way before the first is used
     gates = ()
     ups = ()

@@ -216,6 +216,7 @@ class HopperTile:
     steps_of_sum: int = 0  # steps between two emptyings of a float8 sum; 0: integers
     stores: int = 2  # pieces of the result on their way out, of each warpgroup
     max_stages: int = 24
+    blocks_per_sm: int = 1
 
     @property
     def block_left(self) -> int:
@@ -231,14 +232,15 @@ class HopperTile:
         """As many as shared memory holds beside the pieces of the result and the barriers."""
         stores = self.parts * self.stores * self.part * self.store_width * 2
         stage = (self.block_left + self.block_right) * HOPPER_BLOCK_K + 16
-        return min(self.max_stages, (_HOPPER_SHARED - 512 - stores) // stage)
+        shared = (_HOPPER_SHARED + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
+        return min(self.max_stages, (shared - 512 - stores) // stage)
 
     @property
     def registers(self) -> int:
         """Of each thread at launch; then the copying warpgroup gives its own to the others."""
         sums = self.part * self.block_right // 128 * (2 if self.steps_of_sum else 1)
         if sums < 64:
-            return 96
+            return 96 if self.blocks_per_sm == 1 else 80
         return 168 if sums > 64 and self.parts == 2 else 128
 
     @property

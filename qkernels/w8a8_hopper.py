@@ -47,7 +47,7 @@ GL_DTYPES = {
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Signed codes [N, K] and one float32 scale for each output."""
+    """As w8a8.prepare_weight."""
     return replace(w8a8.prepare_weight(packed, dtype, device), kernel="hopper_w8a8")
 
 
@@ -75,7 +75,10 @@ def linear_codes(
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
     if M == 0:
         return y_MN
+    blocks = weight.tensors["scales"].ndim == 2
     tile = tile or hopper_tile(M, N, K, sm_count(device), integers)
+    if blocks:
+        tile = replace(tile, steps_of_sum=1)
     codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
     left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
     scales_N = weight.tensors["scales"]
@@ -84,7 +87,8 @@ def linear_codes(
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     with on_device(codes_MK):
-        _w8a8_hopper[(min(sm_count(device), tile.tiles(M, N) * tile.split),)](
+        places = sm_count(device) * tile.blocks_per_sm
+        _w8a8_hopper[(min(places, tile.tiles(M, N) * tile.split),)](
             _descriptor(left, [tile.part, HOPPER_BLOCK_K]),
             _descriptor(right, [tile.block_right, HOPPER_BLOCK_K]),
             _descriptor(y_MN, y_block),
@@ -96,18 +100,9 @@ def linear_codes(
             M,
             N,
             K,
-            PART=tile.part,
-            PARTS=tile.parts,
-            BR=tile.block_right,
-            BK=HOPPER_BLOCK_K,
+            TILE=tile,
             HAS_BIAS=bias is not None,
-            SPLIT=tile.split,
-            STAGES=tile.stages,
-            STORES=tile.stores,
-            LEFT_OF_GROUP=tile.left_of_group,
-            WEIGHT_LEFT=tile.weight_left,
-            STEPS_OF_SUM=tile.steps_of_sum,
-            CONSUMER_REGISTERS=tile.consumer_registers,
+            BLOCKS=blocks,
             num_warps=4,
             maxnreg=tile.registers,
             launch_pdl=True,
@@ -135,11 +130,13 @@ def _let_kernel_after_start():
 
 
 @gluon.jit
-def _place(unit, tiles_left, tiles_right, steps, SPLIT: gl.constexpr, LEFT_OF_GROUP: gl.constexpr):
+def _place(unit, tiles_left, tiles_right, steps, TILE: gl.constexpr):
     """(left tile, right tile, first step, end of steps) of one unit of work.
 
     Blocks that run together share rows of both operands, so that both stay in the L2.
     """
+    SPLIT: gl.constexpr = TILE.split
+    LEFT_OF_GROUP: gl.constexpr = TILE.left_of_group
     tile, part = unit // SPLIT, unit % SPLIT
     group = tile // (LEFT_OF_GROUP * tiles_right)
     height = gl.minimum(tiles_left - group * LEFT_OF_GROUP, LEFT_OF_GROUP)
@@ -149,30 +146,22 @@ def _place(unit, tiles_left, tiles_right, steps, SPLIT: gl.constexpr, LEFT_OF_GR
 
 
 @gluon.jit
-def _copy(
-    operands,
-    rings,
-    sizes,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    BR: gl.constexpr,
-    BK: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    LEFT_OF_GROUP: gl.constexpr,
-    WEIGHT_LEFT: gl.constexpr,
-):
+def _copy(operands, rings, sizes, TILE: gl.constexpr):
     """The warp that starts all copies: wait for a stage to be free, fill it, tell `full`."""
     left, right, _ = operands
     left_bufs, right_bufs, _, full, empty = rings
     _, _, tiles_left, tiles_right, steps = sizes
+    PART: gl.constexpr = TILE.part
+    PARTS: gl.constexpr = TILE.parts
+    BR: gl.constexpr = TILE.block_right
+    BK: gl.constexpr = left.block_type.shape[1]
+    STAGES: gl.constexpr = TILE.stages
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     BYTES: gl.constexpr = (PARTS * PART + BR) * BK
     first = gl.program_id(0)
-    units = tiles_left * tiles_right * SPLIT
+    units = tiles_left * tiles_right * TILE.split
     # weights never change: their share of the first stages needs no wait for the kernel before
-    tile_left, tile_right, begin, end = _place(
-        first, tiles_left, tiles_right, steps, SPLIT, LEFT_OF_GROUP
-    )
+    tile_left, tile_right, begin, end = _place(first, tiles_left, tiles_right, steps, TILE)
     started = gl.minimum(end - begin, STAGES)
     for stage in range(started):
         bar = full.index(stage)
@@ -189,9 +178,7 @@ def _copy(
     phase = 1
     count = 0
     for unit in range(first, units, gl.num_programs(0)):
-        tile_left, tile_right, begin, end = _place(
-            unit, tiles_left, tiles_right, steps, SPLIT, LEFT_OF_GROUP
-        )
+        tile_left, tile_right, begin, end = _place(unit, tiles_left, tiles_right, steps, TILE)
         for step in range(begin, end):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -227,33 +214,32 @@ def _multiply(
     pointers,
     sizes,
     WHICH: gl.constexpr,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    BR: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
-    LEFT_OF_GROUP: gl.constexpr,
-    WEIGHT_LEFT: gl.constexpr,
-    STEPS_OF_SUM: gl.constexpr,
+    TILE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """One warpgroup: the products of its rows of the left operand, and their results."""
-    left_bufs, right_bufs, y_bufs, full, empty = rings
+    left_bufs, right_bufs, _, full, empty = rings
     _, _, _, partials_ptr, counters_ptr = pointers
-    M, N, tiles_left, tiles_right, steps = sizes
+    _, _, tiles_left, tiles_right, steps = sizes
     SUM: gl.constexpr = partials_ptr.dtype.element_ty
+    PART: gl.constexpr = TILE.part
+    PARTS: gl.constexpr = TILE.parts
+    BR: gl.constexpr = TILE.block_right
+    SPLIT: gl.constexpr = TILE.split
+    STAGES: gl.constexpr = TILE.stages
+    STEPS_OF_SUM: gl.constexpr = TILE.steps_of_sum
     # triton has the integer instruction for up to 224 columns
     columns: gl.constexpr = min(BR, 128)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
-    units = tiles_left * tiles_right * SPLIT
+    units = tiles_left * tiles_right * TILE.split
     _wait_for_kernel_before()
     stage = 0
     phase = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        tile_left, tile_right, begin, end = _place(
-            unit, tiles_left, tiles_right, steps, SPLIT, LEFT_OF_GROUP
-        )
+        tile_left, tile_right, begin, end = _place(unit, tiles_left, tiles_right, steps, TILE)
+        row = (tile_left * PARTS + WHICH) * PART
+        column = tile_right * BR
         sums = gl.zeros([PART, BR], SUM, layout)
         if STEPS_OF_SUM == 0:
             for step in range(begin, end):
@@ -285,11 +271,13 @@ def _multiply(
                     if stage == STAGES:
                         stage = 0
                         phase ^= 1
+                if BLOCKS:
+                    scales = _scales_of_step(pointers, sizes, row, column, first, TILE, layout)
                 part = warpgroup_mma_wait(0, deps=[part])
                 _free(empty, stage, True, STAGES)
+                if BLOCKS:
+                    part = part * gl.expand_dims(scales, 0 if TILE.weight_left else 1)
                 sums += part
-        row = (tile_left * PARTS + WHICH) * PART
-        column = tile_right * BR
         complete = True
         if SPLIT > 1:
             # the warpgroups of one part of the output meet at one counter, one slot for each
@@ -311,22 +299,29 @@ def _multiply(
                 gl.store(counters_ptr + place, 0)
         if complete:
             _store(
-                operands[2],
-                sums,
-                y_bufs,
-                pointers,
-                row,
-                column,
-                M,
-                N,
-                WHICH,
-                PART,
-                BR,
-                STORES,
-                WEIGHT_LEFT,
-                HAS_BIAS,
+                operands, rings, pointers, sizes, sums, row, column, WHICH, TILE, HAS_BIAS, BLOCKS
             )
     tma.store_wait(0)
+
+
+@gluon.jit
+def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layout: gl.constexpr):
+    """For x and weight with a scale for each 128 inputs: their products, one for each row of x.
+
+    A warpgroup's rows of the left operand, and the columns of a tile, lie in one block of the
+    weight.
+    """
+    input_scales_ptr, scales_ptr, _, _, _ = pointers
+    M, _, _, _, steps = sizes
+    if TILE.weight_left:
+        m = column + gl.arange(0, TILE.block_right, gl.SliceLayout(0, layout))
+        block = row // 128
+    else:
+        m = row + gl.arange(0, TILE.part, gl.SliceLayout(1, layout))
+        block = column // 128
+    m = gl.minimum(m, M - 1)
+    input_scales = gl.load(input_scales_ptr + m.to(gl.int64) * steps + step)
+    return input_scales * gl.load(scales_ptr + block * steps + step)
 
 
 @gluon.jit
@@ -344,24 +339,28 @@ def _pieces(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def _store(
-    y,
-    sums,
-    y_bufs,
+    operands,
+    rings,
     pointers,
+    sizes,
+    sums,
     row,
     column,
-    M,
-    N,
     WHICH: gl.constexpr,
-    PART: gl.constexpr,
-    BR: gl.constexpr,
-    STORES: gl.constexpr,
-    WEIGHT_LEFT: gl.constexpr,
+    TILE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """Sums times both scales, plus bias, rounded once, through shared memory by bulk copies."""
+    _, _, y = operands
+    _, _, y_bufs, _, _ = rings
     input_scales_ptr, scales_ptr, bias_ptr, _, _ = pointers
-    WIDTH: gl.constexpr = y.block_type.shape[0] if WEIGHT_LEFT else y.block_type.shape[1]
+    M, N, _, _, _ = sizes
+    PART: gl.constexpr = TILE.part
+    BR: gl.constexpr = TILE.block_right
+    STORES: gl.constexpr = TILE.stores
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
+    WIDTH: gl.constexpr = TILE.store_width
     pieces = _pieces(sums, BR // WIDTH)
     M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
     layout: gl.constexpr = pieces[0].type.layout
@@ -371,10 +370,10 @@ def _store(
         m, n = (columns, rows) if WEIGHT_LEFT else (rows, columns)
         # beyond the edge nothing is stored; any scale will do there
         m, n = gl.minimum(m, M - 1), gl.minimum(n, N - 1)
-        input_scales = gl.load(input_scales_ptr + m)
-        scales = gl.load(scales_ptr + n)
-        result = pieces[j].to(gl.float32) * gl.expand_dims(input_scales, M_AXIS)
-        result = result * gl.expand_dims(scales, 1 - M_AXIS)
+        result = pieces[j].to(gl.float32)
+        if not BLOCKS:
+            result = result * gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
+            result = result * gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + n).to(gl.float32)
             result = result + gl.expand_dims(bias, 1 - M_AXIS)
@@ -397,34 +396,31 @@ def _w8a8_hopper(
     left,  # descriptor of the codes of one operand: the weight's if WEIGHT_LEFT
     right,  # descriptor of the other's
     y,  # descriptor of the result [M, N]
-    input_scales_ptr,  # [M]
-    scales_ptr,  # [N]
+    input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
+    scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
     bias_ptr,  # [N], read if HAS_BIAS
     partials_ptr,  # a slot for every part of every tile, if SPLIT > 1
     counters_ptr,  # zero, one for each warpgroup's share of a tile
     M,
     N,
     K,
-    PART: gl.constexpr,
-    PARTS: gl.constexpr,
-    BR: gl.constexpr,
-    BK: gl.constexpr,
+    TILE: gl.constexpr,  # a HopperTile
     HAS_BIAS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
-    LEFT_OF_GROUP: gl.constexpr,
-    WEIGHT_LEFT: gl.constexpr,
-    STEPS_OF_SUM: gl.constexpr,  # steps between two emptyings of a float8 sum; 0: integers
-    CONSUMER_REGISTERS: gl.constexpr,
+    BLOCKS: gl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
 ):
+    PART: gl.constexpr = TILE.part
+    PARTS: gl.constexpr = TILE.parts
+    BR: gl.constexpr = TILE.block_right
+    BK: gl.constexpr = left.block_type.shape[1]
+    STAGES: gl.constexpr = TILE.stages
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     steps = gl.cdiv(K, BK)
     tiles_left = gl.cdiv(N if WEIGHT_LEFT else M, PARTS * PART)
     tiles_right = gl.cdiv(M if WEIGHT_LEFT else N, BR)
     left_bufs = gl.allocate_shared_memory(left.dtype, [STAGES * PARTS, PART, BK], left.layout)
     right_bufs = gl.allocate_shared_memory(right.dtype, [STAGES, BR, BK], right.layout)
     y_bufs = gl.allocate_shared_memory(
-        y.dtype, [PARTS * STORES, y.block_type.shape[0], y.block_type.shape[1]], y.layout
+        y.dtype, [PARTS * TILE.stores, y.block_type.shape[0], y.block_type.shape[1]], y.layout
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -436,45 +432,12 @@ def _w8a8_hopper(
     rings = (left_bufs, right_bufs, y_bufs, full, empty)
     pointers = (input_scales_ptr, scales_ptr, bias_ptr, partials_ptr, counters_ptr)
     sizes = (M, N, tiles_left, tiles_right, steps)
+    REGISTERS: gl.constexpr = TILE.consumer_registers
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        operands,
-                        rings,
-                        pointers,
-                        sizes,
-                        0,
-                        PART,
-                        PARTS,
-                        BR,
-                        SPLIT,
-                        STAGES,
-                        STORES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                        STEPS_OF_SUM,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        operands,
-                        rings,
-                        sizes,
-                        PART,
-                        PARTS,
-                        BR,
-                        BK,
-                        SPLIT,
-                        STAGES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                    ),
-                ),
+                (_multiply, (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, BLOCKS)),
+                (_copy, (operands, rings, sizes, TILE)),
             ],
             [1],
             [24],
@@ -482,146 +445,21 @@ def _w8a8_hopper(
     elif PARTS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        operands,
-                        rings,
-                        pointers,
-                        sizes,
-                        0,
-                        PART,
-                        PARTS,
-                        BR,
-                        SPLIT,
-                        STAGES,
-                        STORES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                        STEPS_OF_SUM,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        operands,
-                        rings,
-                        pointers,
-                        sizes,
-                        1,
-                        PART,
-                        PARTS,
-                        BR,
-                        SPLIT,
-                        STAGES,
-                        STORES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                        STEPS_OF_SUM,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        operands,
-                        rings,
-                        sizes,
-                        PART,
-                        PARTS,
-                        BR,
-                        BK,
-                        SPLIT,
-                        STAGES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                    ),
-                ),
+                (_multiply, (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, BLOCKS)),
+                (_multiply, (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, BLOCKS)),
+                (_copy, (operands, rings, sizes, TILE)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, 24],
+            [REGISTERS, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        operands,
-                        rings,
-                        pointers,
-                        sizes,
-                        0,
-                        PART,
-                        PARTS,
-                        BR,
-                        SPLIT,
-                        STAGES,
-                        STORES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                        STEPS_OF_SUM,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        operands,
-                        rings,
-                        pointers,
-                        sizes,
-                        1,
-                        PART,
-                        PARTS,
-                        BR,
-                        SPLIT,
-                        STAGES,
-                        STORES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                        STEPS_OF_SUM,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        operands,
-                        rings,
-                        pointers,
-                        sizes,
-                        2,
-                        PART,
-                        PARTS,
-                        BR,
-                        SPLIT,
-                        STAGES,
-                        STORES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                        STEPS_OF_SUM,
-                        HAS_BIAS,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        operands,
-                        rings,
-                        sizes,
-                        PART,
-                        PARTS,
-                        BR,
-                        BK,
-                        SPLIT,
-                        STAGES,
-                        LEFT_OF_GROUP,
-                        WEIGHT_LEFT,
-                    ),
-                ),
+                (_multiply, (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, BLOCKS)),
+                (_multiply, (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, BLOCKS)),
+                (_multiply, (operands, rings, pointers, sizes, 2, TILE, HAS_BIAS, BLOCKS)),
+                (_copy, (operands, rings, sizes, TILE)),
             ],
             [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
+            [REGISTERS, REGISTERS, 24],
         )

@@ -22,6 +22,7 @@ from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8, w8a8_
 from qkernels.tiles import HOPPER_BLOCK_K, attention_tile, hopper_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
+LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
 
 
 def compile_kernel(
@@ -31,7 +32,7 @@ def compile_kernel(
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = pointers.get(name) or scalars.get(name) or "constexpr"
-        aligned = name in ("N", "K") or name.startswith("stride_")
+        aligned = name in ("N", "K", "C", "I") or name.startswith("stride_")
         aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -127,13 +128,14 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
         "TILES_M_OF_GROUP": tile.tiles_m_of_group,
         "WEIGHT_LEFT": tile.weight_left,
         "EARLY": tile.early,
+        "BLOCKS": False,
     }
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
     return compile_kernel(w8a8._w8a8, pointers, scalars, constants, options)
 
 
-def hopper_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
+def hopper_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False, **changes) -> dict:
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
     tile = replace(hopper_tile(M, N, K, 132, dtype == "i8"), **changes)
 
@@ -154,18 +156,9 @@ def hopper_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
         "counters_ptr": "*i32",
     }
     constants = {
-        "PART": tile.part,
-        "PARTS": tile.parts,
-        "BR": tile.block_right,
-        "BK": HOPPER_BLOCK_K,
+        "TILE": tile,
         "HAS_BIAS": True,
-        "SPLIT": tile.split,
-        "STAGES": tile.stages,
-        "STORES": tile.stores,
-        "LEFT_OF_GROUP": tile.left_of_group,
-        "WEIGHT_LEFT": tile.weight_left,
-        "STEPS_OF_SUM": tile.steps_of_sum,
-        "CONSUMER_REGISTERS": tile.consumer_registers,
+        "BLOCKS": blocks,
     }
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
@@ -177,18 +170,18 @@ def quantize_case(K: int, dtype: str = "i8") -> dict:
     pointers = {"x_ptr": BF16, "codes_ptr": f"*{dtype}", "scales_ptr": "*fp32"}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
     chunk, chunks, warps = act_quant.row_chunks(K, 2)
-    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "EARLY": True, "INTERPRETED": False}
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks} | LAUNCH
     options = {"num_warps": warps, "launch_pdl": True}
     scalars = {"stride_x": "i32", "K": "i32"}
     return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
 
 
-def fused_case(kernel, C: int) -> dict:
+def fused_case(kernel, C: int, **options) -> dict:
     pointers = {"x_ptr": BF16, "residual_ptr": BF16, "weight_ptr": BF16, "total_ptr": BF16}
     pointers |= {"codes_ptr": "*i8", "scales_ptr": "*fp32"}
     pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
-    constants |= {"EARLY": True, "INTERPRETED": False}
+    constants |= LAUNCH
     warps = act_quant.row_warps(C)
     if "CHUNK" in kernel.arg_names:
         constants["CHUNK"], constants["CHUNKS"], warps = act_quant.row_chunks(C, 2)
@@ -196,7 +189,7 @@ def fused_case(kernel, C: int) -> dict:
         constants["BLOCK"] = C
     scalars = {"C": "i32", "I": "i32", "eps": "fp32"}
     scalars = {name: scalars[name] for name in kernel.arg_names if name in scalars}
-    options = {"num_warps": warps, "launch_pdl": True}
+    options |= {"num_warps": warps, "launch_pdl": True}
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
@@ -281,12 +274,15 @@ CASES = {
     "linear sm_90 int8 M=4096": lambda: hopper_case(4096, 4096, 4096),
     "linear sm_90 float8 M=64": lambda: hopper_case(64, 4096, 4096, "fp8e4nv"),
     "linear sm_90 float8 M=4096": lambda: hopper_case(4096, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 blocks M=1": lambda: hopper_case(1, 4096, 4096, "fp8e4nv", True, steps_of_sum=1),
+    "linear sm_90 blocks M=4096": lambda: hopper_case(4096, 4096, 4096, "fp8e4nv", True),
     "quantize": lambda: quantize_case(4096),
     "quantize, widest": lambda: quantize_case(2**15),
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
     "norm and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**13),
     "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
-    "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**14),
+    "silu and quantize": lambda: fused_case(fused_quant._silu_and_mul_quantize, 14336, maxnreg=80),
+    "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**15),
     "dequantize": dequantize_case,
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),

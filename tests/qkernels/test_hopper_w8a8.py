@@ -193,3 +193,23 @@ def test_tiles_of_real_shapes_fit_the_gpu(half):
             rows = slice(max(0, M - 40), M)
             want = exact(codes_MK[rows], scales[:M][rows], codes_NK, scales[:N, 0]).to(half)
             assert torch.equal(got[rows], want), (M, N, K)
+
+
+@pytest.mark.parametrize("M", [1, 17, 64, 100, 257, 700])
+@pytest.mark.parametrize("N", [72, 1160])
+def test_float8_in_blocks_is_the_portable_kernel(assert_close, tolerance, half, poison, M, N):
+    K, scheme = 1664, Scheme.parse("w8a8-fp8-block")
+    generator = torch.Generator("cuda").manual_seed(M)
+    weight_NK = torch.randn(N, K, device="cuda", generator=generator)
+    weight_NK *= 2.0 ** (torch.arange(N, device="cuda") // 128 % 5)[:, None]
+    weight_NK *= 2.0 ** (torch.arange(K, device="cuda") // 128 % 3)
+    packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
+    bias = torch.randn(N, device="cuda").to(half)
+    x = torch.randn(M, K, device="cuda", generator=generator)
+    x = (x * 2.0 ** (torch.arange(K, device="cuda") // 128 % 4)).to(half)
+    weight = ops.prepare_weight(packed, half)
+    assert weight.kernel == "hopper_w8a8"
+    got = ops.linear(x, weight, bias)
+    want = ops.linear(x.double().float(), ops.prepare_weight(packed, torch.float32), bias.float())
+    assert_close("blocks", want, got, tolerance(half))
+    assert torch.equal(got, ops.linear(x, weight, bias)), "equal inputs, equal bits"

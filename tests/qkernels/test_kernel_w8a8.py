@@ -19,6 +19,10 @@ ACTIVATIONS = {
     "float8 static": ActivationSpec(type="float", dynamic=False, per="tensor"),
 }
 PRODUCTS = ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static")
+GROUPS = {
+    "float8 groups": ActivationSpec(type="float", per="group"),
+    "int8 groups of 32": ActivationSpec(per="group", group_size=32),
+}
 
 
 def same_bits(left, right):
@@ -61,6 +65,17 @@ def test_rounding_has_the_reference_bits(device, dtype, poison, name, M, K):
         x, activation, None if scale is None else scale.to(device), kernel="triton"
     )
     want = quantize_input(x.cpu(), activation, scale)
+    assert same_bits(got[0], want[0]) and torch.equal(got[1].cpu(), want[1])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("M, K", [(1, 256), (3, 1280), (5, 4096)])
+def test_rounding_of_groups_has_the_reference_bits(device, dtype, poison, name, M, K):
+    x = random_x(M, 2 * K, dtype, device, spread=8)[:, :K]
+    x *= 2 ** torch.arange(K, device=device).div(64).remainder(7).to(dtype)
+    x[0, :256] = 0
+    got = ops.quantize_input(x, GROUPS[name], kernel="triton")
+    want = quantize_input(x.cpu(), GROUPS[name], None)
     assert same_bits(got[0], want[0]) and torch.equal(got[1].cpu(), want[1])
 
 
@@ -175,6 +190,29 @@ def test_a_nan_in_x_reaches_its_row_alone(device, half):
     assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
 
 
+def block_weight(N, K, device):
+    """Scales of blocks, and of inputs by random_x, that differ by powers of two."""
+    scheme = Scheme.parse("w8a8-fp8-block")
+    generator = torch.Generator().manual_seed(N + K)
+    weight = torch.randn(N, K, generator=generator)
+    weight *= 2 ** (torch.arange(N) // 128 % 5)[:, None] * 2 ** (torch.arange(K) // 128 % 3)
+    return with_activation(round_to_nearest(weight, scheme.weight), scheme, None).to(device)
+
+
+@pytest.mark.parametrize("M, N, K", [(1, 8, 128), (17, 200, 640), (65, 136, 384), (130, 264, 256)])
+def test_float8_in_blocks_is_the_reference(assert_close, device, dtype, poison, M, N, K):
+    packed = block_weight(N, K, device)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    x = random_x(M, K, dtype, device, spread=3)
+    x *= 2 ** (torch.arange(K, device=device) // 128 % 4).to(dtype)
+    got = ops.linear(x, ops.prepare_weight(packed, dtype, kernel="triton_w8a8"), bias)
+    codes, scales = quantize_input(x.cpu(), packed.activation, None)
+    x_rounded = (codes.double().unflatten(1, (-1, 128)) * scales.double()[..., None]).flatten(1)
+    want = x_rounded @ packed.to("cpu").dequantize(torch.float64).t() + bias.cpu().double()
+    allowed = {torch.float16: 4e-4, torch.bfloat16: 3e-3, torch.float32: 2e-6}[dtype]
+    assert_close("blocks", want, got, max(allowed, 1e-5 if device.type == "cpu" else 1e-3))
+
+
 def test_float8_weight_with_one_scale_for_all(device, half):
     packed = rounded_weight("w8a8-fp8-static", 64, 96, device)
     assert isinstance(packed, Fp8Weight) and packed.scales_RC.numel() == 1
@@ -222,7 +260,7 @@ def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M,
 
 
 def test_every_fixed_scheme_has_a_row_on_a_gpu():
-    """The two that have none yet: blocks of scales, and float8 weights alone."""
+    """The one that has none yet: float8 weights alone."""
     from qkernels.dispatch import explain
 
     taken = {}
@@ -237,7 +275,4 @@ def test_every_fixed_scheme_has_a_row_on_a_gpu():
             in_features=256,
         )
         taken[name] = next(row.name for row in rows if row.taken)
-    assert {name for name, row in taken.items() if row == "reference"} == {
-        "w8a8-fp8-block",
-        "w8a16-fp8",
-    }
+    assert {name for name, row in taken.items() if row == "reference"} == {"w8a16-fp8"}
