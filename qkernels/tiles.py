@@ -269,7 +269,7 @@ class HopperTile:
 # 192 x 256                                                          35.4 / 33.1 / 180 / 109
 # At 4096 rows the power limit decides, and all large tiles are within 5 percent.
 _HOPPER_TILES = {
-    True: (
+    "int": (
         (HopperTile(parts=1, block_right=128), 0.7),
         (HopperTile(parts=2, block_right=128), 1.08),
         (HopperTile(parts=2, block_right=256), 2.0),
@@ -287,8 +287,19 @@ _HOPPER_TILES = {
         (HopperTile(parts=3, block_right=256), 3.06),
     ),
     # a float8 sum takes twice the registers: qkv / gate_up at 4096 rows 164 / 794
-    False: (
+    "float": (
         (HopperTile(parts=1, block_right=128, steps_of_sum=1), 0.7),
+        (
+            HopperTile(
+                parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
+            ),
+            1.08,
+        ),
+    ),
+    # with the weight left, each thread would load a scale for a quarter of x's rows in every step:
+    # qkv at 128 rows 40.7
+    "blocks": (
+        (HopperTile(parts=2, block_right=64, weight_left=False, steps_of_sum=1), 0.7),
         (
             HopperTile(
                 parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
@@ -299,26 +310,49 @@ _HOPPER_TILES = {
 }
 
 
-def hopper_tile(M: int, N: int, K: int, sm_count: int, integers: bool = True) -> HopperTile:
-    """The tile for M >= 1 rows of int8 codes, or of float8 ones."""
+def hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> HopperTile:
+    """The tile for M >= 1 rows. `kind`: "int", "float", or "blocks" of float8 with own scales."""
     if M <= 64:
-        # at 1 to 16 rows qkv takes 8.2 us with two warpgroups, 8.9 with one; down 19.8 and 18.2
-        alone = ceil_div(N, 64) <= sm_count and (M > 16 or K > 8192)
-        return HopperTile(
-            parts=1 if alone else 2,
-            block_right=max(16, power_of_two(M)),
-            steps_of_sum=0 if integers else 2,  # the products of one step would be waited for
-        )
+        return _hopper_tile_of_few_rows(M, N, sm_count, kind)
 
     def time(row: tuple[HopperTile, float]) -> float:
         tile, cost = row
         return ceil_div(tile.tiles(M, N), sm_count) * cost
 
-    tile, _ = min(_HOPPER_TILES[integers], key=time)
+    # gate_up at 256 rows, rounding included: 54.5 in 256 x 128, 52.3 in 128 x 256
+    rows = [row for row in _HOPPER_TILES[kind] if row[0].part == 64 or M > 256]
+    tile, _ = min(rows, key=time)
     # down at 128 rows: 22.6 us in 2 parts, 23.5 in one; o, of fewer steps, 10.0 and 8.0
     halves = replace(tile, split=2)
     worth = ceil_div(K, HOPPER_BLOCK_K) >= 56 and 2 * tile.tiles(M, N) <= sm_count
     return halves if worth and halves.fits_workspace(M, N) else tile
+
+
+# us, rounding x to int8 included, of qkv / o / gate_up / down:
+# M = 1    two warpgroups 9.6 / 8.4 / 33.5 / -     one 10.7 / 8.1 / 34.6 / 19.4
+#          two, two blocks an SM - / - / 31.8 / -  one, 4 parts, two blocks 10.6 / 7.7 / - / 19.6
+# M = 16   two 10.0 / 8.5 / 33.3 / 20.8            one 9.7 / 9.2 / 34.8 / 20.1
+#          two, two blocks an SM - / - / 32.0 / -  one, 4 parts, two blocks 10.3 / 7.8 / - / 20.2
+# M = 32   two 10.3 / 8.7 / 32.6 / 22.4            one 9.2 / 8.3 / 34.7 / 20.5, two blocks 32.0
+# M = 64   two 11.0 / 9.2 / 33.3 / 25.1            one 10.1 / 8.3 / 34.9 / 20.5, two blocks 33.6
+def _hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> HopperTile:
+    if kind == "blocks":
+        return HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
+    tile = HopperTile(
+        parts=1,
+        block_right=max(16, power_of_two(M)),
+        # one step of float8 would be waited for before the next begins
+        steps_of_sum=2 if kind == "float" else 0,
+    )
+    tiles = ceil_div(N, 64)
+    if tiles > sm_count:
+        if M > 32:
+            return replace(tile, parts=2)
+        return replace(tile, parts=2 if M <= 16 else 1, blocks_per_sm=2)
+    if M <= 16 and 4 * tiles <= 2 * sm_count:
+        quarters = replace(tile, split=4, blocks_per_sm=2)
+        return quarters if quarters.fits_workspace(M, N) else tile
+    return replace(tile, parts=2 if M <= 8 else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,9 +76,8 @@ def linear_codes(
     if M == 0:
         return y_MN
     blocks = weight.tensors["scales"].ndim == 2
-    tile = tile or hopper_tile(M, N, K, sm_count(device), integers)
-    if blocks:
-        tile = replace(tile, steps_of_sum=1)
+    kind = "blocks" if blocks else weight.activation.type
+    tile = tile or hopper_tile(M, N, K, sm_count(device), kind)
     codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
     left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
     scales_N = weight.tensors["scales"]

@@ -137,7 +137,8 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
 
 def hopper_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False, **changes) -> dict:
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
-    tile = replace(hopper_tile(M, N, K, 132, dtype == "i8"), **changes)
+    kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
+    tile = hopper_tile(M, N, K, 132, kind)
 
     def descriptor(dtype: str, block: list[int], element: object) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
@@ -268,7 +269,8 @@ CASES = {
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),
     "linear float8 M=1": lambda: int8_case(1, 4096, 4096, "fp8e4nv"),
     "linear float8 M=4096": lambda: int8_case(4096, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 int8 M=1": lambda: hopper_case(1, 4096, 4096),
+    "linear sm_90 int8 M=1, split": lambda: hopper_case(1, 4096, 4096),
+    "linear sm_90 int8 M=16, wide": lambda: hopper_case(16, 28672, 4096),
     "linear sm_90 int8 M=128, split": lambda: hopper_case(128, 4096, 14336),
     "linear sm_90 int8 M=1024": lambda: hopper_case(1024, 6144, 4096),
     "linear sm_90 int8 M=4096": lambda: hopper_case(4096, 4096, 4096),

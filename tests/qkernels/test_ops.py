@@ -146,10 +146,53 @@ def test_quantize_checks_its_arguments():
 
 def test_rounding_says_how_long_a_row_may_be():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
-    for op, longest in (("quantize_input", 2**15), ("silu_and_mul_quantize", 2**14)):
+    for op, longest in (("quantize_input", 2**15), ("rms_norm_quantize", 2**14)):
         assert taken(explain(op, **problem, in_features=longest)) == ["triton"]
         explanation = explain(op, **problem, in_features=longest + 32)
         assert taken(explanation) == ["reference"] and str(longest) in explanation[0].reason
+    silu = problem | {"in_features": 2**15}
+    assert taken(explain("silu_and_mul_quantize", **silu)) == ["triton"]
+    silu["dtype"] = torch.float32
+    assert taken(explain("silu_and_mul_quantize", **silu)) == ["reference"]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"in_features": 4096 + 64}, "divide the inputs"),
+        ({"activation": ActivationSpec(type="float", per="group", group_size=48)}, "32, 64"),
+    ],
+)
+def test_groups_of_inputs_are_rounded_by_a_kernel(changes, reason):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "in_features": 4096}
+    problem |= {"activation": ActivationSpec(type="float", per="group")} | changes
+    explanation = explain("quantize_input", **problem)
+    assert taken(explanation) == ["triton" if reason is None else "reference"]
+    assert reason is None or reason in explanation[0].reason
+    assert taken(explain("rms_norm_quantize", **problem)) == ["reference"], "not fused"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"in_features": 4096 + 32}, "divide the inputs"),
+        ({"activation": ActivationSpec(per="group")}, "both sides"),
+        ({"activation": ActivationSpec(type="float", per="group", group_size=64)}, "128 x 128"),
+        ({"activation": ActivationSpec(type="float")}, "not blocks"),
+    ],
+)
+def test_float8_in_blocks_has_a_kernel(changes, reason):
+    scheme = Scheme.parse("w8a8-fp8-block")
+    problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation, in_features=4096)
+    problem |= changes
+    explanation = explain("linear", **problem)
+    row = next(c for c in explanation if c.name == "triton_w8a8")
+    if reason is None:
+        assert taken(explanation)[0] in ("hopper_w8a8", "triton_w8a8")
+    else:
+        assert taken(explanation) == ["reference"] and reason in row.reason
 
 
 def test_given_codes_are_checked():
