@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from qkernels.bench import attention, elementwise, fused_quant, linear
+from qkernels.bench import attention, elementwise, float8, fused_quant, linear
 from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Result, measure
 from qkernels.errors import KernelError
 
-OPS: dict[str, BenchedOp] = linear.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS
+OPS: dict[str, BenchedOp] = (
+    linear.OPS | float8.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS
+)
 
 # Baselines that need a package: used only where it is installed, unless asked for by name.
 NEEDS = {"gemlite": "gemlite"}
