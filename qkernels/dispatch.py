@@ -203,6 +203,13 @@ def _supports_triton_quantize(problem: Problem) -> str | None:
     return reason or _refuses_rows(problem, QUANTIZE_MAX_INPUTS)
 
 
+def _supports_triton_quantize_asymmetric(problem: Problem) -> str | None:
+    reason = _needs_triton_on_gpu(problem)
+    if reason is None and problem.in_features > QUANTIZE_MAX_INPUTS:
+        reason = f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs"
+    return reason
+
+
 def _supports_triton_norm_quantize(problem: Problem) -> str | None:
     return _refuses_float8(problem) or _refuses_rows(problem, FUSED_MAX_INPUTS)
 
@@ -304,6 +311,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
     *_rows("quantize_input", "qkernels.act_quant", _supports_triton_quantize),
+    *_rows("quantize_input_asymmetric", "qkernels.act_quant", _supports_triton_quantize_asymmetric),
     *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_norm_quantize),
     *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_norm_quantize),
     *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_silu_quantize),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from formats import affine
+from formats.activation import MIN_INPUT_SCALE
 from formats.activation import quantize_input as round_input
 from formats.bits import unpack
 from formats.fp8 import Fp8Weight
@@ -65,6 +66,22 @@ def quantize_input(
     return round_input(x_MK, activation, scale)
 
 
+def quantize_input_asymmetric(
+    x_MK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K] to int8 codes, float32 scales and int32 zeros [M, 1]: scale * (code - zero).
+
+    The 256 codes span each row's values and 0; rounding is half to even.
+    """
+    x = x_MK.float()
+    low_M1 = x.amin(1, keepdim=True).clamp(max=0)
+    high_M1 = x.amax(1, keepdim=True).clamp(min=0)
+    scales_M1 = ((high_M1 - low_M1) / 255).clamp(min=MIN_INPUT_SCALE)
+    zeros_M1 = (-128 - low_M1 / scales_M1).round().clamp(-128, 127)
+    codes = ((x / scales_M1).round() + zeros_M1).clamp(-128, 127)
+    return codes.to(torch.int8), scales_M1, zeros_M1.to(torch.int32)
+
+
 def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -82,11 +99,15 @@ def linear_codes(
     scales_MS: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Codes [M, K], S scales of each row, to [M, N]; rounded once."""
     tensors = weight.tensors
     if "int8" in tensors:
-        y_MN = int8_matmul(codes_MK, tensors["int8"]).float()
+        sums_MN = int8_matmul(codes_MK, tensors["int8"])
+        if zeros_M1 is not None:
+            sums_MN = sums_MN - zeros_M1 * tensors["int8"].sum(1, dtype=torch.int32)
+        y_MN = sums_MN.float()
         y_MN = y_MN * scales_MS * tensors["scales"].t()
     else:
         x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]

@@ -310,8 +310,16 @@ _HOPPER_TILES = {
 }
 
 
+# three warpgroups have no registers left for zero points
+_HOPPER_TILES["asymmetric"] = _HOPPER_TILES["int"][:-1]
+
+
 def hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> HopperTile:
-    """The tile for M >= 1 rows. `kind`: "int", "float", or "blocks" of float8 with own scales."""
+    """The tile for M >= 1 rows.
+
+    `kind`: "int", "asymmetric" where x has zero points, "float", or "blocks" of float8 with scales
+    of their own.
+    """
     if M <= 64:
         return _hopper_tile_of_few_rows(M, N, sm_count, kind)
 

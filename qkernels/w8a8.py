@@ -38,6 +38,8 @@ def prepare_weight(
     if packed.activation.per != "group":
         scales = scales.flatten().expand(packed.out_features).contiguous()
     tensors = {"codes": codes_NK.contiguous(), "scales": scales}
+    if codes_NK.dtype == torch.int8:
+        tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
     if packed.input_scale is not None:
         tensors["input_scale"] = packed.input_scale
     workspace(packed.device)
@@ -67,6 +69,7 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
     *,
     tile: Int8Tile | None = None,
 ) -> torch.Tensor:
@@ -92,6 +95,8 @@ def linear_codes(
             codes_NK,
             scales_M1.contiguous(),
             weight.tensors["scales"],
+            None if zeros_M1 is None else zeros_M1.contiguous(),
+            None if zeros_M1 is None else weight.tensors["sums"],
             bias,
             y_MN,
             partials.view(torch.int32) if integers else partials,
@@ -131,9 +136,24 @@ def _prefetch_rows(ptr, n, first, N, K, num_bytes):
 
 @triton.jit
 def _store_scaled(
-    total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N, BLOCKS: tl.constexpr
+    total,
+    input_scales_ptr,
+    scales_ptr,
+    zeros_ptr,
+    weight_sums_ptr,
+    bias_ptr,
+    y_ptr,
+    m,
+    n,
+    M,
+    N,
+    BLOCKS: tl.constexpr,
 ):
     """Sums [BM, BN] times both scales, plus bias, rounded once."""
+    if zeros_ptr is not None:
+        # sum of (code - zero) * weight code, still exact
+        zeros = tl.load(zeros_ptr + m, mask=m < M, other=0)
+        total -= zeros[:, None] * tl.load(weight_sums_ptr + n, mask=n < N, other=0)[None, :]
     y = total.to(tl.float32)
     if not BLOCKS:
         input_scales = tl.load(input_scales_ptr + m, mask=m < M, other=0.0)
@@ -153,6 +173,8 @@ def _w8a8(
     weight_ptr,  # the same
     input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
     scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
+    zeros_ptr,  # [M] or None: symmetric codes of x
+    weight_sums_ptr,  # [N], of the weight's codes, or None
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N]
     partials_ptr,  # [SPLIT, M, N]
@@ -213,7 +235,20 @@ def _w8a8(
     if WEIGHT_LEFT:
         total = total.T
     if SPLIT == 1:
-        _store_scaled(total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N, BLOCKS)
+        _store_scaled(
+            total,
+            input_scales_ptr,
+            scales_ptr,
+            zeros_ptr,
+            weight_sums_ptr,
+            bias_ptr,
+            y_ptr,
+            m,
+            n,
+            M,
+            N,
+            BLOCKS,
+        )
     else:
         inside = (m[:, None] < M) & (n[None, :] < N)
         partials_ptrs = partials_ptr + m[:, None] * N + n[None, :]
@@ -229,5 +264,18 @@ def _w8a8(
                 total += tl.load(
                     partials_ptrs + i * M * N, mask=inside, other=0, cache_modifier=".cg"
                 )
-            _store_scaled(total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N, BLOCKS)
+            _store_scaled(
+                total,
+                input_scales_ptr,
+                scales_ptr,
+                zeros_ptr,
+                weight_sums_ptr,
+                bias_ptr,
+                y_ptr,
+                m,
+                n,
+                M,
+                N,
+                BLOCKS,
+            )
             tl.store(counter, 0)

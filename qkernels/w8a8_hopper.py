@@ -66,6 +66,7 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
     *,
     tile: HopperTile | None = None,
 ) -> torch.Tensor:
@@ -76,7 +77,7 @@ def linear_codes(
     if M == 0:
         return y_MN
     blocks = weight.tensors["scales"].ndim == 2
-    kind = "blocks" if blocks else weight.activation.type
+    kind = "blocks" if blocks else weight.activation.type if zeros_M1 is None else "asymmetric"
     tile = tile or hopper_tile(M, N, K, sm_count(device), kind)
     codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
     left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
@@ -94,6 +95,8 @@ def linear_codes(
             scales_M1.contiguous(),
             scales_N,
             scales_N if bias is None else bias,
+            counters if zeros_M1 is None else zeros_M1.contiguous(),
+            counters if zeros_M1 is None else weight.tensors["sums"],
             partials.view(torch.int32) if integers else partials,
             counters,
             M,
@@ -101,6 +104,7 @@ def linear_codes(
             K,
             TILE=tile,
             HAS_BIAS=bias is not None,
+            HAS_ZEROS=zeros_M1 is not None,
             BLOCKS=blocks,
             num_warps=4,
             maxnreg=tile.registers,
@@ -215,11 +219,12 @@ def _multiply(
     WHICH: gl.constexpr,
     TILE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
     """One warpgroup: the products of its rows of the left operand, and their results."""
     left_bufs, right_bufs, _, full, empty = rings
-    _, _, _, partials_ptr, counters_ptr = pointers
+    _, _, _, _, _, partials_ptr, counters_ptr = pointers
     _, _, tiles_left, tiles_right, steps = sizes
     SUM: gl.constexpr = partials_ptr.dtype.element_ty
     PART: gl.constexpr = TILE.part
@@ -298,7 +303,18 @@ def _multiply(
                 gl.store(counters_ptr + place, 0)
         if complete:
             _store(
-                operands, rings, pointers, sizes, sums, row, column, WHICH, TILE, HAS_BIAS, BLOCKS
+                operands,
+                rings,
+                pointers,
+                sizes,
+                sums,
+                row,
+                column,
+                WHICH,
+                TILE,
+                HAS_BIAS,
+                HAS_ZEROS,
+                BLOCKS,
             )
     tma.store_wait(0)
 
@@ -310,7 +326,7 @@ def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layo
     A warpgroup's rows of the left operand, and the columns of a tile, lie in one block of the
     weight.
     """
-    input_scales_ptr, scales_ptr, _, _, _ = pointers
+    input_scales_ptr, scales_ptr, _, _, _, _, _ = pointers
     M, _, _, _, steps = sizes
     if TILE.weight_left:
         m = column + gl.arange(0, TILE.block_right, gl.SliceLayout(0, layout))
@@ -348,12 +364,13 @@ def _store(
     WHICH: gl.constexpr,
     TILE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
     """Sums times both scales, plus bias, rounded once, through shared memory by bulk copies."""
     _, _, y = operands
     _, _, y_bufs, _, _ = rings
-    input_scales_ptr, scales_ptr, bias_ptr, _, _ = pointers
+    input_scales_ptr, scales_ptr, bias_ptr, zeros_ptr, weight_sums_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
     PART: gl.constexpr = TILE.part
     BR: gl.constexpr = TILE.block_right
@@ -369,7 +386,12 @@ def _store(
         m, n = (columns, rows) if WEIGHT_LEFT else (rows, columns)
         # beyond the edge nothing is stored; any scale will do there
         m, n = gl.minimum(m, M - 1), gl.minimum(n, N - 1)
-        result = pieces[j].to(gl.float32)
+        piece = pieces[j]
+        if HAS_ZEROS:
+            # sum of (code - zero) * weight code, still exact
+            zeros = gl.expand_dims(gl.load(zeros_ptr + m), M_AXIS)
+            piece = piece - zeros * gl.expand_dims(gl.load(weight_sums_ptr + n), 1 - M_AXIS)
+        result = piece.to(gl.float32)
         if not BLOCKS:
             result = result * gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
             result = result * gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
@@ -398,6 +420,8 @@ def _w8a8_hopper(
     input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
     scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
     bias_ptr,  # [N], read if HAS_BIAS
+    zeros_ptr,  # [M], read if HAS_ZEROS: x is scale * (code - zero)
+    weight_sums_ptr,  # [N], of the weight's codes, read if HAS_ZEROS
     partials_ptr,  # a slot for every part of every tile, if SPLIT > 1
     counters_ptr,  # zero, one for each warpgroup's share of a tile
     M,
@@ -405,6 +429,7 @@ def _w8a8_hopper(
     K,
     TILE: gl.constexpr,  # a HopperTile
     HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
     BLOCKS: gl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
 ):
     PART: gl.constexpr = TILE.part
@@ -429,13 +454,17 @@ def _w8a8_hopper(
     fence_async_shared()
     operands = (left, right, y)
     rings = (left_bufs, right_bufs, y_bufs, full, empty)
-    pointers = (input_scales_ptr, scales_ptr, bias_ptr, partials_ptr, counters_ptr)
+    pointers = (input_scales_ptr, scales_ptr, bias_ptr, zeros_ptr, weight_sums_ptr)
+    pointers += (partials_ptr, counters_ptr)
     sizes = (M, N, tiles_left, tiles_right, steps)
     REGISTERS: gl.constexpr = TILE.consumer_registers
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, BLOCKS)),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
                 (_copy, (operands, rings, sizes, TILE)),
             ],
             [1],
@@ -444,8 +473,14 @@ def _w8a8_hopper(
     elif PARTS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, BLOCKS)),
-                (_multiply, (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, BLOCKS)),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
                 (_copy, (operands, rings, sizes, TILE)),
             ],
             [4, 1],
@@ -454,9 +489,18 @@ def _w8a8_hopper(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, BLOCKS)),
-                (_multiply, (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, BLOCKS)),
-                (_multiply, (operands, rings, pointers, sizes, 2, TILE, HAS_BIAS, BLOCKS)),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 2, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
                 (_copy, (operands, rings, sizes, TILE)),
             ],
             [4, 4, 1],

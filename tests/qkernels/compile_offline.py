@@ -120,6 +120,8 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
     }
     constants = {
         "bias_ptr": None,
+        "zeros_ptr": None,
+        "weight_sums_ptr": None,
         "BM": tile.block_m,
         "BN": tile.block_n,
         "BK": tile.block_k,
@@ -153,12 +155,15 @@ def hopper_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False,
         "input_scales_ptr": "*fp32",
         "scales_ptr": "*fp32",
         "bias_ptr": BF16,
+        "zeros_ptr": "*i32",
+        "weight_sums_ptr": "*i32",
         "partials_ptr": "*i32" if dtype == "i8" else "*fp32",
         "counters_ptr": "*i32",
     }
     constants = {
         "TILE": tile,
         "HAS_BIAS": True,
+        "HAS_ZEROS": dtype == "i8" and tile.parts < 3,
         "BLOCKS": blocks,
     }
     scalars = {"M": "i32", "N": "i32", "K": "i32"}

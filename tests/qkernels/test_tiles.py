@@ -109,7 +109,7 @@ def test_the_measured_hopper_tiles(shape, M):
     assert (*found, tile.weight_left) == MEASURED_HOPPER[shape][M]
 
 
-@pytest.mark.parametrize("kind", ["int", "float", "blocks"])
+@pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
 @pytest.mark.parametrize("sm_count", [78, 114, 132])
 @pytest.mark.parametrize("N", [8, 1000, 6144, 151936])
 def test_every_hopper_choice_fits(N, sm_count, kind):
@@ -129,7 +129,8 @@ def test_every_hopper_choice_fits(N, sm_count, kind):
             assert tile.parts * tile.consumer_registers + 24 <= (tile.parts + 1) * tile.registers
             sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
             assert sums + 24 <= tile.consumer_registers <= 240
-            assert (tile.steps_of_sum == 0) == (kind == "int")
+            assert (tile.steps_of_sum == 0) == (kind in ("int", "asymmetric"))
+            assert kind != "asymmetric" or tile.parts < 3
             # blocks: a warpgroup's rows, or a tile's columns, lie in one block of the weight
             assert kind != "blocks" or (tile.steps_of_sum == 1 and tile.block_right <= 128)
 
