@@ -325,8 +325,8 @@ def _quantize_rows_asymmetric(
         part = tl.load(x_ptr + row * stride_x + k, mask=k < K, other=0.0)
         x = x + (part,)
         part = part.to(tl.float32)
+        low = tl.where(part < low, part, low)
         # a NaN must reach the scale, and the maximum of numbers may drop it
-        low = tl.where((part < low) | (part != part), part, low)
         high = tl.where((part > high) | (part != part), part, high)
     # as integers, non-negative floats are in their own order, and NaN is above infinity
     span = tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)

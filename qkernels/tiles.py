@@ -345,7 +345,9 @@ def hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> Hop
 # M = 64   two 11.0 / 9.2 / 33.3 / 25.1            one 10.1 / 8.3 / 34.9 / 20.5, two blocks 33.6
 def _hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> HopperTile:
     if kind == "blocks":
-        return HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
+        if M > 16:  # see _HOPPER_TILES: with the weight left qkv takes 15.0 us at 64 rows, int8 8.8
+            return HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
+        return HopperTile(parts=2, block_right=16, steps_of_sum=1)
     tile = HopperTile(
         parts=1,
         block_right=max(16, power_of_two(M)),

@@ -60,6 +60,7 @@ def test_rounding_has_the_reference_bits(device, dtype, poison, name, M, K):
     activation = ACTIVATIONS[name]
     x = random_x(M, K, dtype, device, spread=12 if activation.dynamic else 4)
     x[0, 0] = 0
+    x[-1, 1] *= 50  # the largest of a row may stand in any chunk
     scale = None if activation.dynamic else torch.tensor(0.0123)
     got = ops.quantize_input(
         x, activation, None if scale is None else scale.to(device), kernel="triton"
@@ -250,7 +251,7 @@ def block_weight(N, K, device):
     return with_activation(round_to_nearest(weight, scheme.weight), scheme, None).to(device)
 
 
-@pytest.mark.parametrize("M, N, K", [(1, 8, 128), (17, 200, 640), (65, 136, 384), (130, 264, 256)])
+@pytest.mark.parametrize("M, N, K", [(1, 8, 128), (17, 200, 640), (65, 136, 384), (130, 136, 256)])
 def test_float8_in_blocks_is_the_reference(assert_close, device, dtype, poison, M, N, K):
     packed = block_weight(N, K, device)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -283,7 +284,7 @@ def test_codes_may_be_given(device, half, name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("M, C", [(1, 64), (5, 200), (3, 1536)])
+@pytest.mark.parametrize("M, C", [(1, 64), (5, 200), (3, 1536), (2, 4160)])
 @pytest.mark.parametrize(
     "op", ["rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize"]
 )
@@ -296,6 +297,7 @@ def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M,
         inputs = (random_x(M, C, dtype, device, spread=4), random_x(1, C, dtype, device)[0], 1e-5)
         if op == "add_rms_norm_quantize":
             inputs = (inputs[0], random_x(M, C, dtype, device) * 3, *inputs[1:])
+    inputs[0][-1, 1] = 60  # the largest of a row may stand in any chunk
     codes, scales, *total = getattr(ops, op)(*inputs, activation, scale, kernel="triton")
     want_codes, want_scales, *want_total = getattr(reference, op)(*inputs, activation, scale)
     if total:
