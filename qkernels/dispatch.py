@@ -126,9 +126,12 @@ def _supports_triton_w8a8(problem: Problem) -> str | None:
         return "takes activations rounded to 8 bits, not 16-bit ones"
     if spec is None or spec.bits != 8 or not spec.symmetric or spec.type != activation.type:
         return f"takes symmetric int8 or float8 on both sides, not {spec} and {activation}"
-    if spec.group_length(problem.in_features) != problem.in_features or spec.rows not in (1, ALL):
-        return "takes one scale for each output or one for all, not blocks or groups"
-    reason = _refuses_activation(activation)
+    if activation.per == "group":
+        reason = _refuses_blocks(problem)
+    elif spec.group_length(problem.in_features) != problem.in_features or spec.rows not in (1, ALL):
+        reason = "takes one scale for each output or one for all, not blocks or groups"
+    else:
+        reason = _refuses_activation(activation)
     if reason is not None:
         return reason
     if problem.in_features > QUANTIZE_MAX_INPUTS:
@@ -141,6 +144,43 @@ def _supports_triton_w8a8(problem: Problem) -> str | None:
     if spec.type == "float" and problem.device == "cuda" and not _has_float8_products():
         return "float8 products need an sm_89 GPU or later"
     return None
+
+
+def _refuses_blocks(problem: Problem) -> str | None:
+    """Why the 8-bit products cannot take scales for groups of inputs; None: they can."""
+    spec, activation = problem.spec, problem.activation
+    sizes = (spec.rows, spec.group_size, activation.group_size)
+    if spec.type != "float" or not activation.dynamic or sizes != (128, 128, 128):
+        return (
+            "takes groups of inputs as dynamic float8 by 128 under a weight in blocks of 128 x 128,"
+            f" not {spec} and {activation}"
+        )
+    if problem.in_features % 128:
+        return f"takes blocks that divide the inputs, not {problem.in_features} inputs"
+    return None
+
+
+def _supports_hopper_w8a8(problem: Problem) -> str | None:
+    reason = _supports_triton_w8a8(problem)
+    if reason is not None:
+        return reason
+    if problem.device != "cuda" or not _has_warpgroups():
+        return "needs an sm_90 GPU"
+    if problem.dtype not in HALF_DTYPES:
+        return f"gives float16 and bfloat16, not {problem.dtype}"
+    if not _has_gluon():
+        return "this triton has no gluon for sm_90"
+    return None
+
+
+@functools.cache
+def _has_warpgroups() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
 
 def _refuses_activation(activation: ActivationSpec) -> str | None:
@@ -157,22 +197,50 @@ def _has_float8_products() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
-def _supports_triton_quantize(
-    problem: Problem, max_inputs: int = QUANTIZE_MAX_INPUTS
-) -> str | None:
+def _refuses_float8(problem: Problem) -> str | None:
     reason = _needs_triton(problem)
     if reason is None and problem.activation.type == "float" and problem.device == "cuda":
         reason = None if _has_float8_products() else "float8 needs an sm_89 GPU or later"
-    if reason is None:
-        reason = _refuses_activation(problem.activation)
+    return reason
+
+
+def _supports_triton_quantize(problem: Problem) -> str | None:
+    reason = _refuses_float8(problem)
+    if reason is None and problem.activation.per == "group":
+        return _refuses_groups(problem)
+    return reason or _refuses_rows(problem, QUANTIZE_MAX_INPUTS)
+
+
+def _supports_triton_quantize_asymmetric(problem: Problem) -> str | None:
+    reason = _needs_triton_on_gpu(problem)
+    if reason is None and problem.in_features > QUANTIZE_MAX_INPUTS:
+        reason = f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs"
+    return reason
+
+
+def _supports_triton_norm_quantize(problem: Problem) -> str | None:
+    return _refuses_float8(problem) or _refuses_rows(problem, FUSED_MAX_INPUTS)
+
+
+def _supports_triton_silu_quantize(problem: Problem) -> str | None:
+    limit = QUANTIZE_MAX_INPUTS if problem.dtype in HALF_DTYPES else FUSED_MAX_INPUTS
+    return _refuses_float8(problem) or _refuses_rows(problem, limit)
+
+
+def _refuses_rows(problem: Problem, max_inputs: int) -> str | None:
+    reason = _refuses_activation(problem.activation)
     if reason is None and problem.in_features > max_inputs:
         reason = f"holds a row in registers: at most {max_inputs} inputs"
     return reason
 
 
-_supports_triton_fused_quantize = functools.partial(
-    _supports_triton_quantize, max_inputs=FUSED_MAX_INPUTS
-)
+def _refuses_groups(problem: Problem) -> str | None:
+    size = problem.activation.group_size
+    if not problem.activation.dynamic or size not in (32, 64, 128, 256):
+        return f"takes dynamic groups of 32, 64, 128 or 256, not {problem.activation}"
+    if problem.in_features % size:
+        return f"takes groups that divide the inputs, not {problem.in_features} inputs"
+    return None
 
 
 def _supports_cpu_weight_only(problem: Problem, bits: int) -> str | None:
@@ -318,6 +386,13 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         op="linear",
+        name="hopper_w8a8",
+        module="qkernels.w8a8_hopper",
+        priority=30,
+        supports=_supports_hopper_w8a8,
+    ),
+    Kernel(
+        op="linear",
         name="triton_w8a8",
         module="qkernels.w8a8",
         priority=30,
@@ -363,9 +438,10 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
     *_rows("quantize_input", "qkernels.act_quant", _supports_triton_quantize),
-    *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
-    *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
-    *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
+    *_rows("quantize_input_asymmetric", "qkernels.act_quant", _supports_triton_quantize_asymmetric),
+    *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_norm_quantize),
+    *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_norm_quantize),
+    *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_silu_quantize),
     *_rows("rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),

@@ -17,7 +17,7 @@ from formats.scheme import Scheme
 from formats.weights import Weight
 from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.prepared import PreparedWeight
+from qkernels.prepared import Codes, InputRounding, PreparedWeight
 
 
 class QuantLinear(nn.Module):
@@ -126,9 +126,16 @@ class QuantLinear(nn.Module):
             layer.bias = bias.detach().clone().to(packed.device)
         return layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] to [..., N], in x's dtype."""
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """How to round an input to the Codes that `forward` takes; None: it takes none now."""
+        return None if self._prepared is None else self._prepared.input_rounding
+
+    def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
+        """x [..., K] to [..., N], in x's dtype; or Codes to [M, N], in the weight's."""
         prepared = self._prepared
+        if isinstance(x, Codes):
+            return ops.linear_codes(*x, prepared, self._prepared_bias)
         if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
             prepared = self.prepare(x.dtype, x.device)._prepared
         return ops.linear(x, prepared, self._prepared_bias)

@@ -94,6 +94,22 @@ def quantize_input(
     )
 
 
+def quantize_input_asymmetric(
+    x_MK: torch.Tensor, kernel: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round x [M, K] to int8 codes that span each row's values, from the least to the largest.
+
+    Returns (codes [M, K], scales [M, 1] float32, zeros [M, 1] int32): x is about scale * (code -
+    zero), and 0 is exact. For `linear_codes`.
+    """
+    _check_float("quantize_input_asymmetric x", x_MK)
+    _expect_ndim("quantize_input_asymmetric x", x_MK, 2)
+    problem = Problem(
+        device=x_MK.device.type, dtype=x_MK.dtype, requested=kernel, in_features=x_MK.shape[1]
+    )
+    return dispatch.implementation("quantize_input_asymmetric", problem)(x_MK)
+
+
 def rms_norm_quantize(
     x_MC: torch.Tensor,
     weight_C: torch.Tensor,
@@ -148,11 +164,14 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`linear` of an input that is codes already, [M, K] with scales [M, 1] float32: [M, N].
 
-    For what quantizes beside other work. Takes weights that the `triton_w8a8` or the `reference`
-    row prepared, with one input scale for each row; returns the weight's activation dtype.
+    `zeros` [M, 1] int32 are those of quantize_input_asymmetric, for int8 alone.
+    For what quantizes beside other work. Takes weights that a row for 8-bit activations or the
+    `reference` row prepared, with one input scale for each row of x; returns the weight's
+    activation dtype.
     """
     if weight.activation is None or weight.activation.per == "group":
         raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")
@@ -166,10 +185,14 @@ def linear_codes(
     _check("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
     if bias is not None:
         _check("linear_codes bias", bias, (weight.out_features,), (weight.dtype,), codes_MK)
+    if zeros_M1 is not None:
+        if weight.activation.type != "int":
+            raise KernelError("linear_codes zeros", "expected None for float8 codes")
+        _check("linear_codes zeros", zeros_M1, (rows, 1), (torch.int32,), codes_MK)
     if weight.input_order is not None:
         codes_MK = codes_MK.index_select(-1, weight.input_order)
     module = dispatch.linear_module(weight.kernel)
-    return module.linear_codes(codes_MK, scales_M1, weight, bias)
+    return module.linear_codes(codes_MK, scales_M1, weight, bias, zeros_M1)
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:

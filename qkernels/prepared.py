@@ -4,10 +4,25 @@ Made once at load, never written to a file: files and state_dict hold the GPTQ t
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from formats.scheme import ActivationSpec, QuantSpec
+
+
+class Codes(NamedTuple):
+    """A linear's input that is rounded already, as ops.linear_codes takes it."""
+
+    codes_MK: torch.Tensor  # int8 or float8_e4m3fn
+    scales_M1: torch.Tensor  # float32
+
+
+class InputRounding(NamedTuple):
+    """How a linear rounds its input to Codes: the last arguments of ops.*_quantize."""
+
+    activation: ActivationSpec
+    scale: torch.Tensor | None  # float32 [], of a static activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,6 +42,13 @@ class PreparedWeight:
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """How to make the codes that ops.linear_codes takes; None: it takes none."""
+        if self.activation is None or self.activation.per == "group":
+            return None
+        return InputRounding(self.activation, self.tensors.get("input_scale"))
 
     @property
     def nbytes(self) -> int:

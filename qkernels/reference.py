@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from formats import affine
+from formats.activation import MIN_INPUT_SCALE, to_codes
 from formats.activation import quantize_input as round_input
-from formats.activation import to_codes
 from formats.bits import unpack
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
@@ -68,6 +68,22 @@ def quantize_input(
     return round_input(x_MK, activation, scale)
 
 
+def quantize_input_asymmetric(
+    x_MK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K] to int8 codes, float32 scales and int32 zeros [M, 1]: scale * (code - zero).
+
+    The 256 codes span each row's values and 0; rounding is half to even.
+    """
+    x = x_MK.float()
+    low_M1 = x.amin(1, keepdim=True).clamp(max=0)
+    high_M1 = x.amax(1, keepdim=True).clamp(min=0)
+    scales_M1 = ((high_M1 - low_M1) / 255).clamp(min=MIN_INPUT_SCALE)
+    zeros_M1 = (-128 - low_M1 / scales_M1).round().clamp(-128, 127)
+    codes = ((x / scales_M1).round() + zeros_M1).clamp(-128, 127)
+    return codes.to(torch.int8), scales_M1, zeros_M1.to(torch.int32)
+
+
 def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -85,11 +101,13 @@ def linear_codes(
     scales_MS: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Codes [M, K], S scales of each row, to [M, N]; rounded once."""
     tensors = weight.tensors
     if "int8" in tensors:
-        return scale_sums(int8_matmul(codes_MK, tensors["int8"]), scales_MS, weight, bias)
+        sums_MN = int8_matmul(codes_MK, tensors["int8"])
+        return scale_sums(sums_MN, scales_MS, weight, bias, zeros_M1)
     x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
     x_MK = x_MK.flatten(1)[:, : weight.in_features]
     y_MN = x_MK @ _dequantize(weight).t()
@@ -103,8 +121,11 @@ def scale_sums(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Exact int32 sums [M, N] times both scales, plus bias, rounded once."""
+    """Exact int32 sums [M, N] less those of x's zero points, times both scales, plus bias."""
+    if zeros_M1 is not None:
+        sums_MN = sums_MN - zeros_M1 * weight.tensors["int8"].sum(1, dtype=torch.int32)
     y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()
     if bias is not None:
         y_MN = y_MN + bias.float()

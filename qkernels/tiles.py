@@ -212,6 +212,173 @@ def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_
     return next(fits, 1)
 
 
+HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
+_HOPPER_SHARED = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile:
+    """How w8a8_hopper.py cuts one product. The grid is as many blocks as run at once."""
+
+    parts: int  # warpgroups that multiply, each its own rows of the left operand
+    block_right: int
+    part: int = 64  # rows of the left operand for each warpgroup
+    split: int = 1  # parts of K that different blocks sum
+    weight_left: bool = True  # the weight's rows are the left operand's
+    left_of_group: int = 8  # left tiles that run beside each other
+    steps_of_sum: int = 0  # steps between two emptyings of a float8 sum; 0: integers
+    stores: int = 2  # pieces of the result on their way out, of each warpgroup
+    max_stages: int = 24
+    blocks_per_sm: int = 1
+
+    @property
+    def block_left(self) -> int:
+        return self.parts * self.part
+
+    @property
+    def store_width(self) -> int:
+        """Columns of a piece of the result; with 64 three warpgroups spill registers."""
+        return min(32 if self.parts == 3 else 64, self.block_right)
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory holds beside the pieces of the result and the barriers."""
+        stores = self.parts * self.stores * self.part * self.store_width * 2
+        stage = (self.block_left + self.block_right) * HOPPER_BLOCK_K + 16
+        shared = (_HOPPER_SHARED + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
+        return min(self.max_stages, (shared - 512 - stores) // stage)
+
+    @property
+    def registers(self) -> int:
+        """Of each thread at launch; then the copying warpgroup gives its own to the others."""
+        sums = self.part * self.block_right // 128 * (2 if self.steps_of_sum else 1)
+        if sums < 64:
+            return 96 if self.blocks_per_sm == 1 else 80
+        return 168 if sums > 64 and self.parts == 2 else 128
+
+    @property
+    def consumer_registers(self) -> int:
+        return ((self.parts + 1) * self.registers - 24) // self.parts // 8 * 8
+
+    def tiles(self, M: int, N: int) -> int:
+        left, right = (N, M) if self.weight_left else (M, N)
+        return ceil_div(left, self.block_left) * ceil_div(right, self.block_right)
+
+    def fits_workspace(self, M: int, N: int) -> bool:
+        """Whether the partial sums of all parts have a slot, and their warpgroups a counter."""
+        slots = self.tiles(M, N) * self.split * self.block_left * self.block_right
+        counters = self.tiles(M, N) * self.parts
+        return slots <= LINEAR_WORKSPACE_FLOATS and counters <= LINEAR_COUNTERS
+
+
+# Above 64 rows: (tile, time of one tile on an SM, in tiles of 128 x 128 inside a large grid). A
+# product takes its waves of tiles, and the best is taken. us on int8 codes of qkv / o / gate_up /
+# down:
+#                M = 128                   256                       1024
+#  64 x 128      9.9 / 8.0 / 39.4 / 23.5   15.7 / 9.8 / 58.7 / 28.2
+# 128 x 128     13.0 / 12.3 / 37.5 / 36.6  14.1 / 12.8 / 54.3 / 37.4 37.5 / 25.1 / 168 / 78.6
+# 128 x 256                                22.9 / 22.3 / 52.3 / 69.5 45.0 / 23.8 / 164 / 73.3
+# 256 x 128, x left                                                  44.5 / 23.4 / 157 / 72.7
+# 192 x 256                                                          35.4 / 33.1 / 180 / 109
+# At 4096 rows the power limit decides, and all large tiles are within 5 percent.
+_HOPPER_TILES = {
+    "int": (
+        (HopperTile(parts=1, block_right=128), 0.7),
+        (HopperTile(parts=2, block_right=128), 1.08),
+        (HopperTile(parts=2, block_right=256), 2.0),
+        (
+            HopperTile(
+                parts=2,
+                part=128,
+                block_right=128,
+                weight_left=False,
+                left_of_group=16,
+                stores=1,
+            ),
+            1.98,
+        ),
+        (HopperTile(parts=3, block_right=256), 3.06),
+    ),
+    # a float8 sum takes twice the registers: qkv / gate_up at 4096 rows 164 / 794. A step's sum is
+    # waited for, so two warpgroups take turns: qkv at 128 rows 11.3, with one of 128 columns 13.1
+    "float": (
+        (HopperTile(parts=2, block_right=64, steps_of_sum=1), 0.7),
+        (
+            HopperTile(
+                parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
+            ),
+            1.08,
+        ),
+    ),
+    # with the weight left, each thread would load a scale for a quarter of x's rows in every step:
+    # qkv at 128 rows 40.7
+    "blocks": (
+        (HopperTile(parts=2, block_right=64, weight_left=False, steps_of_sum=1), 0.7),
+        (
+            HopperTile(
+                parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
+            ),
+            1.08,
+        ),
+    ),
+}
+
+
+# three warpgroups have no registers left for zero points
+_HOPPER_TILES["asymmetric"] = _HOPPER_TILES["int"][:-1]
+
+
+def hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> HopperTile:
+    """The tile for M >= 1 rows.
+
+    `kind`: "int", "asymmetric" where x has zero points, "float", or "blocks" of float8 with scales
+    of their own.
+    """
+    if M <= 64:
+        return _hopper_tile_of_few_rows(M, N, sm_count, kind)
+
+    def time(row: tuple[HopperTile, float]) -> float:
+        tile, cost = row
+        return ceil_div(tile.tiles(M, N), sm_count) * cost
+
+    # gate_up at 256 rows, rounding included: 54.5 in 256 x 128, 52.3 in 128 x 256
+    rows = [row for row in _HOPPER_TILES[kind] if row[0].part == 64 or M > 256]
+    tile, _ = min(rows, key=time)
+    # down at 128 rows: 22.6 us in 2 parts, 23.5 in one; o, of fewer steps, 10.0 and 8.0
+    halves = replace(tile, split=2)
+    worth = ceil_div(K, HOPPER_BLOCK_K) >= 56 and 2 * tile.tiles(M, N) <= sm_count
+    return halves if worth and halves.fits_workspace(M, N) else tile
+
+
+# us, rounding x to int8 included, of qkv / o / gate_up / down:
+# M = 1    two warpgroups 9.6 / 8.4 / 33.5 / -     one 10.7 / 8.1 / 34.6 / 19.4
+#          two, two blocks an SM - / - / 31.8 / -  one, 4 parts, two blocks 10.6 / 7.7 / - / 19.6
+# M = 16   two 10.0 / 8.5 / 33.3 / 20.8            one 9.7 / 9.2 / 34.8 / 20.1
+#          two, two blocks an SM - / - / 32.0 / -  one, 4 parts, two blocks 10.3 / 7.8 / - / 20.2
+# M = 32   two 10.3 / 8.7 / 32.6 / 22.4            one 9.2 / 8.3 / 34.7 / 20.5, two blocks 32.0
+# M = 64   two 11.0 / 9.2 / 33.3 / 25.1            one 10.1 / 8.3 / 34.9 / 20.5, two blocks 33.6
+def _hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> HopperTile:
+    if kind == "blocks":
+        if M > 16:  # see _HOPPER_TILES: with the weight left qkv takes 15.0 us at 64 rows, int8 8.8
+            return HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
+        return HopperTile(parts=2, block_right=16, steps_of_sum=1)
+    tile = HopperTile(
+        parts=1,
+        block_right=max(16, power_of_two(M)),
+        # one step of float8 would be waited for before the next begins
+        steps_of_sum=2 if kind == "float" else 0,
+    )
+    tiles = ceil_div(N, 64)
+    if tiles > sm_count:
+        if M > 32:
+            return replace(tile, parts=2)
+        return replace(tile, parts=2 if M <= 16 else 1, blocks_per_sm=2)
+    if M <= 16 and 4 * tiles <= 2 * sm_count:
+        quarters = replace(tile, split=4, blocks_per_sm=2)
+        return quarters if quarters.fits_workspace(M, N) else tile
+    return replace(tile, parts=2 if M <= 8 else 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTile:
     """How paged attention is cut. A block does block_q rows of all heads that share a KV head."""

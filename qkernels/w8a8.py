@@ -7,6 +7,8 @@ which fills up with zeros what a tile has too many of.
 Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -26,21 +28,25 @@ from qkernels.launch import (
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import Int8Tile, ceil_div, fitted, int8_tile
 
+BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
+
 
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Signed codes [N, K] and one float32 scale for each output."""
+    """Signed codes [N, K] and a float32 scale for each output, or for each block [N/128, K/128]."""
     packed = packed if device is None else packed.to(device)
     if isinstance(packed, Fp8Weight):
         codes_NK, scales = packed.codes_NK, packed.scales_RC
     else:
         codes_NK = (packed.codes().to(torch.int16) - packed.spec.symmetric_zero).to(torch.int8)
         scales = packed.scales_NG
-    tensors = {
-        "codes": codes_NK.contiguous(),
-        "scales": scales.float().flatten().expand(packed.out_features).contiguous(),
-    }
+    scales = scales.float().contiguous()
+    if packed.activation.per != "group":
+        scales = scales.flatten().expand(packed.out_features).contiguous()
+    tensors = {"codes": codes_NK.contiguous(), "scales": scales}
+    if codes_NK.dtype == torch.int8:
+        tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
     if packed.input_scale is not None:
         tensors["input_scale"] = packed.input_scale
     workspace(packed.device)
@@ -70,6 +76,7 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
     *,
     tile: Int8Tile | None = None,
 ) -> torch.Tensor:
@@ -87,6 +94,9 @@ def linear_codes(
             tile = fitted(tile, shared_bytes(device))
         else:
             tile = row.tile
+    blocks = weight.tensors["scales"].ndim == 2
+    if blocks:
+        tile = replace(tile, block_k=BLOCK)
     early = tile.early and has_dependent_launch(device)
     codes_NK = weight.tensors["codes"]
     partials, counters = workspace(device)
@@ -98,6 +108,8 @@ def linear_codes(
             codes_NK,
             scales_M1.contiguous(),
             weight.tensors["scales"],
+            None if zeros_M1 is None else zeros_M1.contiguous(),
+            None if zeros_M1 is None else weight.tensors["sums"],
             bias,
             y_MN,
             partials.view(torch.int32) if integers else partials,
@@ -113,6 +125,7 @@ def linear_codes(
             TILES_M_OF_GROUP=tile.tiles_m_of_group,
             WEIGHT_LEFT=tile.weight_left,
             EARLY=early,
+            BLOCKS=blocks,
             num_warps=tile.warps,
             **({"launch_pdl": True} if early else {}),
         )
@@ -135,11 +148,30 @@ def _prefetch_rows(ptr, n, first, N, K, num_bytes):
 
 
 @triton.jit
-def _store_scaled(total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N):
+def _store_scaled(
+    total,
+    input_scales_ptr,
+    scales_ptr,
+    zeros_ptr,
+    weight_sums_ptr,
+    bias_ptr,
+    y_ptr,
+    m,
+    n,
+    M,
+    N,
+    BLOCKS: tl.constexpr,
+):
     """Sums [BM, BN] times both scales, plus bias, rounded once."""
-    input_scales = tl.load(input_scales_ptr + m, mask=m < M, other=0.0)
-    scales = tl.load(scales_ptr + n, mask=n < N, other=0.0)
-    y = total.to(tl.float32) * input_scales[:, None] * scales[None, :]
+    if zeros_ptr is not None:
+        # sum of (code - zero) * weight code, still exact
+        zeros = tl.load(zeros_ptr + m, mask=m < M, other=0)
+        total -= zeros[:, None] * tl.load(weight_sums_ptr + n, mask=n < N, other=0)[None, :]
+    y = total.to(tl.float32)
+    if not BLOCKS:
+        input_scales = tl.load(input_scales_ptr + m, mask=m < M, other=0.0)
+        scales = tl.load(scales_ptr + n, mask=n < N, other=0.0)
+        y = y * input_scales[:, None] * scales[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
@@ -152,8 +184,10 @@ def _w8a8(
     x,  # descriptor of the codes [M, K]
     weight,  # descriptor of the codes [N, K]
     weight_ptr,  # the same
-    input_scales_ptr,  # [M]
-    scales_ptr,  # [N]
+    input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
+    scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
+    zeros_ptr,  # [M] or None: symmetric codes of x
+    weight_sums_ptr,  # [N], of the weight's codes, or None
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N]
     partials_ptr,  # [SPLIT, M, N]
@@ -169,6 +203,7 @@ def _w8a8(
     TILES_M_OF_GROUP: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
     EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
 ):
     SUM: tl.constexpr = partials_ptr.dtype.element_ty
     # blocks that run together share rows of x and of the weight, so that both stay in the L2
@@ -195,7 +230,16 @@ def _w8a8(
         x_codes = x.load([tile_m * BM, step * BK])
         weight_codes = weight.load([tile_n * BN, step * BK])
         # the tensor core keeps 14 bits of a float8 sum: after 128 inputs it goes to a float32 one
-        if WEIGHT_LEFT:
+        if BLOCKS:
+            input_scales = tl.load(input_scales_ptr + m * steps + step, mask=m < M, other=0.0)
+            scales = tl.load(scales_ptr + n // BK * steps + step, mask=n < N, other=0.0)
+            if WEIGHT_LEFT:
+                part_sum = tl.dot(weight_codes, x_codes.T, out_dtype=SUM)
+                total += part_sum * scales[:, None] * input_scales[None, :]
+            else:
+                part_sum = tl.dot(x_codes, weight_codes.T, out_dtype=SUM)
+                total += part_sum * input_scales[:, None] * scales[None, :]
+        elif WEIGHT_LEFT:
             total = tl.dot(weight_codes, x_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
         else:
             total = tl.dot(x_codes, weight_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
@@ -204,7 +248,20 @@ def _w8a8(
     if WEIGHT_LEFT:
         total = total.T
     if SPLIT == 1:
-        _store_scaled(total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N)
+        _store_scaled(
+            total,
+            input_scales_ptr,
+            scales_ptr,
+            zeros_ptr,
+            weight_sums_ptr,
+            bias_ptr,
+            y_ptr,
+            m,
+            n,
+            M,
+            N,
+            BLOCKS,
+        )
     else:
         inside = (m[:, None] < M) & (n[None, :] < N)
         partials_ptrs = partials_ptr + m[:, None] * N + n[None, :]
@@ -220,5 +277,18 @@ def _w8a8(
                 total += tl.load(
                     partials_ptrs + i * M * N, mask=inside, other=0, cache_modifier=".cg"
                 )
-            _store_scaled(total, input_scales_ptr, scales_ptr, bias_ptr, y_ptr, m, n, M, N)
+            _store_scaled(
+                total,
+                input_scales_ptr,
+                scales_ptr,
+                zeros_ptr,
+                weight_sums_ptr,
+                bias_ptr,
+                y_ptr,
+                m,
+                n,
+                M,
+                N,
+                BLOCKS,
+            )
             tl.store(counter, 0)

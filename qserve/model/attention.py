@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from qkernels import ops
+from qkernels.prepared import Codes
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
 
@@ -63,7 +64,7 @@ class Attention(torch.nn.Module):
         self.register_buffer("v_scale", v_scale)
 
     def forward(
-        self, x_TC: torch.Tensor, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
+        self, x_TC: torch.Tensor | Codes, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys."""
         heads = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))

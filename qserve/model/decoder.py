@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
+from qkernels.prepared import Codes
 from qserve.model.attention import Attention, LayerCache, StepInputs
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
@@ -20,8 +21,12 @@ class Mlp(torch.nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x_TC)))
+    def forward(self, x_TC: torch.Tensor | Codes) -> torch.Tensor:
+        hidden_T2I = self.gate_up_proj(x_TC)
+        rounding = self.down_proj.input_rounding
+        if rounding is None:
+            return self.down_proj(ops.silu_and_mul(hidden_T2I))
+        return self.down_proj(Codes(*ops.silu_and_mul_quantize(hidden_T2I, *rounding)))
 
 
 class Layer(torch.nn.Module):
@@ -52,14 +57,31 @@ class Layer(torch.nn.Module):
         cos_sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what this layer adds, and the residual it is to be added to."""
+        attention, mlp = self.attention, self.mlp
+        x_TC, residual_TC = self._norm(x_TC, residual_TC, self.input_norm, attention.qkv_proj)
+        x_TC = attention(x_TC, step, cache, cos_sin)
+        x_TC, residual_TC = self._norm(x_TC, residual_TC, self.post_norm, mlp.gate_up_proj)
+        return mlp(x_TC), residual_TC
+
+    def _norm(
+        self,
+        x_TC: torch.Tensor,
+        residual_TC: torch.Tensor | None,
+        weight_C: torch.Tensor,
+        linear: Linear,
+    ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
+        """The norm of the sum as `linear` takes it, rounded to codes where it can be; the sum."""
+        rounding = linear.input_rounding
+        if residual_TC is None and rounding is None:
+            return ops.rms_norm(x_TC, weight_C, self.eps), x_TC
         if residual_TC is None:
-            residual_TC = x_TC
-            x_TC = ops.rms_norm(x_TC, self.input_norm, self.eps)
-        else:
-            x_TC, residual_TC = ops.add_rms_norm(x_TC, residual_TC, self.input_norm, self.eps)
-        x_TC = self.attention(x_TC, step, cache, cos_sin)
-        x_TC, residual_TC = ops.add_rms_norm(x_TC, residual_TC, self.post_norm, self.eps)
-        return self.mlp(x_TC), residual_TC
+            return Codes(*ops.rms_norm_quantize(x_TC, weight_C, self.eps, *rounding)), x_TC
+        if rounding is None:
+            return ops.add_rms_norm(x_TC, residual_TC, weight_C, self.eps)
+        *codes, total_TC = ops.add_rms_norm_quantize(
+            x_TC, residual_TC, weight_C, self.eps, *rounding
+        )
+        return Codes(*codes), total_TC
 
 
 class Decoder(torch.nn.Module):

@@ -15,6 +15,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from qkernels import (
@@ -28,10 +29,12 @@ from qkernels import (
     sampling,
     w4a16,
     w8a8,
+    w8a8_hopper,
 )
-from qkernels.tiles import attention_tile, int8_tile, linear_tile
+from qkernels.tiles import HOPPER_BLOCK_K, attention_tile, hopper_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
+LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
 
 
 def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict) -> dict:
@@ -39,7 +42,7 @@ def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, optio
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = pointers.get(name) or scalars.get(name) or "constexpr"
-        aligned = name in ("N", "K") or name.startswith("stride_")
+        aligned = name in ("N", "K", "C", "I") or name.startswith("stride_")
         aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -147,6 +150,8 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
     }
     constants = {
         "bias_ptr": None,
+        "zeros_ptr": None,
+        "weight_sums_ptr": None,
         "BM": tile.block_m,
         "BN": tile.block_n,
         "BK": tile.block_k,
@@ -155,30 +160,74 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
         "TILES_M_OF_GROUP": tile.tiles_m_of_group,
         "WEIGHT_LEFT": tile.weight_left,
         "EARLY": tile.early,
+        "BLOCKS": False,
     }
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
     return compile_kernel(w8a8._w8a8, pointers, scalars, constants, options)
 
 
+def hopper_int8_case(
+    M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False, **changes
+) -> dict:
+    """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
+    kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
+    tile = hopper_tile(M, N, K, 132, kind)
+
+    def descriptor(dtype: str, block: list[int], element: object) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        return f"tensordesc<{dtype}[{block[0]}, {block[1]}],{layout!r}>"
+
+    y_block = [tile.part, tile.store_width]
+    y_block = y_block[::-1] if tile.weight_left else y_block
+    pointers = {
+        "left": descriptor(dtype, [tile.part, HOPPER_BLOCK_K], gl.int8),
+        "right": descriptor(dtype, [tile.block_right, HOPPER_BLOCK_K], gl.int8),
+        "y": descriptor("bf16", y_block, gl.bfloat16),
+        "input_scales_ptr": "*fp32",
+        "scales_ptr": "*fp32",
+        "bias_ptr": BF16,
+        "zeros_ptr": "*i32",
+        "weight_sums_ptr": "*i32",
+        "partials_ptr": "*i32" if dtype == "i8" else "*fp32",
+        "counters_ptr": "*i32",
+    }
+    constants = {
+        "TILE": tile,
+        "HAS_BIAS": True,
+        "HAS_ZEROS": dtype == "i8" and tile.parts < 3,
+        "BLOCKS": blocks,
+    }
+    scalars = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
+    kernel = w8a8_hopper._w8a8_hopper
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
 def quantize_case(K: int, dtype: str = "i8") -> dict:
     pointers = {"x_ptr": BF16, "codes_ptr": f"*{dtype}", "scales_ptr": "*fp32"}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
-    constants |= {"BLOCK": K, "EARLY": True, "INTERPRETED": False}
-    options = {"num_warps": act_quant.row_warps(K), "launch_pdl": True}
+    chunk, chunks, warps = act_quant.row_chunks(K, 2)
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks} | LAUNCH
+    options = {"num_warps": warps, "launch_pdl": True}
     scalars = {"stride_x": "i32", "K": "i32"}
     return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
 
 
-def fused_case(kernel, C: int) -> dict:
+def fused_case(kernel, C: int, **options) -> dict:
     pointers = {"x_ptr": BF16, "residual_ptr": BF16, "weight_ptr": BF16, "total_ptr": BF16}
     pointers |= {"codes_ptr": "*i8", "scales_ptr": "*fp32"}
     pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
-    constants |= {"BLOCK": C, "EARLY": True, "INTERPRETED": False}
+    constants |= LAUNCH
+    warps = act_quant.row_warps(C)
+    if "CHUNK" in kernel.arg_names:
+        constants["CHUNK"], constants["CHUNKS"], warps = act_quant.row_chunks(C, 2)
+    else:
+        constants["BLOCK"] = C
     scalars = {"C": "i32", "I": "i32", "eps": "fp32"}
     scalars = {name: scalars[name] for name in kernel.arg_names if name in scalars}
-    options = {"num_warps": act_quant.row_warps(C), "launch_pdl": True}
+    options |= {"num_warps": warps, "launch_pdl": True}
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
@@ -289,7 +338,7 @@ def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> di
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
-def hopper_case(
+def chunk_attention_case(
     D: int = 128, group: int = 4, page: int = 16, dtype: str = "bf16", split: int = 1, **changes
 ) -> dict:
     kernel = attention_hopper._chunk_attention
@@ -387,12 +436,24 @@ CASES = {
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),
     "linear float8 M=1": lambda: int8_case(1, 4096, 4096, "fp8e4nv"),
     "linear float8 M=4096": lambda: int8_case(4096, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 int8 M=1, split": lambda: hopper_int8_case(1, 4096, 4096),
+    "linear sm_90 int8 M=16, wide": lambda: hopper_int8_case(16, 28672, 4096),
+    "linear sm_90 int8 M=128, split": lambda: hopper_int8_case(128, 4096, 14336),
+    "linear sm_90 int8 M=1024": lambda: hopper_int8_case(1024, 6144, 4096),
+    "linear sm_90 int8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096),
+    "linear sm_90 float8 M=64": lambda: hopper_int8_case(64, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 float8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 blocks M=1": lambda: hopper_int8_case(
+        1, 4096, 4096, "fp8e4nv", True, steps_of_sum=1
+    ),
+    "linear sm_90 blocks M=4096": lambda: hopper_int8_case(4096, 4096, 4096, "fp8e4nv", True),
     "quantize": lambda: quantize_case(4096),
     "quantize, widest": lambda: quantize_case(2**15),
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
     "norm and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**13),
     "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
-    "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**14),
+    "silu and quantize": lambda: fused_case(fused_quant._silu_and_mul_quantize, 14336, maxnreg=80),
+    "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**15),
     "dequantize": dequantize_case,
     "kv write": lambda: kv_case(rotate=False),
     "kv write int8": lambda: kv_case("*i8", rotate=False),
@@ -413,9 +474,13 @@ CASES = {
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
-    "attention hopper": hopper_case,
-    "attention hopper, parts": lambda: hopper_case(D=80, group=7, page=64, dtype="fp16", split=4),
-    "attention hopper, window, soft cap": lambda: hopper_case(WINDOWED=True, SOFT_CAP=True),
+    "attention hopper": chunk_attention_case,
+    "attention hopper, parts": lambda: chunk_attention_case(
+        D=80, group=7, page=64, dtype="fp16", split=4
+    ),
+    "attention hopper, window, soft cap": lambda: chunk_attention_case(
+        WINDOWED=True, SOFT_CAP=True
+    ),
     "sampling, first": lambda: sampling_case(sampling._scan_chunks),
     "sampling, second": lambda: sampling_case(sampling._pick),
     "norm, early": lambda: norm_case(4096),

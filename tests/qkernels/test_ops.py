@@ -51,10 +51,9 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["triton_w4a16"]
     names = [choice.name for choice in explanation]
-    triton, cpu = (
-        [f"{kind}_{scheme}" for scheme in ("w4a16", "w8a16", "w8a8")] for kind in ("triton", "cpu")
-    )
-    assert names == [*triton, *cpu, "dense", "reference"]
+    weight_only = ["triton_w4a16", "triton_w8a16"]
+    cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
+    assert names == [*weight_only, "hopper_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0] == "-> triton_w4a16: supported"
 
@@ -81,12 +80,31 @@ def w8a8_problem(**changes):
     return linear_problem(spec=scheme.weight, activation=scheme.activation) | changes
 
 
-def test_8_bit_activations_have_a_kernel():
-    assert taken(explain("linear", **w8a8_problem())) == ["triton_w8a8"]
-    for name in ("w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
+@pytest.mark.parametrize("sm_90", [True, False])
+def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
+    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
-        assert taken(explain("linear", **problem)) == ["triton_w8a8"], name
+        want = "hopper_w8a8" if sm_90 else "triton_w8a8"
+        assert taken(explain("linear", **problem)) == [want], name
+
+
+@pytest.mark.parametrize(
+    "sm_90, gluon, changes, reason",
+    [
+        (False, True, {}, "sm_90"),
+        (True, False, {}, "gluon"),
+        (True, True, {"dtype": torch.float32}, "float32"),
+        (True, True, {"in_features": 48}, "divisible by 32"),
+    ],
+)
+def test_the_sm_90_row_says_why_it_cannot(monkeypatch, sm_90, gluon, changes, reason):
+    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "_has_gluon", lambda: gluon)
+    explanation = explain("linear", **w8a8_problem(**changes))
+    row = next(c for c in explanation if c.name == "hopper_w8a8")
+    assert not row.taken and reason in row.reason
 
 
 @pytest.mark.parametrize(
@@ -128,10 +146,75 @@ def test_quantize_checks_its_arguments():
 
 def test_rounding_says_how_long_a_row_may_be():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
-    for op, longest in (("quantize_input", 2**15), ("silu_and_mul_quantize", 2**14)):
+    for op, longest in (("quantize_input", 2**15), ("rms_norm_quantize", 2**14)):
         assert taken(explain(op, **problem, in_features=longest)) == ["triton"]
         explanation = explain(op, **problem, in_features=longest + 32)
         assert taken(explanation) == ["reference"] and str(longest) in explanation[0].reason
+    silu = problem | {"in_features": 2**15}
+    assert taken(explain("silu_and_mul_quantize", **silu)) == ["triton"]
+    silu["dtype"] = torch.float32
+    assert taken(explain("silu_and_mul_quantize", **silu)) == ["reference"]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"in_features": 4096 + 64}, "divide the inputs"),
+        ({"activation": ActivationSpec(type="float", per="group", group_size=48)}, "32, 64"),
+    ],
+)
+def test_groups_of_inputs_are_rounded_by_a_kernel(changes, reason):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "in_features": 4096}
+    problem |= {"activation": ActivationSpec(type="float", per="group")} | changes
+    explanation = explain("quantize_input", **problem)
+    assert taken(explanation) == ["triton" if reason is None else "reference"]
+    assert reason is None or reason in explanation[0].reason
+    assert taken(explain("rms_norm_quantize", **problem)) == ["reference"], "not fused"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"in_features": 4096 + 32}, "divide the inputs"),
+        ({"activation": ActivationSpec(per="group")}, "both sides"),
+        ({"activation": ActivationSpec(type="float", per="group", group_size=64)}, "128 x 128"),
+        ({"activation": ActivationSpec(type="float")}, "not blocks"),
+    ],
+)
+def test_float8_in_blocks_has_a_kernel(changes, reason):
+    scheme = Scheme.parse("w8a8-fp8-block")
+    problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation, in_features=4096)
+    problem |= changes
+    explanation = explain("linear", **problem)
+    row = next(c for c in explanation if c.name == "triton_w8a8")
+    if reason is None:
+        assert taken(explanation)[0] in ("hopper_w8a8", "triton_w8a8")
+    else:
+        assert taken(explanation) == ["reference"] and reason in row.reason
+
+
+def test_zero_points_are_checked():
+    scheme = Scheme.parse("w8a8")
+    packed = with_activation(round_to_nearest(torch.randn(32, 64), scheme.weight), scheme, None)
+    weight = ops.prepare_weight(packed, torch.float32)
+    x = torch.randn(3, 64) + 2
+    codes, scales, zeros = ops.quantize_input_asymmetric(x)
+    y = ops.linear_codes(codes, scales, weight, zeros_M1=zeros)
+    want = ((codes.float() - zeros) * scales) @ packed.dequantize().t()
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+    for wrong in (zeros.float(), zeros[:2], zeros[:, 0]):
+        with pytest.raises(KernelError, match="zeros"):
+            ops.linear_codes(codes, scales, weight, zeros_M1=wrong)
+    float8 = Scheme.parse("w8a8-fp8")
+    packed = with_activation(round_to_nearest(torch.randn(32, 64), float8.weight), float8, None)
+    weight = ops.prepare_weight(packed, torch.float32)
+    codes, scales = ops.quantize_input(x, float8.activation)
+    with pytest.raises(KernelError, match="float8"):
+        ops.linear_codes(codes, scales, weight, zeros_M1=zeros)
+    with pytest.raises(KernelError, match="2 dims"):
+        ops.quantize_input_asymmetric(x[0])
 
 
 def test_given_codes_are_checked():

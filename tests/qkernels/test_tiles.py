@@ -14,6 +14,7 @@ from qkernels.tiles import (
     ceil_div,
     chunk_split,
     fitted,
+    hopper_tile,
     int8_tile,
     linear_block_k,
     linear_padded_n,
@@ -81,6 +82,62 @@ MEASURED_INT8 = {
 def test_the_measured_int8_tiles(shape, M):
     tile = int8_tile(M, *SHAPES[shape], H200_SMS)
     assert (tile.block_m, tile.block_n, tile.split) == MEASURED_INT8[shape][M]
+
+
+# (warpgroups, rows of each, block_right, split, blocks of an SM, weight left)
+MEASURED_HOPPER = {
+    "qkv": {
+        **{1: (2, 64, 16, 1, 1, True), 16: (1, 64, 16, 1, 1, True), 64: (1, 64, 64, 1, 1, True)},
+        **{128: (1, 64, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
+        **{1024: (3, 64, 256, 1, 1, True), 4096: (2, 128, 128, 1, 1, False)},
+    },
+    "o": {1: (1, 64, 16, 4, 2, True), 32: (1, 64, 32, 1, 1, True)},
+    "gate_up": {
+        **{1: (2, 64, 16, 1, 2, True), 32: (1, 64, 32, 1, 2, True), 64: (2, 64, 64, 1, 1, True)},
+        **{128: (2, 64, 128, 1, 1, True), 256: (2, 64, 256, 1, 1, True)},
+        **{1024: (2, 128, 128, 1, 1, False)},
+    },
+    "down": {
+        **{1: (1, 64, 16, 4, 2, True), 64: (1, 64, 64, 1, 1, True)},
+        **{128: (1, 64, 128, 2, 1, True), 256: (1, 64, 128, 1, 1, True)},
+        **{1024: (2, 128, 128, 1, 1, False)},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "shape, M", [(shape, M) for shape in MEASURED_HOPPER for M in MEASURED_HOPPER[shape]]
+)
+def test_the_measured_hopper_tiles(shape, M):
+    tile = hopper_tile(M, *SHAPES[shape], H200_SMS)
+    found = (tile.parts, tile.part, tile.block_right, tile.split, tile.blocks_per_sm)
+    assert (*found, tile.weight_left) == MEASURED_HOPPER[shape][M]
+
+
+@pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
+@pytest.mark.parametrize("sm_count", [78, 114, 132])
+@pytest.mark.parametrize("N", [8, 1000, 6144, 151936])
+def test_every_hopper_choice_fits(N, sm_count, kind):
+    for M in (1, 3, 16, 17, 33, 64, 65, 200, 1025, 70000):
+        for K in (32, 4096, 14336, 2**15):
+            tile = hopper_tile(M, N, K, sm_count, kind)
+            assert tile.split == 1 or tile.fits_workspace(M, N)
+            stages = tile.stages * (tile.block_left + tile.block_right) * 128
+            stores = tile.parts * tile.stores * tile.part * tile.store_width * 2
+            shared = stages + stores + 16 * tile.stages
+            # the system takes 1 KB for each block
+            assert tile.stages >= 3 and tile.blocks_per_sm * (shared + 1024) <= 228 * 1024
+            # registers of the block's warpgroups, and what they have after the copying one gave
+            threads = (tile.parts + 1) * 128
+            assert tile.blocks_per_sm * threads * tile.registers <= 65536
+            assert tile.registers % 8 == 0
+            assert tile.parts * tile.consumer_registers + 24 <= (tile.parts + 1) * tile.registers
+            sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
+            assert sums + 24 <= tile.consumer_registers <= 240
+            assert (tile.steps_of_sum == 0) == (kind in ("int", "asymmetric"))
+            assert kind != "asymmetric" or tile.parts < 3
+            # blocks: a warpgroup's rows, or a tile's columns, lie in one block of the weight
+            assert kind != "blocks" or (tile.steps_of_sum == 1 and tile.block_right <= 128)
 
 
 @pytest.mark.parametrize("integers", [True, False], ids=["int8", "float8"])

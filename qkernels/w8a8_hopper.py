@@ -1,0 +1,508 @@
+"""y = x W^T with 8-bit weights and 8-bit activations, for sm_90 alone, in Gluon.
+
+The same sums and the same rounding as w8a8.py. A block keeps its place on an SM and takes one tile
+after another. One of its warps does nothing but start the bulk copies, as far ahead as the ring of
+stages allows; one to three warpgroups multiply, each its own rows of the left operand, and store
+them while the next tile is copied already. Where weights cannot fill the SMs, parts of K go to
+different blocks, and the last of them adds up.
+
+Legend: M rows of x, K inputs, N outputs. Left and right: the operands of the warpgroup product,
+weight and x or x and weight; BL, BR rows of them in a tile, PART rows of BL for each warpgroup.
+"""
+
+from dataclasses import replace
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from formats.weights import Weight
+from qkernels import w8a8
+from qkernels.act_quant import quantize_input
+from qkernels.launch import on_device, sm_count, workspace
+from qkernels.prepared import PreparedWeight
+from qkernels.tiles import HOPPER_BLOCK_K, HopperTile, hopper_tile
+
+# named differently in triton 3.6 and 3.9
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+GL_DTYPES = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
+
+
+def prepare_weight(
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """As w8a8.prepare_weight."""
+    return replace(w8a8.prepare_weight(packed, dtype, device), kernel="hopper_w8a8")
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] to [..., N]: rounded to codes, multiplied, rounded once to x's dtype."""
+    x_MK = x.reshape(-1, weight.in_features)
+    codes_MK, scales_M1 = quantize_input(x_MK, weight.activation, weight.tensors.get("input_scale"))
+    y_MN = linear_codes(codes_MK, scales_M1, weight, bias)
+    return y_MN.view(*x.shape[:-1], weight.out_features)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
+    *,
+    tile: HopperTile | None = None,
+) -> torch.Tensor:
+    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
+    (M, K), N = codes_MK.shape, weight.out_features
+    device, integers = codes_MK.device, codes_MK.dtype == torch.int8
+    y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
+    if M == 0:
+        return y_MN
+    blocks = weight.tensors["scales"].ndim == 2
+    kind = "blocks" if blocks else weight.activation.type if zeros_M1 is None else "asymmetric"
+    tile = tile or hopper_tile(M, N, K, sm_count(device), kind)
+    codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
+    left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
+    scales_N = weight.tensors["scales"]
+    partials, counters = workspace(device)
+    assert tile.split == 1 or tile.fits_workspace(M, N), tile
+    y_block = [tile.part, tile.store_width]
+    y_block = y_block[::-1] if tile.weight_left else y_block
+    with on_device(codes_MK):
+        places = sm_count(device) * tile.blocks_per_sm
+        _w8a8_hopper[(min(places, tile.tiles(M, N) * tile.split),)](
+            _descriptor(left, [tile.part, HOPPER_BLOCK_K]),
+            _descriptor(right, [tile.block_right, HOPPER_BLOCK_K]),
+            _descriptor(y_MN, y_block),
+            scales_M1.contiguous(),
+            scales_N,
+            scales_N if bias is None else bias,
+            counters if zeros_M1 is None else zeros_M1.contiguous(),
+            counters if zeros_M1 is None else weight.tensors["sums"],
+            partials.view(torch.int32) if integers else partials,
+            counters,
+            M,
+            N,
+            K,
+            TILE=tile,
+            HAS_BIAS=bias is not None,
+            HAS_ZEROS=zeros_M1 is not None,
+            BLOCKS=blocks,
+            num_warps=4,
+            maxnreg=tile.registers,
+            launch_pdl=True,
+        )
+    return y_MN
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, GL_DTYPES[tensor.dtype])
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+@gluon.jit
+def _wait_for_kernel_before():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _let_kernel_after_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _place(unit, tiles_left, tiles_right, steps, TILE: gl.constexpr):
+    """(left tile, right tile, first step, end of steps) of one unit of work.
+
+    Blocks that run together share rows of both operands, so that both stay in the L2.
+    """
+    SPLIT: gl.constexpr = TILE.split
+    LEFT_OF_GROUP: gl.constexpr = TILE.left_of_group
+    tile, part = unit // SPLIT, unit % SPLIT
+    group = tile // (LEFT_OF_GROUP * tiles_right)
+    height = gl.minimum(tiles_left - group * LEFT_OF_GROUP, LEFT_OF_GROUP)
+    inside = tile % (LEFT_OF_GROUP * tiles_right)
+    tile_left = group * LEFT_OF_GROUP + inside % height
+    return tile_left, inside // height, part * steps // SPLIT, (part + 1) * steps // SPLIT
+
+
+@gluon.jit
+def _copy(operands, rings, sizes, TILE: gl.constexpr):
+    """The warp that starts all copies: wait for a stage to be free, fill it, tell `full`."""
+    left, right, _ = operands
+    left_bufs, right_bufs, _, full, empty = rings
+    _, _, tiles_left, tiles_right, steps = sizes
+    PART: gl.constexpr = TILE.part
+    PARTS: gl.constexpr = TILE.parts
+    BR: gl.constexpr = TILE.block_right
+    BK: gl.constexpr = left.block_type.shape[1]
+    STAGES: gl.constexpr = TILE.stages
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
+    BYTES: gl.constexpr = (PARTS * PART + BR) * BK
+    first = gl.program_id(0)
+    units = tiles_left * tiles_right * TILE.split
+    # weights never change: their share of the first stages needs no wait for the kernel before
+    tile_left, tile_right, begin, end = _place(first, tiles_left, tiles_right, steps, TILE)
+    started = gl.minimum(end - begin, STAGES)
+    for stage in range(started):
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES)
+        k = (begin + stage) * BK
+        if WEIGHT_LEFT:
+            for i in gl.static_range(PARTS):
+                row = (tile_left * PARTS + i) * PART
+                copy_in(left, [row, k], bar, left_bufs.index(stage * PARTS + i))
+        else:
+            copy_in(right, [tile_right * BR, k], bar, right_bufs.index(stage))
+    _wait_for_kernel_before()
+    stage = 0
+    phase = 1
+    count = 0
+    for unit in range(first, units, gl.num_programs(0)):
+        tile_left, tile_right, begin, end = _place(unit, tiles_left, tiles_right, steps, TILE)
+        for step in range(begin, end):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            fresh = count >= started
+            left_too = fresh if WEIGHT_LEFT else True
+            right_too = True if WEIGHT_LEFT else fresh
+            mbarrier.expect(bar, BYTES, pred=fresh)
+            for i in gl.static_range(PARTS):
+                row = (tile_left * PARTS + i) * PART
+                buf = left_bufs.index(stage * PARTS + i)
+                copy_in(left, [row, step * BK], bar, buf, pred=left_too)
+            buf = right_bufs.index(stage)
+            copy_in(right, [tile_right * BR, step * BK], bar, buf, pred=right_too)
+            count += 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+    _let_kernel_after_start()
+
+
+@gluon.jit
+def _free(empty, stage, pred, STAGES: gl.constexpr):
+    """Tell the copying warp that this warpgroup has read the stage before `stage`."""
+    before = gl.where(stage == 0, STAGES - 1, stage - 1)
+    mbarrier.arrive(empty.index(before), count=1, pred=pred)
+
+
+@gluon.jit
+def _multiply(
+    operands,
+    rings,
+    pointers,
+    sizes,
+    WHICH: gl.constexpr,
+    TILE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """One warpgroup: the products of its rows of the left operand, and their results."""
+    left_bufs, right_bufs, _, full, empty = rings
+    _, _, _, _, _, partials_ptr, counters_ptr = pointers
+    _, _, tiles_left, tiles_right, steps = sizes
+    SUM: gl.constexpr = partials_ptr.dtype.element_ty
+    PART: gl.constexpr = TILE.part
+    PARTS: gl.constexpr = TILE.parts
+    BR: gl.constexpr = TILE.block_right
+    SPLIT: gl.constexpr = TILE.split
+    STAGES: gl.constexpr = TILE.stages
+    STEPS_OF_SUM: gl.constexpr = TILE.steps_of_sum
+    # triton has the integer instruction for up to 224 columns
+    columns: gl.constexpr = min(BR, 128)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+    units = tiles_left * tiles_right * TILE.split
+    _wait_for_kernel_before()
+    stage = 0
+    phase = 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        tile_left, tile_right, begin, end = _place(unit, tiles_left, tiles_right, steps, TILE)
+        row = (tile_left * PARTS + WHICH) * PART
+        column = tile_right * BR
+        sums = gl.zeros([PART, BR], SUM, layout)
+        if STEPS_OF_SUM == 0:
+            for step in range(begin, end):
+                mbarrier.wait(full.index(stage), phase)
+                left = left_bufs.index(stage * PARTS + WHICH)
+                right = right_bufs.index(stage).permute((1, 0))
+                sums = warpgroup_mma(left, right, sums, is_async=True, use_acc=step > begin)
+                sums = warpgroup_mma_wait(1, deps=[sums])
+                _free(empty, stage, step > begin, STAGES)
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+            sums = warpgroup_mma_wait(0, deps=[sums])
+            _free(empty, stage, end > begin, STAGES)
+        else:
+            # the tensor core keeps 14 bits of a float8 sum: it is emptied into a float32 one
+            for first in range(begin, end, STEPS_OF_SUM):
+                part = gl.zeros([PART, BR], SUM, layout)
+                last = gl.minimum(end, first + STEPS_OF_SUM)
+                for step in range(first, last):
+                    mbarrier.wait(full.index(stage), phase)
+                    left = left_bufs.index(stage * PARTS + WHICH)
+                    right = right_bufs.index(stage).permute((1, 0))
+                    part = warpgroup_mma(left, right, part, is_async=True, use_acc=step > first)
+                    part = warpgroup_mma_wait(1, deps=[part])
+                    _free(empty, stage, step > first, STAGES)
+                    stage += 1
+                    if stage == STAGES:
+                        stage = 0
+                        phase ^= 1
+                if BLOCKS:
+                    scales = _scales_of_step(pointers, sizes, row, column, first, TILE, layout)
+                part = warpgroup_mma_wait(0, deps=[part])
+                _free(empty, stage, True, STAGES)
+                if BLOCKS:
+                    part = part * gl.expand_dims(scales, 0 if TILE.weight_left else 1)
+                sums += part
+        complete = True
+        if SPLIT > 1:
+            # the warpgroups of one part of the output meet at one counter, one slot for each
+            place = unit // SPLIT * PARTS + WHICH
+            rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
+            columns_ = gl.arange(0, BR, gl.SliceLayout(0, layout))
+            slots = partials_ptr + place * (SPLIT * PART * BR)
+            slots = slots + gl.expand_dims(rows, 1) * BR + gl.expand_dims(columns_, 0)
+            gl.store(slots + unit % SPLIT * (PART * BR), sums)
+            # every thread's partial sums are out before one thread counts the warpgroup in
+            warpgroup_barrier()
+            arrived = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel")
+            complete = arrived == SPLIT - 1
+            if complete:
+                # in order, so the bits do not depend on who came last
+                sums = gl.load(slots, cache_modifier=".cg")
+                for i in gl.static_range(1, SPLIT):
+                    sums += gl.load(slots + i * (PART * BR), cache_modifier=".cg")
+                gl.store(counters_ptr + place, 0)
+        if complete:
+            _store(
+                operands,
+                rings,
+                pointers,
+                sizes,
+                sums,
+                row,
+                column,
+                WHICH,
+                TILE,
+                HAS_BIAS,
+                HAS_ZEROS,
+                BLOCKS,
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layout: gl.constexpr):
+    """For x and weight with a scale for each 128 inputs: their products, one for each row of x.
+
+    A warpgroup's rows of the left operand, and the columns of a tile, lie in one block of the
+    weight.
+    """
+    input_scales_ptr, scales_ptr, _, _, _, _, _ = pointers
+    M, _, _, _, steps = sizes
+    if TILE.weight_left:
+        m = column + gl.arange(0, TILE.block_right, gl.SliceLayout(0, layout))
+        block = row // 128
+    else:
+        m = row + gl.arange(0, TILE.part, gl.SliceLayout(1, layout))
+        block = column // 128
+    m = gl.minimum(m, M - 1)
+    input_scales = gl.load(input_scales_ptr + m.to(gl.int64) * steps + step)
+    return input_scales * gl.load(scales_ptr + block * steps + step)
+
+
+@gluon.jit
+def _pieces(x, COUNT: gl.constexpr):
+    """x [rows, columns] as COUNT tensors of neighbouring columns; the registers stay."""
+    xs = (x,)
+    for _ in gl.static_range(COUNT.bit_length() - 1):
+        halves = ()
+        for j in gl.static_range(len(xs)):
+            pair = xs[j].reshape(xs[j].shape[0], 2, xs[j].shape[1] // 2).permute(0, 2, 1)
+            halves += pair.split()
+        xs = halves
+    return xs
+
+
+@gluon.jit
+def _store(
+    operands,
+    rings,
+    pointers,
+    sizes,
+    sums,
+    row,
+    column,
+    WHICH: gl.constexpr,
+    TILE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """Sums times both scales, plus bias, rounded once, through shared memory by bulk copies."""
+    _, _, y = operands
+    _, _, y_bufs, _, _ = rings
+    input_scales_ptr, scales_ptr, bias_ptr, zeros_ptr, weight_sums_ptr, _, _ = pointers
+    M, N, _, _, _ = sizes
+    PART: gl.constexpr = TILE.part
+    BR: gl.constexpr = TILE.block_right
+    STORES: gl.constexpr = TILE.stores
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
+    WIDTH: gl.constexpr = TILE.store_width
+    pieces = _pieces(sums, BR // WIDTH)
+    M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
+    layout: gl.constexpr = pieces[0].type.layout
+    for j in gl.static_range(BR // WIDTH):
+        rows = row + gl.arange(0, PART, gl.SliceLayout(1, layout))
+        columns = column + j * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+        m, n = (columns, rows) if WEIGHT_LEFT else (rows, columns)
+        # beyond the edge nothing is stored; any scale will do there
+        m, n = gl.minimum(m, M - 1), gl.minimum(n, N - 1)
+        piece = pieces[j]
+        if HAS_ZEROS:
+            # sum of (code - zero) * weight code, still exact
+            zeros = gl.expand_dims(gl.load(zeros_ptr + m), M_AXIS)
+            piece = piece - zeros * gl.expand_dims(gl.load(weight_sums_ptr + n), 1 - M_AXIS)
+        result = piece.to(gl.float32)
+        if not BLOCKS:
+            result = result * gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
+            result = result * gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + n).to(gl.float32)
+            result = result + gl.expand_dims(bias, 1 - M_AXIS)
+        buf = y_bufs.index(WHICH * STORES + j % STORES)
+        # the copy out of this buffer that was started STORES pieces ago has read it
+        tma.store_wait(STORES - 1)
+        if WEIGHT_LEFT:
+            buf.permute((1, 0)).store(result.to(y.dtype))
+        else:
+            buf.store(result.to(y.dtype))
+        fence_async_shared()
+        if WEIGHT_LEFT:
+            copy_out(y, [column + j * WIDTH, row], buf)
+        else:
+            copy_out(y, [row, column + j * WIDTH], buf)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _w8a8_hopper(
+    left,  # descriptor of the codes of one operand: the weight's if WEIGHT_LEFT
+    right,  # descriptor of the other's
+    y,  # descriptor of the result [M, N]
+    input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
+    scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
+    bias_ptr,  # [N], read if HAS_BIAS
+    zeros_ptr,  # [M], read if HAS_ZEROS: x is scale * (code - zero)
+    weight_sums_ptr,  # [N], of the weight's codes, read if HAS_ZEROS
+    partials_ptr,  # a slot for every part of every tile, if SPLIT > 1
+    counters_ptr,  # zero, one for each warpgroup's share of a tile
+    M,
+    N,
+    K,
+    TILE: gl.constexpr,  # a HopperTile
+    HAS_BIAS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    BLOCKS: gl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
+):
+    PART: gl.constexpr = TILE.part
+    PARTS: gl.constexpr = TILE.parts
+    BR: gl.constexpr = TILE.block_right
+    BK: gl.constexpr = left.block_type.shape[1]
+    STAGES: gl.constexpr = TILE.stages
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
+    steps = gl.cdiv(K, BK)
+    tiles_left = gl.cdiv(N if WEIGHT_LEFT else M, PARTS * PART)
+    tiles_right = gl.cdiv(M if WEIGHT_LEFT else N, BR)
+    left_bufs = gl.allocate_shared_memory(left.dtype, [STAGES * PARTS, PART, BK], left.layout)
+    right_bufs = gl.allocate_shared_memory(right.dtype, [STAGES, BR, BK], right.layout)
+    y_bufs = gl.allocate_shared_memory(
+        y.dtype, [PARTS * TILE.stores, y.block_type.shape[0], y.block_type.shape[1]], y.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTS)
+    fence_async_shared()
+    operands = (left, right, y)
+    rings = (left_bufs, right_bufs, y_bufs, full, empty)
+    pointers = (input_scales_ptr, scales_ptr, bias_ptr, zeros_ptr, weight_sums_ptr)
+    pointers += (partials_ptr, counters_ptr)
+    sizes = (M, N, tiles_left, tiles_right, steps)
+    REGISTERS: gl.constexpr = TILE.consumer_registers
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (_copy, (operands, rings, sizes, TILE)),
+            ],
+            [1],
+            [24],
+        )
+    elif PARTS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (_copy, (operands, rings, sizes, TILE)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 0, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 1, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (
+                    _multiply,
+                    (operands, rings, pointers, sizes, 2, TILE, HAS_BIAS, HAS_ZEROS, BLOCKS),
+                ),
+                (_copy, (operands, rings, sizes, TILE)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

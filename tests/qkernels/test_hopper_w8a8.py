@@ -1,0 +1,230 @@
+"""8-bit products of the warp-specialized kernel, which only an sm_90 GPU runs."""
+
+import pytest
+import torch
+
+from formats.scheme import Scheme
+from formats.weights import round_to_nearest, with_activation
+from qkernels import ops
+from qkernels.launch import workspace
+from qkernels.prepared import PreparedWeight
+from qkernels.tiles import HopperTile, hopper_tile
+
+hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="the kernel is for sm_90",
+    ),
+]
+
+TILES = {
+    "one warpgroup": HopperTile(parts=1, block_right=16),
+    "two": HopperTile(parts=2, block_right=32),
+    "three": HopperTile(parts=3, block_right=256),
+    "two parts of K": HopperTile(parts=1, block_right=128, split=2),
+    "three parts of K": HopperTile(parts=2, block_right=64, split=3),
+    "x left": HopperTile(parts=2, block_right=128, weight_left=False, left_of_group=2),
+    "x left, tall": HopperTile(
+        parts=2, part=128, block_right=128, weight_left=False, left_of_group=16, stores=1
+    ),
+    "x left, 4 parts of K": HopperTile(parts=2, block_right=64, weight_left=False, split=4),
+    "wide": HopperTile(parts=2, block_right=256),
+}
+# the last: many tiles for each block, and fewer steps than stages
+SHAPES = [(1, 8, 512), (3, 24, 544), (63, 200, 1056), (118, 1000, 992), (257, 392, 4096)]
+SHAPES += [(1500, 4096, 512)]
+
+
+def random_codes(*shape, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda", generator=generator)
+
+
+def prepared(codes_NK, scales_N, dtype, name="w8a8"):
+    scheme = Scheme.parse(name)
+    return PreparedWeight(
+        kernel="hopper_w8a8",
+        tensors={"codes": codes_NK, "scales": scales_N},
+        spec=scheme.weight,
+        out_features=codes_NK.shape[0],
+        in_features=codes_NK.shape[1],
+        dtype=dtype,
+        activation=scheme.activation,
+    )
+
+
+def exact(codes_MK, scales_M1, codes_NK, scales_N, bias_N=None):
+    """As the kernel rounds: the sum to float32, then each product, then the result."""
+    y_MN = (codes_MK.double() @ codes_NK.double().t()).float() * scales_M1 * scales_N
+    return y_MN if bias_N is None else y_MN + bias_N.float()
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("M, N, K", SHAPES)
+def test_integer_sums_are_exact(poison, half, tile, M, N, K):
+    """Powers of two as scales: bit for bit, whatever the order of the products."""
+    if TILES[tile].split > 1 and not TILES[tile].fits_workspace(M, N):
+        pytest.skip("only few rows are multiplied in parts")
+    codes_MK, codes_NK = random_codes(M, K, seed=M), random_codes(N, K, seed=N)
+    codes_MK[0], codes_NK[0], codes_NK[-1] = -128, -128, 127  # the largest sums there are
+    scales_M1 = 2.0 ** torch.randint(-9, -6, (M, 1), device="cuda")
+    scales_N = 2.0 ** torch.randint(-9, -6, (N,), device="cuda")
+    weight = prepared(codes_NK, scales_N, half)
+    partials, counters = workspace(torch.device("cuda", 0))
+    partials.fill_(float("nan"))
+    got = hopper.linear_codes(codes_MK, scales_M1, weight, tile=TILES[tile])
+    assert torch.equal(got, exact(codes_MK, scales_M1, codes_NK, scales_N).to(half))
+    again = hopper.linear_codes(codes_MK, scales_M1, weight, tile=TILES[tile])
+    assert torch.equal(got, again), "equal inputs, equal bits"
+    assert not counters.any(), "the kernel must leave its counters at zero"
+
+
+@pytest.mark.parametrize("tile", ["two", "three parts of K", "x left, tall", None])
+def test_zero_points_are_subtracted_exactly(poison, half, tile):
+    M, N, K = 77, 136, 608
+    codes_MK, codes_NK = random_codes(M, K), random_codes(N, K, seed=1)
+    zeros_M1 = random_codes(M, 1, seed=2).int()
+    codes_MK[0], codes_NK[0], zeros_M1[0] = -128, -128, 127
+    scales_M1 = torch.full((M, 1), 2.0**-9, device="cuda")
+    weight = prepared(codes_NK, torch.full((N,), 2.0**-8, device="cuda"), half)
+    weight.tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
+    tile = tile and TILES[tile]
+    got = hopper.linear_codes(codes_MK, scales_M1, weight, zeros_M1=zeros_M1, tile=tile)
+    want = (codes_MK.double() - zeros_M1) @ codes_NK.double().t() / 2**17
+    assert torch.equal(got, want.float().to(half))
+
+
+@pytest.mark.parametrize("tile", ["two", "x left"])
+def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, tile):
+    M, N, K = 77, 136, 608
+    codes_MK, codes_NK = random_codes(M, K), random_codes(N, K, seed=1)
+    scales_M1, scales_N = torch.rand(M, 1, device="cuda") / 99, torch.rand(N, device="cuda")
+    bias_N = torch.randn(N, device="cuda").to(half) * 9
+    weight = prepared(codes_NK, scales_N, half)
+    got = hopper.linear_codes(codes_MK, scales_M1, weight, bias_N, tile=TILES[tile])
+    want = exact(codes_MK.double(), scales_M1.double(), codes_NK, scales_N.double(), bias_N)
+    assert_close(tile, want, got, tolerance(half))
+    worst = (got.double() - want).abs() / want.abs().clamp(min=1e-2)
+    assert worst.max() < 2 * torch.finfo(half).eps
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
+@pytest.mark.parametrize("M", [1, 17, 64, 65, 129, 300, 1025])
+def test_chosen_tiles_round_and_multiply_as_the_portable_kernel(half, poison, name, M):
+    N, K = 1160, 1184
+    scheme = Scheme.parse(name)
+    generator = torch.Generator("cuda").manual_seed(M)
+    weight_NK = torch.randn(N, K, device="cuda", generator=generator)
+    packed = with_activation(
+        round_to_nearest(weight_NK, scheme.weight), scheme, 0.03 if "static" in name else None
+    ).to("cuda")
+    x = torch.randn(M, K, device="cuda", generator=generator).to(half)
+    weight = ops.prepare_weight(packed, half)
+    assert weight.kernel == "hopper_w8a8"
+    got = ops.linear(x, weight)
+    want = ops.linear(x, ops.prepare_weight(packed, half, kernel="triton_w8a8"))
+    if "fp8" in name:  # other sums are cut to 14 bits
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+        assert float((got.double() - want.double()).norm() / want.double().norm()) < 2e-3
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_float8_sums(assert_close, tolerance, half, poison, split):
+    M, N, K = 100, 264, 1408
+    generator = torch.Generator("cuda").manual_seed(split)
+    codes = [
+        torch.randn(rows, K, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+        for rows in (M, N)
+    ]
+    scales_M1, scales_N = torch.rand(M, 1, device="cuda"), torch.rand(N, device="cuda") / 64
+    weight = prepared(codes[1], scales_N, half, "w8a8-fp8")
+    tile = HopperTile(parts=2, block_right=64, split=split, steps_of_sum=1)
+    got = hopper.linear_codes(codes[0], scales_M1, weight, tile=tile)
+    want = exact(codes[0].double(), scales_M1.double(), codes[1], scales_N.double())
+    assert_close("float8", want, got, tolerance(half))
+    for _ in range(5):
+        assert torch.equal(got, hopper.linear_codes(codes[0], scales_M1, weight, tile=tile))
+
+
+def test_codes_of_any_stride_and_of_no_rows(half):
+    codes_NK, scales_N = random_codes(64, 96), torch.rand(64, device="cuda")
+    weight = prepared(codes_NK, scales_N, half)
+    wide_MK = random_codes(14, 192, seed=2)
+    scales = torch.rand(14, 2, device="cuda") / 99
+    dense = hopper.linear_codes(wide_MK[::2, :96].contiguous(), scales[::2, :1], weight)
+    assert torch.equal(hopper.linear_codes(wide_MK[::2, :96], scales[::2, :1], weight), dense)
+    assert torch.equal(
+        ops.linear_codes(wide_MK[3:4, 96:], scales[3:4, 1:], weight),
+        hopper.linear_codes(wide_MK[3:4, 96:].clone(), scales[3:4, 1:].clone(), weight),
+    )
+    assert hopper.linear_codes(wide_MK[:0, :96], scales[:0, :1], weight).shape == (0, 64)
+
+
+@pytest.mark.parametrize("M", [1, 100, 700])
+def test_a_chain_in_a_cuda_graph_follows_its_inputs(half, M):
+    """Each product copies its first weights while the kernels before it still run."""
+    shapes = ((4096, 4096), (14336, 4096), (4096, 14336))
+    scheme = Scheme.parse("w8a8")
+    weights = []
+    for N, K in shapes:
+        packed = round_to_nearest(torch.randn(N, K, device="cuda") / K**0.5, scheme.weight)
+        weights.append(ops.prepare_weight(with_activation(packed, scheme, None), half))
+    x = torch.randn(M, 4096, device="cuda").to(half)
+
+    def chain():
+        y = x
+        for weight in weights:
+            y = ops.linear(y, weight)
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        want = x
+        for weight in weights:
+            want = ops.linear(want, weight)
+            torch.cuda.synchronize()
+        assert torch.equal(y, want)
+
+
+def test_tiles_of_real_shapes_fit_the_gpu(half):
+    for M in (1, 16, 64, 128, 256, 1024, 4096):
+        for N, K in ((6144, 4096), (28672, 4096), (4096, 14336)):
+            tile = hopper_tile(M, N, K, 132)
+            codes_MK, codes_NK = random_codes(M, K), random_codes(N, K)
+            scales = torch.ones(max(M, N), 1, device="cuda") / 2**17
+            weight = prepared(codes_NK, scales[:N, 0].contiguous(), half)
+            got = hopper.linear_codes(codes_MK, scales[:M], weight, tile=tile)
+            rows = slice(max(0, M - 40), M)
+            want = exact(codes_MK[rows], scales[:M][rows], codes_NK, scales[:N, 0]).to(half)
+            assert torch.equal(got[rows], want), (M, N, K)
+
+
+@pytest.mark.parametrize("M", [1, 17, 64, 100, 257, 700])
+@pytest.mark.parametrize("N", [72, 1160])
+def test_float8_in_blocks_is_the_portable_kernel(assert_close, tolerance, half, poison, M, N):
+    K, scheme = 1664, Scheme.parse("w8a8-fp8-block")
+    generator = torch.Generator("cuda").manual_seed(M)
+    weight_NK = torch.randn(N, K, device="cuda", generator=generator)
+    weight_NK *= 2.0 ** (torch.arange(N, device="cuda") // 128 % 5)[:, None]
+    weight_NK *= 2.0 ** (torch.arange(K, device="cuda") // 128 % 3)
+    packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
+    bias = torch.randn(N, device="cuda").to(half)
+    x = torch.randn(M, K, device="cuda", generator=generator)
+    x = (x * 2.0 ** (torch.arange(K, device="cuda") // 128 % 4)).to(half)
+    weight = ops.prepare_weight(packed, half)
+    assert weight.kernel == "hopper_w8a8"
+    got = ops.linear(x, weight, bias)
+    want = ops.linear(x.double().float(), ops.prepare_weight(packed, torch.float32), bias.float())
+    assert_close("blocks", want, got, tolerance(half))
+    assert torch.equal(got, ops.linear(x, weight, bias)), "equal inputs, equal bits"

@@ -1,0 +1,129 @@
+"""Layers that take codes get them from the operation before; the logits are those without that."""
+
+import json
+
+import pytest
+import torch
+
+from calibrate.layer_map import find_layer_map
+from calibrate.pipeline import quantize_checkpoint
+from formats.scheme import Scheme
+from qkernels import ops
+from qkernels.prepared import PreparedWeight
+from qserve.llm import LLM
+from qserve.model.linear import FloatLinear, SplitLinear
+from qserve.sampling_params import SamplingParams
+
+TOKENS = [3, 17, 200, 5, 9, 77, 41, 300, 8, 1, 2, 500]
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_model, tmp_path_factory):
+    """Scheme -> folder of the tiny Llama-like model in it."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            source = tiny_model("llama")
+            config = json.loads((source / "config.json").read_text())
+            layer_map = find_layer_map(config)
+            names = [n for i in range(LAYERS) for n in layer_map.linear_names(i, config)]
+            made[name] = tmp_path_factory.mktemp("fused") / "model"
+            quantize_checkpoint(
+                source,
+                made[name],
+                scheme=Scheme.parse(name),
+                output_format="compressed-tensors",
+                progress=False,
+                input_scales=dict.fromkeys(names, 0.05) if "static" in name else None,
+            )
+        return made[name]
+
+    return make
+
+
+def run(folder):
+    llm = LLM(folder, device="cpu", max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompts = [TOKENS[start:] for start in range(4)]
+    outputs = llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return llm.logits(TOKENS), tokens
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
+def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, name):
+    counts = dict.fromkeys(
+        ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize", "linear_codes"), 0
+    )
+
+    def counted(op, run_op):
+        def call(*args):
+            counts[op] += 1
+            return run_op(*args)
+
+        return call
+
+    for op in counts:
+        monkeypatch.setattr(ops, op, counted(op, getattr(ops, op)))
+    fused_logits, fused_tokens = run(quantized(name))
+    assert all(counts.values()), counts
+    # of each layer one linear after each norm, and one after the activation
+    assert counts["silu_and_mul_quantize"] * 3 == counts["linear_codes"]
+    norms = counts["rms_norm_quantize"] + counts["add_rms_norm_quantize"]
+    assert norms == 2 * counts["silu_and_mul_quantize"]
+    before = dict(counts)
+    monkeypatch.setattr(PreparedWeight, "input_rounding", None)
+    logits, tokens = run(quantized(name))
+    assert counts == before, "without fusion none of them runs"
+    assert torch.equal(logits, fused_logits)
+    assert tokens == fused_tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8"])
+def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(quantized, monkeypatch, name):
+    def gpu_logits():
+        return LLM(quantized(name), device="cuda", max_model_len=64).logits(TOKENS).float()
+
+    fused = gpu_logits()
+    monkeypatch.setattr(PreparedWeight, "input_rounding", None)
+    apart = gpu_logits()
+    assert (fused - apart).norm() < 0.02 * apart.norm()
+
+
+@pytest.mark.parametrize("name", ["w8a8-fp8-block", "w8a16-sym-g32"])
+def test_layers_that_take_no_codes_get_none(quantized, monkeypatch, name):
+    monkeypatch.setattr(ops, "linear_codes", None)
+    assert run(quantized(name))[0].isfinite().all()
+
+
+def test_split_layers_take_codes_only_where_all_parts_round_alike():
+    def part(name, scale=None):
+        linear = FloatLinear(torch.zeros(8, 16))
+        activation = Scheme.parse(name).activation
+        weight = PreparedWeight(
+            kernel="reference",
+            tensors={} if scale is None else {"input_scale": torch.tensor(scale)},
+            spec=Scheme.parse(name).weight,
+            out_features=8,
+            in_features=16,
+            dtype=torch.float32,
+            activation=activation,
+        )
+        linear.input_rounding = weight.input_rounding
+        return linear
+
+    same = SplitLinear([part("w8a8"), part("w8a8")])
+    assert same.input_rounding == part("w8a8").input_rounding
+    for parts in (
+        [part("w8a8"), part("w8a8-fp8")],
+        [part("w8a8"), FloatLinear(torch.zeros(8, 16))],
+        [FloatLinear(torch.zeros(8, 16)), part("w8a8")],
+        [part("w8a8-static", 0.1), part("w8a8-static", 0.2)],
+        # equal, but to see it the host would wait for the GPU in every step
+        [part("w8a8-static", 0.1), part("w8a8-static", 0.1)],
+        [part("w8a8-fp8-block"), part("w8a8-fp8-block")],
+    ):
+        assert SplitLinear(parts).input_rounding is None
