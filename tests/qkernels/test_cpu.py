@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,11 +113,21 @@ def test_the_gradient_for_x(scheme):
 
 
 @packed_products
+def test_a_code_at_its_zero_point_weighs_nothing():
+    """The zero is computed from the rounded scale; from the exact one a rest would stay."""
+    zeros = torch.tensor([0, 4, 6, 7, 8, 9, 10, 12] * 2, dtype=torch.uint8)[:, None]
+    scales = torch.linspace(0.01, 0.02, 16)[:, None]
+    spec = QuantSpec(bits=4, symmetric=False, group_size=32)
+    packed = PackedWeight.from_codes(zeros.expand(16, 32), scales, zeros, spec)
+    weight = ops.prepare_weight(packed, torch.bfloat16)
+    assert weight.kernel == "cpu_w4a16"
+    assert not ops.linear(torch.ones(2, 32).bfloat16(), weight).any()
+
+
+@packed_products
 def test_inputs_in_another_order():
     packed = random_weight(32, 64, 4, True, 32)
     order = torch.randperm(64)
-    from dataclasses import replace
-
     weight = ops.prepare_weight(replace(packed, input_order=order), torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
     plain = ops.prepare_weight(packed, torch.bfloat16)
