@@ -59,6 +59,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         overrides=[parse_override(text) for text in config.override],
         pad=config.pad,
         max_shard_bytes=parse_size(config.max_shard_size),
+        kv_cache=config.kv_cache_scheme,
         calibration=config.calibration,
         samples=config.samples,
         sequence_length=config.sequence_length,

@@ -11,6 +11,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 FORMATS = ("gptq", "awq", "compressed-tensors")
+KV_CACHES = ("int8", "fp8")
 # The rows of calibrate/recipe.py, by name: this module loads no torch. A test compares the two.
 RECIPES = (
     "rtn",
@@ -107,10 +108,13 @@ class QuantizeConfig:
     calibration: str | None = setting(
         None,
         "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
-        " (default: a small set that the package brings)",
+        " or folder (default: a small set that the package brings)",
     )
     samples: int = setting(128, "calibration windows")
     sequence_length: int = setting(2048, "tokens of a calibration window")
+    kv_cache_scheme: str | None = setting(
+        None, "also write the scales of an 8-bit KV cache (compressed-tensors only)", KV_CACHES
+    )
     seed: int = setting(0, "seed of the order of the texts, and of rotations")
     eval_text: str | None = setting(None, "file to measure perplexity on, before and after")
     spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
