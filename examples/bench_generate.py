@@ -20,6 +20,7 @@ import torch
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from qserve import LLM, SamplingParams
+from qserve.config import KV_CACHE_DTYPES
 
 SHAPES = {
     "llama-3-8b": {
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--float", action="store_true", help="float weights in place of W4A16")
     parser.add_argument("--dtype", default="auto", help="of activations; auto on a CPU: float32")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -125,6 +127,7 @@ def main() -> None:
             load_format="dummy",
             dtype=arguments.dtype,
             enforce_eager=arguments.enforce_eager,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=max(arguments.batch),
             max_model_len=min(8192, arguments.input + arguments.output),
         )
@@ -135,7 +138,10 @@ def main() -> None:
         f"{arguments.shape} {weights}, dtype {arguments.dtype}, on {device}, torch"
         f" {torch.__version__}: up in {start_s:.1f} s, {resident_gib():.2f} GiB of host memory"
     )
-    print(f"{arguments.input} tokens in, {arguments.output} out, random weights")
+    print(
+        f"{arguments.input} tokens in, {arguments.output} out, random weights,"
+        f" KV pages of {llm.engine.runner.kv_format}"
+    )
     for batch in arguments.batch:
         line = measure(llm, batch, arguments.input, arguments.output)
         if arguments.json:

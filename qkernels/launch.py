@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 
 import torch
@@ -46,6 +47,16 @@ def tile_table_of(device: torch.device) -> TileTable:
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends: sm_90 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels with explicit layouts run: on Hopper, with a triton that has them."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and importlib.util.find_spec("triton.experimental.gluon") is not None
+    )
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

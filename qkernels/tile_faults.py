@@ -60,6 +60,8 @@ def attention_tile_fault(tile: AttentionTile, *, heads_per_kv_head: int, **_: ob
     group = power_of_two(heads_per_kv_head)
     if tile.block_m != tile.block_q * group:
         return f"block_m must be block_q times {group}, found {tile.block_m} and {tile.block_q}"
+    if tile.gluon:
+        return "gluon is for 8-bit pages, which no table is for"
     if not _is_power(tile.keys, 16, 256):
         return f"keys must be a power of two from 16 to 256, found {tile.keys}"
     if not _is_power(tile.split, 1, ATTENTION_MAX_SPLIT):

@@ -10,6 +10,7 @@ from typing import Any
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 FORMATS = ("gptq", "awq", "compressed-tensors")
 KV_CACHES = ("int8", "fp8")
 # The rows of calibrate/recipe.py, by name: this module loads no torch. A test compares the two.
@@ -65,6 +66,12 @@ class EngineConfig:
         0.9, "share of the GPU's memory for weights, activations and KV pages"
     )
     block_size: int = setting(16, "tokens of one KV page")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "what KV pages hold; auto: 8 bits if the checkpoint was calibrated for them, else --dtype;"
+        " int8, fp8: half the memory, scales found on write where the checkpoint has none",
+        KV_CACHE_DTYPES,
+    )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV pages, in place of what the memory allows"
     )

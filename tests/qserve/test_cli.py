@@ -19,6 +19,7 @@ ENGINE_FLAGS = {
     "--dtype",
     "--enforce-eager",
     "--gpu-memory-utilization",
+    "--kv-cache-dtype",
     "--load-format",
     "--max-model-len",
     "--max-num-batched-tokens",
