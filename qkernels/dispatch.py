@@ -286,14 +286,19 @@ def _supports_all(problem: Problem) -> str | None:
     return None
 
 
-def _rows(op: str, module: str, supports: Callable[[Problem], str | None]) -> tuple[Kernel, ...]:
+def _rows(
+    op: str,
+    module: str,
+    supports: Callable[[Problem], str | None],
+    reference: str = "qkernels.reference",
+) -> tuple[Kernel, ...]:
     """A triton row and the plain torch row under it."""
     return (
         Kernel(op=op, name="triton", module=module, priority=20, supports=supports),
         Kernel(
             op=op,
             name="reference",
-            module="qkernels.reference",
+            module=reference,
             priority=10,
             supports=_supports_all,
         ),
@@ -367,6 +372,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("apply_rope", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
     *_rows("rope_write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
+    *_rows("sample_", "qkernels.sampling", _needs_triton_on_gpu, "qkernels.reference_sampling"),
 )
 
 
