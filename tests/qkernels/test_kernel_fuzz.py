@@ -19,8 +19,20 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import elementwise, kv_cache, ops, paged_attention, reference, tile_table, w4a16, w8a8
+from qkernels import (
+    elementwise,
+    kv_cache,
+    ops,
+    paged_attention,
+    reference,
+    reference_sampling,
+    sampling,
+    tile_table,
+    w4a16,
+    w8a8,
+)
 from qkernels.bench.tune import OPTIONS
+from qkernels.sample_settings import SampleRow, SampleSettings
 from qkernels.tiles import LINEAR_MAX_ROWS, Int8Tile, LinearTile
 from tests.qkernels import fuzz
 from tests.qkernels.fuzz import FuzzedOp
@@ -318,7 +330,41 @@ def fuzz_paged_attention(
     assert_near("paged_attention", want, got, bound)
 
 
+def fuzz_sample(*, S, V, temperature, top_k, top_p, min_p, spread, dtype, seed):
+    logits = rows((S, V), dtype, seed) * spread
+    made = [
+        SampleRow(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed + i,
+            position=i,
+        )
+        for i in range(S)
+    ]
+    settings = SampleSettings.of(made).to(DEVICE)
+    got = sampling.sample_(logits, settings).tokens_S
+    want = reference_sampling.sample_(logits, settings).tokens_S
+    assert torch.equal(got, want), f"drew {got.tolist()}, the twin {want.tolist()}"
+
+
 OPS: dict[str, FuzzedOp] = {
+    "sample": FuzzedOp(
+        run=fuzz_sample,
+        fields={
+            "S": (1, 2, 3, 17, 64),
+            "V": (8, 33, 1000, 2100, 5001, 128256, 151936),
+            "temperature": (0.0, 1.0, 0.3, 2.0),
+            "top_k": (0, 1, 7, 50, 10**9),
+            "top_p": (1.0, 0.9, 0.5, 1e-6),
+            "min_p": (0.0, 0.05, 1.0),
+            "spread": (3, 1, 30),
+            "dtype": FLOAT,
+        },
+        dynamic=("S", "temperature", "top_k", "top_p", "min_p", "spread"),
+        cost=lambda *, S, V, **_: S * V * 100,
+    ),
     "linear": FuzzedOp(
         run=fuzz_linear,
         fields={
