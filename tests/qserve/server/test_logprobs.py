@@ -52,9 +52,12 @@ def test_completion_logprobs(server, asked, entries):
         assert logprob == top[text] == -1.25 and len(top) == entries
 
 
-@pytest.mark.parametrize("stop", [None, "eral re"])
-def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, stop):
-    """Offsets too, also where a stop string holds text back."""
+@pytest.mark.parametrize(
+    ("text", "stop"), [(TEXT, None), (TEXT, "eral re"), ("a \U0001f995 b", None)]
+)
+def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, text, stop):
+    """Offsets too, also where a stop string, or half a character, holds text back."""
+    server.client.text = text
     fields = {"logprobs": 1, "max_tokens": 100, "stop": stop}
     whole = server.complete(**fields).json()["choices"][0]["logprobs"]
     parts = [
