@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
-KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
 FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
 CPU_GROUPS = (32, 64, 128, 256)
+KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
 FUSED_MAX_INPUTS = 2**14  # what is computed before takes registers too
 
 
@@ -42,6 +43,8 @@ class Problem:
     page_size: int = 0
     pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
     soft_cap: bool = False  # scores are bent into a range
+    chunk: bool = False  # more query rows than a decode step has
+    bulk_pages: bool = True  # the copy engine takes their address and strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,18 +244,61 @@ def _supports_triton_kv_write(problem: Problem) -> str | None:
     return reason or _refuses_pages(problem)
 
 
+@functools.cache
+def _is_hopper() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether this triton can write Hopper's own instructions; looked up without importing it."""
+    spec = importlib.util.find_spec("triton")
+    inside = "experimental/gluon/language/nvidia/hopper"
+    return any((Path(path) / inside).is_dir() for path in spec.submodule_search_locations or ())
+
+
+def _supports_hopper_attention(problem: Problem) -> str | None:
+    reason = _needs_triton(problem)
+    if reason is not None:
+        return reason
+    if problem.device != "cuda":
+        return "triton's interpreter knows no Gluon"
+    if not _is_hopper():
+        return "made for the tensor core of sm_90"
+    if not _has_gluon():
+        return "this triton has no Gluon for sm_90"
+    if not problem.chunk:
+        return "made for the many rows of a prompt chunk"
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.pages_dtype not in (None, problem.dtype):
+        return f"takes pages of {problem.dtype}, not {problem.pages_dtype}"
+    if not 16 <= problem.head_dim <= 128 or problem.head_dim % 8:
+        return f"takes heads of 16 to 128, divisible by 8, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
+    if not problem.bulk_pages:
+        return "takes pages whose address and strides are multiples of 16 bytes"
+    return None
+
+
 def _supports_all(problem: Problem) -> str | None:
     return None
 
 
-def _rows(op: str, module: str, supports: Callable[[Problem], str | None]) -> tuple[Kernel, ...]:
+def _rows(
+    op: str,
+    module: str,
+    supports: Callable[[Problem], str | None],
+    reference: str = "qkernels.reference",
+) -> tuple[Kernel, ...]:
     """A triton row and the plain torch row under it."""
     return (
         Kernel(op=op, name="triton", module=module, priority=20, supports=supports),
         Kernel(
             op=op,
             name="reference",
-            module="qkernels.reference",
+            module=reference,
             priority=10,
             supports=_supports_all,
         ),
@@ -308,6 +354,13 @@ KERNELS: tuple[Kernel, ...] = (
         priority=10,
         supports=_supports_all,
     ),
+    Kernel(
+        op="paged_attention",
+        name="triton_hopper",
+        module="qkernels.attention_hopper",
+        priority=30,
+        supports=_supports_hopper_attention,
+    ),
     *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
     *_rows("quantize_input", "qkernels.act_quant", _supports_triton_quantize),
     *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_fused_quantize),
@@ -319,6 +372,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("apply_rope", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
     *_rows("rope_write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
+    *_rows("sample_", "qkernels.sampling", _needs_triton_on_gpu, "qkernels.reference_sampling"),
 )
 
 

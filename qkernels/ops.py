@@ -2,9 +2,9 @@
 
 Knows no kernel. Legend: M rows of x, K inputs, N outputs, G groups, T tokens of a step, R requests,
 H query heads, J KV heads, D head dim, P pages, B tokens of a page, X pages of a block table, C
-channels, I intermediate size. On a GPU no operation waits for the device, so all may be captured in
-a CUDA graph (the plain torch `paged_attention`, taken where triton is missing, is the one
-exception).
+channels, I intermediate size, S sampled rows, V vocabulary, W rows of the history table. On a GPU
+no operation waits for the device, so all may be captured in a CUDA graph (the plain torch
+`paged_attention`, taken where triton is missing, is the one exception).
 """
 
 import math
@@ -18,6 +18,8 @@ from qkernels import dispatch
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
+from qkernels.sample_settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
+from qkernels.tiles import ATTENTION_FEW_ROWS
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
@@ -355,6 +357,7 @@ def paged_attention(
             f"{max_context_len} keys do not fit in {block_tables_RX.shape[1]} pages"
             f" of {k_pages_PBJD.shape[1]}",
         )
+    chunk = heads // k_pages_PBJD.shape[2] * max_query_len > ATTENTION_FEW_ROWS
     problem = Problem(
         device=q_THD.device.type,
         dtype=q_THD.dtype,
@@ -362,6 +365,8 @@ def paged_attention(
         page_size=k_pages_PBJD.shape[1],
         pages_dtype=k_pages_PBJD.dtype,
         soft_cap=soft_cap is not None,
+        chunk=chunk,
+        bulk_pages=not chunk or _can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
     )
     return dispatch.implementation("paged_attention", problem)(
         q_THD,
@@ -378,6 +383,37 @@ def paged_attention(
         k_scales_PBJ=k_scales_PBJ,
         v_scales_PBJ=v_scales_PBJ,
     )
+
+
+def sample_(
+    logits_SV: torch.Tensor,
+    settings: SampleSettings,
+    history_WV: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> Samples:
+    """Draw a token from each row of logits [S, V], as `settings` says (sample_settings.py).
+
+    `settings` are on the logits' device. `history` [W, V] int32 holds, for each row with penalties,
+    2 * (times in the output) + (in the prompt) of every token; drawn tokens are added in place. A
+    row's draw depends on nothing but that row. INVALID_TOKEN stands for a row that holds NaN.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    _check_float("sample_ logits", logits_SV)
+    rows, vocabulary = _expect_ndim("sample_ logits", logits_SV, 2)
+    if not 0 < vocabulary < 2**31 - 1:
+        raise KernelError("sample_ logits", f"expected at least one column, found {vocabulary}")
+    int64 = (torch.int64,)
+    _check("sample_ settings", settings.words_SP, (rows, NUM_WORDS), int64, logits_SV)
+    _check("sample_ bias", settings.bias_E, (None,), int64, logits_SV)
+    if settings.num_logprobs > MAX_LOGPROBS:
+        found = settings.num_logprobs
+        raise KernelError("sample_ num_logprobs", f"expected at most {MAX_LOGPROBS}, found {found}")
+    if history_WV is not None:
+        _check("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
+        if not history_WV.is_contiguous():
+            raise KernelError("sample_ history", "expected a contiguous table")
+    problem = Problem(device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel)
+    return dispatch.implementation("sample_", problem)(logits_SV, settings, history_WV)
 
 
 def _run(op: str, x: torch.Tensor):
@@ -507,6 +543,18 @@ def _check(
         raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
     if tensor.device != beside.device:
         raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+
+
+def _can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
+    return all(
+        number % 16 == 0
+        for tensor in tensors
+        for number in (
+            tensor.data_ptr(),
+            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
+        )
+    )
 
 
 def _check_dense_heads(name: str, pages: torch.Tensor) -> None:

@@ -60,18 +60,16 @@ def paged_attention(
             "max_context_len": max_context_len,
             "window": window,
         }
-        row = None
-        if k_scales_PBJ is None:  # tables hold tiles for pages of the queries' dtype
+        row = None  # tables hold tiles for pages of the queries' own dtype
+        if k_scales_PBJ is None:
             row = tile_table_of(q_THD.device).find("paged_attention", **problem)
-        tile = (
-            row.tile
-            if row
-            else attention_tile(
-                **problem,
-                page_element_size=k_pages_PBJD.element_size(),
-                sm_count=sm_count(q_THD.device),
-                gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
-            )
+        tile = row.tile if row else None
+    if tile is None:
+        tile = attention_tile(
+            **problem,
+            page_element_size=k_pages_PBJD.element_size(),
+            sm_count=sm_count(q_THD.device),
+            gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
         )
     partials = sums = None
     if tile.split > 1:

@@ -225,6 +225,8 @@ class AttentionTile:
     gluon: bool = False  # coded_decode.py does it; it has its own keys and warps
 
 
+# Up to so many rows of a KV head a request decodes: its keys are what takes time, not its products.
+ATTENTION_FEW_ROWS = 32
 ATTENTION_MAX_SPLIT = 32
 GLUON_ROWS = 8  # of a block of coded_decode.py: the narrow side of the tensor core's product
 # A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
@@ -248,7 +250,7 @@ def attention_tile(
 ) -> AttentionTile:
     """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
     group = power_of_two(heads_per_kv_head)
-    few_rows = group * max_query_len <= 32
+    few_rows = group * max_query_len <= ATTENTION_FEW_ROWS
     programs = max(1, num_requests * num_kv_heads)
     split = 1
     if few_rows:
@@ -289,3 +291,26 @@ def attention_tile(
         stages=stages,
         gluon=gluon,
     )
+
+
+CHUNK_ROWS = 128  # query rows of a tile of attention_hopper.py: tokens times heads of a KV head
+CHUNK_KEYS = 128  # of one step: 64 take a sixth longer, and 256 have no room in registers
+CHUNK_STAGES = (
+    2  # steps whose keys and values have room in shared memory, beside two tiles' queries
+)
+CHUNK_MAX_SPLIT = 32
+# 128 rows on 32768 keys, 32 tiles: 483 us in 1 part, 249 in 2, 154 in 4, 144 in 8, which are more
+# tiles than SMs. The least worth while was not measured.
+CHUNK_MIN_KEYS_OF_PART = 1024
+
+
+def chunk_split(tiles: int, visible: int, sm_count: int) -> int:
+    """Parts of the context of a chunk, where its tiles leave SMs idle; `visible` keys of a row."""
+    split = 1
+    while (
+        2 * split <= CHUNK_MAX_SPLIT
+        and 2 * split * tiles <= sm_count
+        and 2 * split * CHUNK_MIN_KEYS_OF_PART <= visible
+    ):
+        split *= 2
+    return split

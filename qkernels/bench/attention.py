@@ -17,6 +17,9 @@ ATTENTION_SHAPES = {
     "32768x1": (32768, 1),
     "8192x2048": (8192, 2048),
     "4096x512": (4096, 512),
+    "2048x2048": (2048, 2048),
+    "512x512": (512, 512),
+    "32768x128": (32768, 128),
 }
 ATTENTION_M = {
     "1024x1": (32, 128),
@@ -25,6 +28,9 @@ ATTENTION_M = {
     "32768x1": (1,),
     "8192x2048": (1,),
     "4096x512": (4,),
+    "2048x2048": (1,),
+    "512x512": (16,),
+    "32768x128": (1,),
 }
 KV_WRITE_SHAPES = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CODED_NAMES = {torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
@@ -57,6 +63,16 @@ def _paged_attention(
         lengths = torch.full((m,), context, device="cuda", dtype=torch.int32)
         q = torch.randn(m * rows, H, D, device="cuda", dtype=torch.bfloat16)
 
+        problem = {
+            "num_requests": m,
+            "num_kv_heads": J,
+            "heads_per_kv_head": H // J,
+            "head_dim": D,
+            "element_size": q.element_size(),
+            "max_query_len": rows,
+            "max_context_len": context,
+            "window": None,
+        }
         call = functools.partial(
             ops.paged_attention,
             q,
@@ -113,19 +129,7 @@ def _paged_attention(
             want=want.transpose(1, 2).reshape(m * rows, H, D),
             allowed_error=1e-2,
             baselines=others,
-            tuned=(
-                "paged_attention",
-                {
-                    "num_requests": m,
-                    "num_kv_heads": J,
-                    "heads_per_kv_head": H // J,
-                    "head_dim": D,
-                    "element_size": q.element_size(),
-                    "max_query_len": rows,
-                    "max_context_len": context,
-                    "window": None,
-                },
-            ),
+            tuned=None if codes else ("paged_attention", problem),
         )
 
 

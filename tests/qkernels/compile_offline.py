@@ -19,10 +19,13 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from qkernels import (
     act_quant,
+    attention_hopper,
     coded_decode,
+    elementwise,
     fused_quant,
     kv_cache,
     paged_attention,
+    sampling,
     w4a16,
     w8a8,
 )
@@ -64,8 +67,27 @@ def facts(compiled) -> dict:
         found["stack"] = int(re.search(r"STACK:(\d+)", usage).group(1))
         found["spill_stores"] = len(re.findall(r"\bSTL\b", sass))
         found["hgmma"] = len(re.findall(r"\b[HIQ]GMMA\b", sass))
+        found["loop_spills"] = spills_in_product_loops(sass)
         found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
     return found
+
+
+def spills_in_product_loops(sass: str) -> int:
+    """Registers stored to or loaded from local memory in the innermost loops with products."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    index = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []  # first and last line; a branch without a condition returns from a wait
+    for i, (address, text) in enumerate(lines):
+        target = re.match(r"@!?U?P\d BRA(?:\.\w+)? 0x([0-9a-f]+)$", text)
+        if target and int(target[1], 16) < int(address, 16):
+            loops.append((index[int(target[1], 16)], i))
+    spills = 0
+    for first, last in loops:
+        body = [text for _, text in lines[first : last + 1]]
+        inner = any(first < other and end < last for other, end in loops)
+        if not inner and any("GMMA" in text for text in body):
+            spills += sum(bool(re.search(r"\b(STL|LDL)\b", text)) for text in body)
+    return spills
 
 
 def _run(*command) -> str:
@@ -267,6 +289,29 @@ def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> di
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
+def hopper_case(
+    D: int = 128, group: int = 4, page: int = 16, dtype: str = "bf16", split: int = 1, **changes
+) -> dict:
+    kernel = attention_hopper._chunk_attention
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
+    pointers = dict.fromkeys((n for n in kernel.arg_names if n.endswith("_ptr")), "*i32")
+    pointers |= dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
+    boxes = f"tensordesc<{dtype}[1, {page}, 1, 64],{layout}>"
+    pointers |= dict.fromkeys(("k_desc", "v_desc"), boxes)
+    constants = {"H": 8 * group, "J": 8, "D": D, "PADDED_D": max(64, 1 << math.ceil(math.log2(D)))}
+    constants |= {"WINDOWED": False, "SOFT_CAP": False, "SPLIT": split} | changes
+    for name in ("partials_ptr", "sums_ptr"):
+        pointers[name] = "*fp32"
+        if split == 1:
+            constants[name] = None
+            del pointers[name]
+    absent = {*pointers, *constants}
+    scalars = dict.fromkeys((n for n in kernel.arg_names if n not in absent), "i32")
+    scalars |= {"scale": "fp32", "cap_log2": "fp32"}
+    options = {"num_warps": 4, "maxnreg": attention_hopper.REGISTERS}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
 def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
     kernel, heads = kv_cache._rope_write_kv, max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
     pointers = {"k_ptr": BF16, "v_ptr": BF16, "slots_ptr": "*i64"}
@@ -298,6 +343,32 @@ def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int =
     scalars = {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
     options = {"num_warps": max(1, heads * D // 256)}
     return compile_kernel(kernel, pointers, scalars | {"eps": "fp32"}, constants, options)
+
+
+def sampling_case(kernel) -> dict:
+    types = {"_tokens_ptr": "*i64", "floats": "*fp32", "ints": "*i32", "logits": BF16}
+    types |= {"words": "*i64", "bias": "*i64", "history": "*i32", "group_max": "*fp32"}
+    types |= {"group_list": "*i32", "value_tokens": "*i32", "values": "*fp32", "logprobs": "*fp32"}
+    pointers, scalars = {}, {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            # the longest fitting name: value_tokens_ptr is no _tokens_ptr
+            pointers[name] = types[max((t for t in types if t in name), key=len)]
+        elif name not in ("PADDED_CHUNKS", "INTERPRETED"):
+            scalars[name] = "i32"
+    constants = {"INTERPRETED": False}
+    if "PADDED_CHUNKS" in kernel.arg_names:
+        constants["PADDED_CHUNKS"] = 128
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
+def norm_case(block: int) -> dict:
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "total_ptr"), BF16)
+    options = {"num_warps": 8, "launch_pdl": True}
+    constants = {"BLOCK": block, "EARLY": True}
+    scalars = {"C": "i32", "eps": "fp32"}
+    return compile_kernel(elementwise._rms_norm, pointers, scalars, constants, options)
 
 
 CASES = {
@@ -342,6 +413,12 @@ CASES = {
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
+    "attention hopper": hopper_case,
+    "attention hopper, parts": lambda: hopper_case(D=80, group=7, page=64, dtype="fp16", split=4),
+    "attention hopper, window, soft cap": lambda: hopper_case(WINDOWED=True, SOFT_CAP=True),
+    "sampling, first": lambda: sampling_case(sampling._scan_chunks),
+    "sampling, second": lambda: sampling_case(sampling._pick),
+    "norm, early": lambda: norm_case(4096),
     "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),
 }
 

@@ -151,6 +151,71 @@ def test_given_codes_are_checked():
         ops.linear_codes(codes, scales, plain)
 
 
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"dtype": torch.float16, "head_dim": 80, "soft_cap": True}, None),
+        ({"pages_dtype": torch.bfloat16}, None),
+        ({"chunk": False}, "many rows"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"pages_dtype": torch.int8}, "int8"),
+        ({"pages_dtype": torch.float8_e4m3fn}, "float8"),
+        ({"head_dim": 256}, "256"),
+        ({"head_dim": 20}, "20"),
+        ({"page_size": 8}, "8"),
+        ({"bulk_pages": False}, "16 bytes"),
+        ({"device": "cpu"}, "cpu"),
+    ],
+)
+def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_one(
+    monkeypatch, changes, reason
+):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
+    row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
+    assert row.name == "triton_hopper" and row.taken == (reason is None)
+    assert reason is None or reason in row.reason
+
+
+def test_other_gpus_and_old_tritons_take_the_portable_attention(monkeypatch):
+    pytest.importorskip("triton")
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
+    for name, reason in (("_is_hopper", "sm_90"), ("_has_gluon", "Gluon")):
+        for other in ("_is_hopper", "_has_gluon"):
+            monkeypatch.setattr(dispatch, other, lambda other=other, name=name: other != name)
+        rows = explain("paged_attention", **problem, chunk=True)
+        assert taken(rows) == ["triton"] and reason in rows[0].reason
+    monkeypatch.undo()
+    assert dispatch._has_gluon()
+
+
+def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
+    """32 query heads of 2 KV heads: a token is 16 rows of each KV head."""
+    asked = []
+
+    def spy(op, problem):
+        asked.append((problem.chunk, problem.bulk_pages))
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(dispatch, "implementation", spy)
+    strided = zeros(5, 16, 2, 20)[..., :16]  # 80 bytes from head to head
+    shifted = zeros(5 * 16 * 2 * 16 + 1)[1:].view(5, 16, 2, 16)
+    narrow = zeros(5, 16, 2, 18)[..., :16]  # 72 bytes
+    q = zeros(3, 32, 16)
+    for max_query_len, pages in ((2, None), (3, None), (3, strided), (3, shifted), (3, narrow)):
+        changes = {} if pages is None else {"k_pages": ATTENTION["k_pages"], "v_pages": pages}
+        ops.paged_attention(
+            *(ATTENTION | {"q": q} | changes).values(),
+            scale=1.0,
+            window=None,
+            max_query_len=max_query_len,
+            max_context_len=4,
+        )
+    assert asked == [(False, True), (True, True), (True, True), (True, False), (True, False)]
+
+
 def test_missing_triton_is_a_reason(monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     for op in ("linear", "rms_norm", "paged_attention"):
@@ -260,7 +325,8 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     assert taken(explain(op, **problem)) == ["triton"]
     monkeypatch.setattr(dispatch, "_has_float8_products", lambda: False)
     explanation = explain(op, **problem)
-    assert taken(explanation) == ["reference"] and "sm_89" in explanation[0].reason
+    reason = next(choice.reason for choice in explanation if choice.name == "triton")
+    assert taken(explanation) == ["reference"] and "sm_89" in reason
     assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
 
 

@@ -6,11 +6,13 @@ import pytest
 
 from qkernels.tiles import (
     ATTENTION_MAX_SPLIT,
+    CHUNK_MAX_SPLIT,
     LINEAR_COUNTERS,
     LINEAR_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
     attention_tile,
     ceil_div,
+    chunk_split,
     fitted,
     int8_tile,
     linear_block_k,
@@ -118,6 +120,15 @@ def attention(**changes):
         "sm_count": H200_SMS,
     }
     return attention_tile(**problem | changes)
+
+
+def test_chunks_split_where_their_tiles_leave_sms_idle():
+    assert chunk_split(32, 32768, H200_SMS) == 4
+    assert chunk_split(66, 32768, H200_SMS) == 2
+    assert chunk_split(67, 32768, H200_SMS) == 1
+    assert chunk_split(1, 2048, H200_SMS) == 2
+    assert chunk_split(1, 2047, H200_SMS) == 1
+    assert chunk_split(1, 2**20, H200_SMS) == CHUNK_MAX_SPLIT
 
 
 def test_attention_splits_by_work():
