@@ -84,9 +84,9 @@ def prepare_weight(
     bits = packed.spec.bits
     order = fragment_order if bits == 4 else byte_order
     words_NW = _pad_rows(order(packed.codes()))
-    words = words_NW.unflatten(1, (-1, block_k * bits // 32)).unflatten(0, (-1, LINEAR_TILE_N))
+    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, LINEAR_TILE_N))
     tensors = {
-        "words": words.transpose(1, 2).contiguous(),  # [N/64, K/BK, 64, BK * bits / 32]
+        "words": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
         "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
     }
     if not packed.spec.symmetric:
@@ -262,9 +262,9 @@ def _unpack(
     if BITS == 8:
         e0 = _byte_pair(words, MAGIC, DTYPE, INTERPRETED)
         e1 = _byte_pair(words >> 8, MAGIC, DTYPE, INTERPRETED)
-        # [BN, BK/16, t, e, h] -> [BN, BK/16, h, t, e]
-        values = tl.join(e0, e1).reshape(BN, BK // 16, 4, 2, 2)
-        return values.trans(0, 1, 4, 2, 3).reshape(BN, BK)
+        # [BN, t, BK/16, e, h] -> [BN, BK/16, h, t, e]
+        values = tl.join(e0, e1).reshape(BN, 4, BK // 16, 2, 2)
+        return values.trans(0, 2, 4, 1, 3).reshape(BN, BK)
     else:
         p0 = _pair(words, MAGIC, INTERPRETED)
         p1 = _pair(words >> 4, MAGIC, INTERPRETED)
@@ -272,9 +272,9 @@ def _unpack(
         p3 = _pair(words >> 12, MAGIC, INTERPRETED)
         i0 = tl.join(_halves(p0, DTYPE), _halves(p1, DTYPE))
         i1 = tl.join(_halves(p2, DTYPE), _halves(p3, DTYPE))
-        # [BN, BK/32, t, e, h, i] -> [BN, BK/32, i, h, t, e]
-        values = tl.join(i0, i1).reshape(BN, BK // 32, 4, 2, 2, 2)
-        return values.trans(0, 1, 5, 4, 2, 3).reshape(BN, BK)
+        # [BN, t, BK/32, e, h, i] -> [BN, BK/32, i, h, t, e]
+        values = tl.join(i0, i1).reshape(BN, 4, BK // 32, 2, 2, 2)
+        return values.trans(0, 2, 5, 4, 1, 3).reshape(BN, BK)
 
 
 @triton.jit
