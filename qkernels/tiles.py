@@ -5,6 +5,7 @@ cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096], 
 4096], down [4096, 14336].
 """
 
+import functools
 from dataclasses import dataclass
 
 # The private weight layout stores tiles of this many outputs: one warpgroup's share of a wgmma.
@@ -33,6 +34,19 @@ class LinearTile:
     stages: int = 3
     bulk: bool = False  # x through the bulk copy engine
     early: bool = False  # start while the kernel before it ends
+
+
+HOPPER_BLOCK_M, HOPPER_BLOCK_N = 256, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTile:
+    """How one W4A16 product is cut for the Hopper body. Each block makes several whole tiles."""
+
+    blocks: int  # of the grid: at most one for each SM
+    block_m: int = HOPPER_BLOCK_M
+    block_n: int = HOPPER_BLOCK_N
+    stages: int = 4  # slices of 64 inputs of x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +116,7 @@ def linear_padded_n(N: int) -> int:
     return ceil_div(N, LINEAR_TILE_N) * LINEAR_TILE_N
 
 
+@functools.lru_cache(maxsize=4096)
 def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile | None:
     """The tile for M >= 1 rows; None: dequantize and use the library's GEMM."""
     N = linear_padded_n(N)
@@ -133,6 +148,37 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
         bulk=row.bulk,
         early=row.early,
     )
+
+
+# us of one wave of blocks and 128 inputs: the Hopper body (128 x 256, one block on an SM) took 43
+# to 50 for a wave of 4096 inputs, the portable one (64 x 128, two blocks on an SM) 26 to 29.
+_HOPPER_STEP = 1.4
+_PORTABLE_STEP = 0.83
+_LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
+_DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
+
+
+# Measured, us for qkv / o / gate_up / down, in brackets the portable body or the library:
+# M = 256   42 (27) / 42 (21) / 91 (115) / 151 (53)
+# M = 512   43 (53) / 43 (27) / 174 (207) / 138 (93)
+# M = 1024  91 (80) / 47 (53) / 349 (419) / 159 (187)
+# M = 4096  265 (311) / 177 (203) / 1391 (1501) / 645 (693)
+@functools.lru_cache(maxsize=4096)
+def hopper_tile(M: int, N: int, K: int, group: int, sm_count: int) -> HopperTile | None:
+    """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        return None
+    steps = K / LINEAR_MAX_BLOCK_K
+    tiles = ceil_div(N, HOPPER_BLOCK_N) * ceil_div(M, HOPPER_BLOCK_M)
+    hopper = ceil_div(tiles, sm_count) * steps * _HOPPER_STEP
+    portable = linear_tile(M, N, K, group, sm_count)
+    if portable is None:
+        other = 2e-6 * M * N * K / _LIBRARY_RATE + 2.5e-6 * N * K / _DEQUANTIZE_RATE
+    else:
+        blocks = linear_padded_n(N) // portable.block_n * ceil_div(M, portable.block_m)
+        waves = ceil_div(blocks * portable.split, 2 * sm_count)
+        other = waves * steps / portable.split * _PORTABLE_STEP
+    return HopperTile(blocks=min(tiles, sm_count)) if hopper < other else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,21 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from formats.packed import PackedWeight
-from qkernels.launch import INTERPRETED, has_dependent_launch, on_device, sm_count, workspace
+from qkernels.launch import (
+    INTERPRETED,
+    has_dependent_launch,
+    lacks_hopper_body,
+    on_device,
+    sm_count,
+    workspace,
+)
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
+    HopperTile,
     LinearTile,
     ceil_div,
+    hopper_tile,
     linear_block_k,
     linear_padded_n,
     linear_tile,
@@ -118,7 +127,7 @@ def linear(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
     *,
-    tile: LinearTile | None = None,
+    tile: LinearTile | HopperTile | None = None,
 ) -> torch.Tensor:
     """x [..., K] to [..., N]; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -129,18 +138,26 @@ def linear(
     if M == 0:
         return x.new_empty(*x.shape[:-1], N)
     group, bits = weight.spec.group_length(K), weight.spec.bits
+    if tile is None and bits == 4 and lacks_hopper_body(x.device) is None:
+        tile = hopper_tile(M, N, K, group, sm_count(x.device))
     tile = tile or linear_tile(M, N, K, group, sm_count(x.device))
     if tile is None:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
+    offset = VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero
+    if isinstance(tile, HopperTile):
+        from qkernels import w4a16_hopper
+
+        y_MN = w4a16_hopper.linear(
+            _aligned(x_MK), weight, bias, tile, magic_word=MAGIC_WORD[x.dtype], offset=offset
+        )
+        return y_MN.view(*x.shape[:-1], N)
     y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partials, counters = workspace(x.device)
     block_k = linear_block_k(group)
     grid = (linear_padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
     early = tile.early and has_dependent_launch(x.device)
     if tile.bulk:
-        if x_MK.data_ptr() % BULK_COPY_ALIGNMENT:
-            x_MK = x_MK.clone()
-        x_MK = TensorDescriptor.from_tensor(x_MK, [tile.block_m, block_k])
+        x_MK = TensorDescriptor.from_tensor(_aligned(x_MK), [tile.block_m, block_k])
     with on_device(x):
         _w4a16[grid](
             x_MK,
@@ -156,7 +173,7 @@ def linear(
             K,
             STEPS_OF_GROUP=group // block_k,
             MAGIC=MAGIC_WORD[x.dtype],
-            OFFSET=VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero,
+            OFFSET=offset,
             BITS=bits,
             BM=tile.block_m,
             BN=tile.block_n,
@@ -171,6 +188,10 @@ def linear(
             **({"launch_pdl": True} if early else {}),
         )
     return y_MN.view(*x.shape[:-1], N)
+
+
+def _aligned(x_MK: torch.Tensor) -> torch.Tensor:
+    return x_MK.clone() if x_MK.data_ptr() % BULK_COPY_ALIGNMENT else x_MK
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:
