@@ -57,10 +57,10 @@ def quantize_input(
 
 @triton.jit
 def row_scale(x, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """The float32 scale of a float32 row: NaN where the row has one, so that it is not lost."""
+    """The float32 scale of each float32 row: NaN where it has one, so that it is not lost."""
     # as integers, the bits of magnitudes are in the same order, and NaN is above infinity
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    magnitude = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    magnitude = tl.max(bits, -1).to(tl.float32, bitcast=True)
     # not `/`, which is off by a bit on a GPU
     scale = tl.div_rn(magnitude, tl.full(magnitude.shape, LARGEST, tl.float32))
     return tl.where(scale < MIN_SCALE, MIN_SCALE, scale)

@@ -19,6 +19,7 @@ from qkernels.launch import (
     lacks_hopper_body,
     on_device,
     sm_count,
+    tile_table_of,
     workspace,
 )
 from qkernels.prepared import PreparedWeight
@@ -138,9 +139,8 @@ def linear(
     if M == 0:
         return x.new_empty(*x.shape[:-1], N)
     group, bits = weight.spec.group_length(K), weight.spec.bits
-    if tile is None and bits == 4 and lacks_hopper_body(x.device) is None:
-        tile = hopper_tile(M, N, K, group, sm_count(x.device))
-    tile = tile or linear_tile(M, N, K, group, sm_count(x.device))
+    if tile is None:
+        tile = _chosen_tile(x.device, M, N, K, group, bits)
     if tile is None:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
     offset = VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero
@@ -188,6 +188,19 @@ def linear(
             **({"launch_pdl": True} if early else {}),
         )
     return y_MN.view(*x.shape[:-1], N)
+
+
+def _chosen_tile(
+    device: torch.device, M: int, N: int, K: int, group: int, bits: int
+) -> LinearTile | HopperTile | None:
+    """A tile measured on this GPU, else the choice of tiles.py; None: the library multiplies."""
+    row = tile_table_of(device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)
+    if row:
+        return row.tile
+    tile = None
+    if bits == 4 and lacks_hopper_body(device) is None:
+        tile = hopper_tile(M, N, K, group, sm_count(device))
+    return tile or linear_tile(M, N, K, group, sm_count(device))
 
 
 def _aligned(x_MK: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from formats.fp8 import Fp8Weight
 from formats.weights import Weight
 from qkernels.act_quant import quantize_input
-from qkernels.launch import has_dependent_launch, on_device, sm_count, workspace
+from qkernels.launch import (
+    has_dependent_launch,
+    on_device,
+    shared_bytes,
+    sm_count,
+    tile_table_of,
+    workspace,
+)
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import Int8Tile, ceil_div, int8_tile
+from qkernels.tiles import Int8Tile, ceil_div, fitted, int8_tile
 
 
 def prepare_weight(
@@ -73,7 +80,13 @@ def linear_codes(
     if M == 0:
         return y_MN
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
-    tile = tile or int8_tile(M, N, K, sm_count(device), integers)
+    if tile is None:
+        row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
+        if row is None:
+            tile = int8_tile(M, N, K, sm_count(device), integers)
+            tile = fitted(tile, shared_bytes(device))
+        else:
+            tile = row.tile
     early = tile.early and has_dependent_launch(device)
     codes_NK = weight.tensors["codes"]
     partials, counters = workspace(device)

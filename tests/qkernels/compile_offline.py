@@ -16,8 +16,19 @@ import triton
 from sass import overwritten_in_flight
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8
+from qkernels import (
+    act_quant,
+    coded_decode,
+    fused_quant,
+    kv_cache,
+    paged_attention,
+    w4a16,
+    w4a16_hopper,
+    w8a8,
+)
 from qkernels.tiles import HopperTile, attention_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
@@ -27,9 +38,7 @@ def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, optio
     return facts(compiled_kernel(kernel, pointers, scalars, constants, options))
 
 
-def compiled_kernel(
-    kernel, pointers: dict, scalars: dict, constants: dict, options: dict, make_source=ASTSource
-):
+def compiled_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict):
     """`pointers` and `scalars` map argument names to types; constants includes absent pointers."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -38,7 +47,8 @@ def compiled_kernel(
         aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = make_source(kernel, signature, constexprs=constants, attrs=attributes)
+    source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_of(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -115,11 +125,6 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
 
 def hopper_linear_case(dtype: str = "bf16", symmetric: bool = True, group: int = 128) -> dict:
     """The Hopper body of W4A16, at its one tile."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from qkernels import w4a16_hopper
-
     tile = HopperTile(blocks=132)
     element = gl.bfloat16 if dtype == "bf16" else gl.float16
     pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "bias_ptr": f"*{dtype}"}
@@ -146,7 +151,7 @@ def hopper_linear_case(dtype: str = "bf16", symmetric: bool = True, group: int =
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": tile.block_n // 16}
     kernel = w4a16_hopper._w4a16_hopper
-    compiled = compiled_kernel(kernel, pointers, scalars, constants, options, GluonASTSource)
+    compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
     sass = dump(compiled, "--dump-sass")
     in_flight = {}
     if sass is not None:
@@ -222,19 +227,24 @@ def attention_case(
     window: int = 0,
     dtype: str = BF16,
     page: int = 16,
+    pages: str | None = None,
+    **changes,
 ) -> dict:
+    pages = pages or dtype
     tile = attention_tile(
         num_requests=requests,
         num_kv_heads=8,
         heads_per_kv_head=group,
         head_dim=D,
         element_size=4 if dtype == "*fp32" else 2,
+        page_element_size={"*fp32": 4, "*bf16": 2}.get(pages, 1),
         max_query_len=query,
         max_context_len=8192,
         window=window or None,
         sm_count=132,
     )
-    pointers = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "tables_ptr": "*i32"}
+    tile = replace(tile, **changes)
+    pointers = {"q_ptr": dtype, "k_ptr": pages, "v_ptr": pages, "tables_ptr": "*i32"}
     pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": dtype}
     constants = {
         "H": 8 * group,
@@ -244,7 +254,8 @@ def attention_case(
         "PADDED_D": 1 << math.ceil(math.log2(D)),
         "B": page,
         "WINDOW": window,
-        "ALIGNED": True,
+        "SOFT_CAP": False,
+        "ALIGNMENT": 16,
         "BLOCK_M": tile.block_m,
         "BLOCK_Q": tile.block_q,
         "KEYS": tile.keys,
@@ -255,12 +266,87 @@ def attention_case(
         pointers |= {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
     else:
         constants |= {"partials_ptr": None, "sums_ptr": None}
-    scalars = {"R": "i32", "T": "i32", "scale_log2": "fp32", "stride_table": "i32"}
+    constants |= {"cap_log2": 0.0}
+    if pages != dtype:
+        pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    else:
+        constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
+    constants |= dict.fromkeys(("stride_ksb", "stride_vsb"), 1)
+    scalars = {"R": "i32", "T": "i32", "scale": "fp32", "stride_table": "i32"}
     scalars |= {
-        name: "i32" for name in paged_attention._paged_attention.arg_names if "stride" in name
+        name: "i32"
+        for name in paged_attention._paged_attention.arg_names
+        if "stride" in name and name not in constants
     }
     kernel, options = paged_attention._paged_attention, {"num_warps": tile.warps}
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
+
+
+def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> dict:
+    """The Gluon kernel over 8-bit pages; both kinds are read as words and bytes."""
+    kernel = coded_decode._coded_decode
+    pointers = {"q_ptr": BF16, "k_ptr": "*i32", "v_ptr": "*i8", "tables_ptr": "*i32"}
+    pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": BF16}
+    pointers |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("partials_ptr", "sums_ptr"), "*fp32")
+    constants = {
+        "H": 32,
+        "GROUP": 4,
+        "PADDED_GROUP": 4,
+        "D": D,
+        "B": 16,
+        "WINDOW": 0,
+        "SOFT_CAP": False,
+        "SPLIT": split,
+        "IS_INT": pages == "int8",
+        "SHRINK": coded_decode.QUERY_SHRINK,
+        "W": coded_decode.WARPS,
+        "N": coded_decode.KEYS_OF_WARP,
+        "STAGES": coded_decode.STAGES,
+        "STRIDE_KB": 8 * D // 4,
+        "STRIDE_VB": 8 * D,
+        "stride_ksb": 1,
+        "stride_vsb": 1,
+        **coded_decode.layouts(D),
+        **changes,
+    }
+    scalars = {"scale": "fp32", "cap_log2": "fp32"}
+    scalars |= dict.fromkeys((n for n in kernel.arg_names if n not in constants), "i32") | scalars
+    options = {"num_warps": coded_decode.WARPS, "maxnreg": coded_decode.REGISTERS}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
+def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
+    kernel, heads = kv_cache._rope_write_kv, max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
+    pointers = {"k_ptr": BF16, "v_ptr": BF16, "slots_ptr": "*i64"}
+    pointers |= {"k_pages_ptr": pages, "v_pages_ptr": pages}
+    if rotate:
+        pointers |= {"q_ptr": BF16, "q_out_ptr": BF16}
+        pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64"}
+    if norm:
+        pointers |= {"q_norm_ptr": BF16, "k_norm_ptr": BF16}
+    if pages != BF16:
+        pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    constants = {
+        "H": 32 if rotate else 0,
+        "J": 8,
+        "D": D,
+        "PADDED_D": D,
+        "WIDTH": D if rotate else 0,
+        "B": 16,
+        "HEADS": heads,
+        "STATIC": False,
+        "SMALLEST": -128.0,
+        "LARGEST": 127.0,
+        "MIN_SCALE": 1e-10,
+        "INTERPRETED": False,
+    }
+    constants |= {
+        name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers
+    }
+    scalars = {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
+    options = {"num_warps": max(1, heads * D // 256)}
+    return compile_kernel(kernel, pointers, scalars | {"eps": "fp32"}, constants, options)
 
 
 CASES = {
@@ -289,8 +375,21 @@ CASES = {
     "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
     "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**14),
     "dequantize": dequantize_case,
+    "kv write": lambda: kv_case(rotate=False),
+    "kv write int8": lambda: kv_case("*i8", rotate=False),
+    "rope and kv write": kv_case,
+    "rope and kv write int8, norms": lambda: kv_case("*i8", norm=True),
+    "rope and kv write float8": lambda: kv_case("*fp8e4nv"),
+    "rope and kv write int8, widest": lambda: kv_case("*i8", D=1024),
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),
+    "attention decode, int8": lambda: coded_decode_case("int8"),
+    "attention decode, int8, split, window": lambda: coded_decode_case("int8", split=4, WINDOW=50),
+    "attention decode, float8": lambda: coded_decode_case("float8", SOFT_CAP=True),
+    "attention decode, int8, head 64": lambda: coded_decode_case("int8", 64),
+    "attention decode, int8, portable": lambda: attention_case(128, 1, 128, 4, pages="*i8"),
+    "attention chunk, int8": lambda: attention_case(2, 2048, 128, 4, pages="*i8"),
+    "attention chunk, float8, head 256": lambda: attention_case(2, 2048, 256, 2, pages="*fp8e4nv"),
     "attention chunk": lambda: attention_case(2, 2048, 128, 4),
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),

@@ -51,7 +51,10 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["triton_w4a16"]
     names = [choice.name for choice in explanation]
-    assert names == ["triton_w4a16", "triton_w8a16", "triton_w8a8", "dense", "reference"]
+    triton, cpu = (
+        [f"{kind}_{scheme}" for scheme in ("w4a16", "w8a16", "w8a8")] for kind in ("triton", "cpu")
+    )
+    assert names == [*triton, *cpu, "dense", "reference"]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0].startswith("-> triton_w4a16: supported; ")
 
@@ -72,7 +75,7 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
 @pytest.mark.parametrize(
     "changes, kernel, reason",
     [
-        ({"device": "cpu"}, "dense", "cpu"),
+        ({"device": "cpu", "dtype": torch.float32}, "dense", "cpu"),
         ({"dtype": torch.float32}, "reference", "float32"),
         ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "triton_w8a16", "4-bit"),
         ({"spec": QuantSpec(bits=3, symmetric=True, group_size=32)}, "reference", "4-bit"),
@@ -102,7 +105,6 @@ def test_8_bit_activations_have_a_kernel():
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"device": "cpu"}, "cpu"),
         ({"in_features": 48}, "divisible by 32"),
         ({"out_features": 36}, "divisible by 8"),
         ({"in_features": 2**16}, "at most"),
@@ -217,18 +219,62 @@ ATTENTION = {
 }
 
 
-def attend(window=None, max_context_len=4, **changes):
+def attend(window=None, max_context_len=4, soft_cap=None, k_scales=None, v_scales=None, **changes):
     return ops.paged_attention(
         *(ATTENTION | changes).values(),
         scale=1.0,
         window=window,
         max_query_len=2,
         max_context_len=max_context_len,
+        soft_cap=soft_cap,
+        k_scales_PBJ=k_scales,
+        v_scales_PBJ=v_scales,
     )
+
+
+CODES = {name: zeros(5, 16, 2, 16, dtype=torch.int8) for name in ("k_pages", "v_pages")}
+SCALES = {name: zeros(5, 16, 2) for name in ("k_scales", "v_scales")}
+
+
+def write(codes=False, **changes):
+    """rope_write_kv_ of two tokens; `changes` replaces arguments."""
+    pages = CODES | SCALES if codes else {n: ATTENTION[n].clone() for n in CODES}
+    arguments = {
+        "q": zeros(2, 4, 16),
+        "k": zeros(2, 2, 16),
+        "v": zeros(2, 2, 16),
+        "cos_sin": zeros(9, 16),
+        "positions": zeros(2, dtype=INT),
+        "slots": zeros(2, dtype=INT),
+        "k_scales": None,
+        "v_scales": None,
+        "q_norm": None,
+        "k_norm": None,
+        **pages,
+        **changes,
+    }
+    names = ("q", "k", "v", "cos_sin", "positions", "k_pages", "v_pages", "slots")
+    names += ("k_scales", "v_scales")
+    norms = {f"{name}_D": arguments[name] for name in ("q_norm", "k_norm")}
+    return ops.rope_write_kv_(*(arguments[name] for name in names), **norms)
 
 
 def test_attention_arguments_fit():
     assert attend().shape == (3, 4, 16)
+    assert attend(**CODES, **SCALES, soft_cap=30.0).shape == (3, 4, 16)
+    assert write().shape == write(codes=True).shape == (2, 4, 16)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "write_kv_", "rope_write_kv_"])
+def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
+    problem["pages_dtype"] = torch.float8_e4m3fn
+    monkeypatch.setattr(dispatch, "_has_float8_products", lambda: True)
+    assert taken(explain(op, **problem)) == ["triton"]
+    monkeypatch.setattr(dispatch, "_has_float8_products", lambda: False)
+    explanation = explain(op, **problem)
+    assert taken(explanation) == ["reference"] and "sm_89" in explanation[0].reason
+    assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
 
 
 @pytest.mark.parametrize(
@@ -243,6 +289,24 @@ def test_attention_arguments_fit():
         (lambda: attend(query_starts=zeros(2, dtype=INT)), "query_starts"),
         (lambda: attend(window=0), "window"),
         (lambda: attend(max_context_len=33), "max_context_len"),
+        (lambda: attend(soft_cap=0.0), "soft_cap"),
+        (lambda: attend(soft_cap=float("nan")), "soft_cap"),
+        (lambda: attend(**CODES), "k_scales"),
+        (lambda: attend(**SCALES), "k_scales"),
+        (lambda: attend(**CODES, **SCALES | {"v_scales": None}), "v_scales"),
+        (lambda: attend(**CODES, **SCALES | {"v_scales": zeros(5, 2, 16)}), "v_scales"),
+        (lambda: attend(**CODES, **SCALES | {"k_scales": zeros(5, 16, 2).half()}), "k_scales"),
+        (lambda: attend(**CODES | {"v_pages": ATTENTION["v_pages"]}, **SCALES), "v_pages"),
+        (lambda: attend(k_pages=zeros(5, 16, 16, 2).transpose(2, 3)), "k_pages"),
+        (lambda: write(codes=True, k_scales=None), "k_scales"),
+        (lambda: write(**SCALES), "k_scales"),
+        (lambda: write(codes=True, v_pages=ATTENTION["v_pages"]), "v_pages"),
+        (lambda: write(k_pages=zeros(5, 16, 2, 16, dtype=torch.uint8)), "k_pages"),
+        (lambda: write(q_norm=zeros(16)), "norms"),
+        (lambda: write(q_norm=zeros(16), k_norm=zeros(8)), "k_norm"),
+        (lambda: write(v=zeros(2, 2, 8)), "v"),
+        (lambda: write(slots=zeros(3, dtype=INT)), "slots"),
+        (lambda: write(positions=zeros(3, dtype=INT)), "positions"),
         (lambda: ops.rms_norm(zeros(2, 8), zeros(9), 1e-5), "rms_norm weight"),
         (lambda: ops.rms_norm(zeros(2, 8, dtype=INT), zeros(8), 1e-5), "rms_norm x"),
         (lambda: ops.add_rms_norm(zeros(2, 8), zeros(3, 8), zeros(8), 1e-5), "residual"),

@@ -1,5 +1,7 @@
 """Tile choices: what every choice must satisfy, and the measured ones by value."""
 
+from dataclasses import replace
+
 import pytest
 
 from qkernels.tiles import (
@@ -9,6 +11,7 @@ from qkernels.tiles import (
     LINEAR_WORKSPACE_FLOATS,
     attention_tile,
     ceil_div,
+    fitted,
     hopper_tile,
     int8_tile,
     linear_block_k,
@@ -170,3 +173,15 @@ def test_attention_rows_are_whole_tokens(group, max_query_len):
             assert 1 <= tile.split <= ATTENTION_MAX_SPLIT
             buffers = 2 * tile.keys * power_of_two(head_dim) * element_size * tile.stages
             assert buffers <= 200 * 1024
+
+
+def test_int8_tiles_fit_a_smaller_shared_memory():
+    """An H200's choices stay; those of a GPU with 99 KB keep their shape and lose stages."""
+    for M in (1, 64, 128, 256, 1024, 4096):
+        for N, K in SHAPES.values():
+            for integers in (True, False):
+                tile = int8_tile(M, N, K, H200_SMS, integers)
+                assert fitted(tile, 227 * 1024) == tile
+                small = fitted(tile, 99 * 1024)
+                assert replace(small, stages=tile.stages) == tile and small.stages >= 2
+                assert small.stages * (tile.block_m + tile.block_n) * tile.block_k < 99 * 1024
