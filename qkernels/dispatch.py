@@ -17,7 +17,8 @@ import torch
 
 from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
-from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
+from qkernels.launch import lacks_hopper_body
+from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_MIN_BLOCK_K, linear_block_k
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
@@ -56,6 +57,7 @@ class Kernel:
     module: str
     priority: int
     supports: Callable[[Problem], str | None]  # None, or why not
+    note: Callable[[Problem], str] | None = None  # what `explain` adds where it is supported
 
 
 class Choice(NamedTuple):
@@ -115,6 +117,17 @@ def _supports_triton_weight_only(problem: Problem, bits: int) -> str | None:
     if problem.out_features * problem.in_features * bits // 32 >= 2**31:
         return "the weight's words cannot be counted in 32 bits"
     return None
+
+
+def _note_w4a16_body(problem: Problem) -> str:
+    """Which body runs where tiles.py prefers the Hopper one: it chooses by the number of rows."""
+    lacks = lacks_hopper_body(torch.device(problem.device))
+    group = problem.spec.group_length(problem.in_features)
+    if lacks is None and linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
+    if lacks is None:
+        return "many rows take the Hopper body"
+    return f"all rows take the portable body; the Hopper body: {lacks}"
 
 
 def _supports_triton_w8a8(problem: Problem) -> str | None:
@@ -381,6 +394,7 @@ KERNELS: tuple[Kernel, ...] = (
             module="qkernels.w4a16",
             priority=30,
             supports=functools.partial(_supports_triton_weight_only, bits=bits),
+            note=_note_w4a16_body if bits == 4 else None,
         )
         for bits in (4, 8)
     ),
@@ -475,7 +489,11 @@ def explain(op: str, **problem: object) -> Explanation:
             explanation.append(Choice(row.name, False, reason))
             continue
         taken = taken or reason is None
-        explanation.append(Choice(row.name, reason is None, reason or "supported"))
+        if reason is None:
+            note = "" if row.note is None else f"; {row.note(asked)}"
+            explanation.append(Choice(row.name, True, f"supported{note}"))
+        else:
+            explanation.append(Choice(row.name, False, reason))
     return explanation
 
 
