@@ -91,8 +91,10 @@ class LayerRunner:
                     )
         return module.train(False).requires_grad_(False)
 
-    def run(self, module: nn.Module, layer: int, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        """One layer on a batch of whole windows."""
+    def run(
+        self, module: nn.Module, layer: int, hidden_BSD: torch.Tensor, cache: Any = None
+    ) -> torch.Tensor:
+        """One layer on a batch of whole windows. `cache` sees keys and values (kv_range.py)."""
         length = hidden_BSD.shape[1]
         kind = self._kind(layer)
         if (length, kind) not in self._positions:
@@ -109,7 +111,7 @@ class LayerRunner:
                 attention_mask=mask,
                 position_ids=position_ids,
                 position_embeddings=rotary,
-                past_key_values=None,
+                past_key_values=cache,
                 use_cache=False,
             )
         return output[0] if isinstance(output, tuple) else output
@@ -226,10 +228,12 @@ class HiddenStates:
         """Views of whole windows, [B, S, D]."""
         yield from self.states_WSD.split(self.batch)
 
-    def advance(self, runner: LayerRunner, module: nn.Module, layer: int) -> None:
+    def advance(
+        self, runner: LayerRunner, module: nn.Module, layer: int, cache: Any = None
+    ) -> None:
         """Replace the states by the layer's outputs. Raises InputError where one is not finite."""
         for batch_BSD in self.batches():
-            output_BSD = runner.run(module, layer, batch_BSD.to(runner.device))
+            output_BSD = runner.run(module, layer, batch_BSD.to(runner.device), cache)
             if not torch.isfinite(output_BSD).all():
                 raise InputError(
                     runner.layer_map.prefix(layer),

@@ -79,14 +79,14 @@ def read_calibration(
 
 
 def read_documents(source: str) -> list[Any]:
-    """Texts, or chats as lists of messages, of a file or of a data set by name."""
+    """Texts, or chats as lists of messages, of a file or of a data set by name or folder."""
     path = Path(source)
-    if not path.exists():
-        if path.suffix in TEXT_SUFFIXES or source.startswith((".", "/")):
-            raise InputError(source, "not found", "give a text, .jsonl or .parquet file")
-        return _from_datasets(source, path=source, split="train", streaming=True)
+    if not path.exists() and (path.suffix in TEXT_SUFFIXES or source.startswith((".", "/"))):
+        raise InputError(source, "not found", "give a text, .jsonl or .parquet file")
+    if path.is_dir() or not path.exists():
+        return _from_datasets(source, path=source)
     if path.suffix == ".parquet":
-        return _from_datasets(source, path="parquet", data_files=source, split="train")
+        return _from_datasets(source, path="parquet", data_files=source)
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -128,7 +128,8 @@ def _from_datasets(source: str, **arguments: Any) -> list[Any]:
             "pip install datasets, or give a text or .jsonl file",
         ) from None
     try:
-        rows: Iterable[Any] = datasets.load_dataset(**arguments)
+        # streaming: no copy of the data in the package's cache
+        rows: Iterable[Any] = datasets.load_dataset(**arguments, split="train", streaming=True)
         documents = []
         for number, row in enumerate(rows):
             if number == MAX_DATASET_ROWS:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from calibrate.digest import combined, tensor_digest, tensors_digest
 from calibrate.layer_map import find_layer_map
 from calibrate.solving import LayerState
 from formats.checkpoint import CheckpointReader, TensorEntry
@@ -31,6 +32,7 @@ class FloatModel:
         self._check_not_quantized()
         self._check_complete()
         self.shapes = self._check_linears()  # [N, K] of every linear, by name
+        self.layer_digests: dict[int, str] = {}  # of the layers that layer() has read
 
     @property
     def folder(self) -> Path:
@@ -57,16 +59,22 @@ class FloatModel:
         return self.padding.apply(name, tensor) if self.padding else tensor
 
     def layer(self, number: int, device: str) -> LayerState:
-        """A layer's tensors by local name. Raises CheckpointError on NaN or infinity."""
+        """A layer's tensors by local name, hashed. Raises CheckpointError on NaN or infinity."""
         prefix = self.layer_map.prefix(number)
-        state = {
-            local: self.get(f"{prefix}.{local}", device) for local in self.reader.children(prefix)
-        }
+        state = {local: self.get(f"{prefix}.{local}") for local in self.reader.children(prefix)}
+        self.layer_digests[number] = tensors_digest(state)
+        state = {local: tensor.to(device) for local, tensor in state.items()}
         names = [n for group in self.layer_map.inputs(self.config) for n in group]
         check_finite(
             state, [*(f"{n}.weight" for n in names), *self.layer_map.layer_tensors], prefix
         )
         return state
+
+    def outer_digest(self) -> str:
+        """Of the tensors outside of layers: they are read for it."""
+        layers = tuple(f"{self.layer_map.prefix(i)}." for i in range(self.num_layers))
+        names = [name for name in self.entries if not name.startswith(layers)]
+        return combined(f"{name} {tensor_digest(self.get(name))}" for name in sorted(names))
 
     def head(self) -> torch.Tensor:
         """The output head [V, D]; a tied one is the embedding."""

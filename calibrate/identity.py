@@ -1,35 +1,37 @@
-"""What decides the bytes of a run's layers: two runs with the same identity may share layers."""
+"""What decides the bytes of a run's layers: two runs with the same identity may share layers.
 
-import hashlib
+Every weight counts by its bytes. Those of a layer are hashed when the run reads the layer, so the
+journal holds a digest with each finished layer, beside this identity.
+"""
+
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from calibrate.data import CalibrationData
-from calibrate.float_model import FloatModel
+from calibrate.digest import combined
 from calibrate.recipe import Recipe
 from calibrate.report import tool_versions
 from formats.scheme import Scheme
 
 
 def identity(
-    model: FloatModel,
+    config: Mapping[str, Any],
+    outer_digest: str,
     schemes: Mapping[str, Scheme],
     recipe: Recipe,
     data: CalibrationData | None,
     seed: int,
     device: str,
+    input_scales: Mapping[str, Any],
+    kv_cache: str | None,
 ) -> dict[str, Any]:
     """Model, settings, data and versions, each by the name that an error about it uses.
 
-    The model counts by its config, headers, file sizes and times, not by its bytes: hashing an
-    8B model would take longer than rounding it.
+    `config` is the model's config.json, `outer_digest` that of the tensors outside its layers.
     """
     return {
-        "model": model_digest(model),
-        "modified": {
-            path.name: path.stat().st_mtime_ns
-            for path in sorted({entry.file for entry in model.entries.values()})
-        },
+        "model": combined([json.dumps(config, sort_keys=True), outer_digest]),
         "schemes": {name: str(scheme) for name, scheme in schemes.items()},
         "recipe": recipe.name,
         "calibration": data
@@ -42,15 +44,7 @@ def identity(
         },
         "seed": seed,
         "device": device,
+        "input_scales": {name: float(scale) for name, scale in input_scales.items()},
+        "kv_cache": kv_cache,
         "versions": tool_versions(),
     }
-
-
-def model_digest(model: FloatModel) -> str:
-    """SHA-256 of config.json and the safetensors headers."""
-    digest = hashlib.sha256(repr(sorted(model.config.items(), key=str)).encode())
-    for path in sorted({entry.file for entry in model.entries.values()}):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-    for entry in model.entries.values():
-        digest.update(f"{entry.name} {entry.dtype} {entry.shape}".encode())
-    return digest.hexdigest()

@@ -35,11 +35,15 @@ INPUT_SCALE = {"input_scale": "input_scale"}  # of static activations
 RECORD = "qserve_layer"
 
 
+class JournalError(CheckpointError):
+    """What is on disk does not fit this run. It stays there: only the user can drop it."""
+
+
 class Journal:
     """Use as a context manager: a user's error removes the folder, a crash leaves it."""
 
     def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
-        """Open or start. Raises InputError where an unfinished run differs in its settings."""
+        """Open or start. Raises JournalError where an unfinished run differs in its settings."""
         target = Path(target).resolve()
         self.folder = target.parent / f".{target.name}.unfinished"
         # As it comes back from the file: tuples are lists there.
@@ -51,7 +55,7 @@ class Journal:
             for name in names:
                 before, now = stored.get(name), self.identity.get(name)
                 if before != now:
-                    raise InputError(
+                    raise JournalError(
                         str(self.folder),
                         f"an unfinished run had {name} {before!r}, this one has {now!r}",
                         "go on with the old settings, or delete this folder to start again",
@@ -69,21 +73,23 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, InputError):
+        given_up = kind is not None and issubclass(kind, InputError)
+        if given_up and not issubclass(kind, JournalError):
             self.remove()
 
     def remove(self) -> None:
         """The run is complete, or cannot be completed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def write(self, layer: int, finished: FinishedLayer) -> None:
-        """Put a finished layer on disk."""
+    def write(self, layer: int, finished: FinishedLayer, source: str) -> None:
+        """Put a finished layer on disk; `source` is the digest of the float layer behind it."""
         tensors = {f"changed.{name}": tensor for name, tensor in finished.changed.items()}
         for name, packed in finished.packed.items():
             for short, field in (FIELDS[packed.spec.type] | INPUT_SCALE).items():
                 if getattr(packed, field) is not None:
                     tensors[f"{short}.{name}"] = getattr(packed, field)
         record = {
+            "source": source,
             "linears": [asdict(report) for report in finished.reports],
             "notes": finished.notes,
             "packed": {
@@ -105,8 +111,12 @@ class Journal:
                 str(self.folder), f"cannot be written: {error}", "is the disk full?"
             ) from None
 
-    def read(self, layer: int, device: str) -> FinishedLayer | None:
-        """A finished layer; None where it is not there yet. Raises CheckpointError on damage."""
+    def read(self, layer: int, device: str, source: str) -> FinishedLayer | None:
+        """A finished layer; None where it is not there yet.
+
+        Raises JournalError on damage, and where it was made of another float layer than the one
+        with the digest `source`.
+        """
         path = self._path(layer)
         if not path.exists():
             return None
@@ -118,10 +128,17 @@ class Journal:
                 name: _weight(name, fields, tensors) for name, fields in record["packed"].items()
             }
             reports = tuple(_report(linear) for linear in record["linears"])
+            made_of = record["source"]
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-            raise CheckpointError(
+            raise JournalError(
                 str(path), f"is damaged: {error}", f"delete {self.folder} to start again"
             ) from None
+        if made_of != source:
+            raise JournalError(
+                str(self.folder),
+                f"an unfinished run read other weights in layer {layer} than the model has now",
+                "go on with the old weights, or delete this folder to start again",
+            )
         changed = {
             name.removeprefix("changed."): tensor
             for name, tensor in tensors.items()

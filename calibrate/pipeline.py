@@ -7,7 +7,7 @@ model's size. A killed run goes on where it was.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ from tqdm import tqdm
 from calibrate.activations import fake_quantize_tokens
 from calibrate.clock import Clock
 from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.digest import combined, tensor_digest
 from calibrate.evaluate import make_windows, read_texts
 from calibrate.float_model import FloatModel, check_finite
 from calibrate.identity import identity
 from calibrate.journal import Journal
+from calibrate.kv_range import KvScales
 from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
 from calibrate.recipe import Recipe, check_makes, find_recipe, integer_activations
 from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_versions
 from calibrate.report_html import REPORT_HTML, to_html
 from calibrate.solving import LayerContext, LayerState
-from calibrate.verify import LinearDigest, kept_tensors, tensor_digest, verify
+from calibrate.verify import LinearDigest, kept_tensors, verify
 from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
 from formats.errors import InputError
 from formats.layouts import Layout
@@ -51,6 +53,7 @@ def quantize_checkpoint(
     overrides: Iterable[tuple[str, Scheme]] = (),
     pad: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
+    kv_cache: str | None = None,
     calibration: str | CalibrationData | None = None,
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
@@ -69,6 +72,7 @@ def quantize_checkpoint(
 
     `recipe` is a row of RECIPES or one's own Recipe; "rtn" needs no data. `output_format` None: the
     scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
+    `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer.
     `input_scales` of static activations, by linear, replace those that the data gives.
     `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
     where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder
@@ -88,15 +92,27 @@ def quantize_checkpoint(
         ignore=ignore,
         overrides=overrides,
         padding=padding,
+        kv_cache=kv_cache,
     )
     model.padding, schemes, layout = plan.padding, plan.quantized, plan.layout
     check_makes(recipe, schemes.values())
     input_scales = input_scales or {}
     data = None
-    if calibration is not None or recipe.needs_data or _lacks_scales(schemes, input_scales):
+    needs_data = recipe.needs_data or kv_cache is not None or _lacks_scales(schemes, input_scales)
+    if calibration is not None or needs_data:
         data = _read_data(model, calibration, samples, sequence_length, seed)
     evaluation_WS = _read_evaluation(model, eval_text)
-    run_identity = identity(model, schemes, recipe, data, seed, device)
+    run_identity = identity(
+        model.config,
+        model.outer_digest(),
+        schemes,
+        recipe,
+        data,
+        seed,
+        device,
+        input_scales,
+        kv_cache,
+    )
     context = LayerContext(
         layer_map=model.layer_map,
         config=model.config,
@@ -114,7 +130,7 @@ def quantize_checkpoint(
         stream = None
         if data is not None or evaluation_WS is not None:
             stream = _open_stream(
-                model, recipe, context, model_tensors, data, evaluation_WS, spill, device
+                model, recipe, context, model_tensors, data, evaluation_WS, kv_cache, spill, device
             )
         output = _Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
         for layer in range(model.num_layers):
@@ -122,7 +138,8 @@ def quantize_checkpoint(
             original = model.layer(layer, device)
             in_layer = replace(context, prefix=model.layer_map.prefix(layer), notes=[])
             state = load_transforms(original, recipe, in_layer)
-            finished = journal.read(layer, device)
+            digest = model.layer_digests[layer]
+            finished = journal.read(layer, device, digest)
             if finished is None:
                 with clock("statistics"):
                     show("running the data", advance=0)
@@ -139,14 +156,17 @@ def quantize_checkpoint(
                         before_linear=show,
                     )
                 del statistics
-                journal.write(layer, finished)
+                journal.write(layer, finished, digest)
             else:
                 show("found finished", advance=len(finished.packed))
+            kv_scales = None
             if stream is not None:
                 with clock("next inputs"):
-                    stream.advance(layer, original, state, finished.apply(original))
+                    kv_scales = stream.advance(layer, original, state, finished.apply(original))
             with clock("writing"):
                 output.add_layer(in_layer.prefix, finished, model)
+                if kv_scales is not None:
+                    output.add_kv_scales(in_layer.prefix, kv_scales)
             _log_layer(in_layer.prefix, finished.reports)
         output.add_rest(model_tensors, model)  # embeddings, last norm, head
 
@@ -162,7 +182,9 @@ def quantize_checkpoint(
             verify(staged, output.digests, model, output.rewritten, config)
         report = QuantizationReport(
             source=str(source),
-            source_sha256=run_identity["model"],
+            source_sha256=combined(
+                [run_identity["model"], *(model.layer_digests[i] for i in range(model.num_layers))]
+            ),
             scheme=str(scheme),
             recipe=recipe.name,
             format=layout.name,
@@ -170,6 +192,8 @@ def quantize_checkpoint(
             bytes_before=sum(entry.num_bytes for entry in model.entries.values()),
             bytes_after=sum(e.num_bytes for e in CheckpointReader(staged).entries.values()),
             calibration=run_identity["calibration"],
+            kv_cache=kv_cache,
+            kv_scales=output.kv_scales,
             perplexity=perplexity,
             seconds_by_stage=clock.seconds,
             warnings=_warnings(data, model, model_tensors),
@@ -178,7 +202,7 @@ def quantize_checkpoint(
             left_in_float=plan.reasons,
         )
         writer.write_json(REPORT, report.to_dict())
-        (staged / REPORT_HTML).write_text(to_html(report), encoding="utf-8")
+        writer.write_text(REPORT_HTML, to_html(report))
         writer.publish()
         journal.remove()
     return report
@@ -194,6 +218,7 @@ class _Output:
     digests: dict[str, LinearDigest] = field(default_factory=dict)
     rewritten: dict[str, str] = field(default_factory=dict)  # tensor -> its digest
     reports: list[LinearReport] = field(default_factory=list)
+    kv_scales: dict[str, float] = field(default_factory=dict)  # by their tensors' names
 
     def add_layer(self, prefix: str, finished: FinishedLayer, model: FloatModel) -> None:
         """A layer's codes in the layout's tensors, then its other tensors."""
@@ -213,6 +238,14 @@ class _Output:
                 self.rewritten[name] = tensor_digest(tensor)
             self.writer.add(name, model.get(name) if tensor is None else tensor)
             self.kept.remove(name)
+
+    def add_kv_scales(self, prefix: str, scales: KvScales) -> None:
+        """A layer's two scales, float32 [1]."""
+        for kind, scale in asdict(scales).items():
+            name, tensor = f"{prefix}.self_attn.{kind}", torch.tensor([scale])
+            self.writer.add(name, tensor)
+            self.rewritten[name] = tensor_digest(tensor)
+            self.kv_scales[name] = scale
 
     def add_rest(self, rewritten: LayerState, model: FloatModel) -> None:
         """What stands outside of layers; `rewritten` replaces and adds tensors by full name."""
@@ -308,6 +341,7 @@ def _open_stream(
     model_tensors: LayerState,
     data: CalibrationData | None,
     evaluation_WS: torch.Tensor | None,
+    kv_cache: str | None,
     spill: str | Path | None,
     device: str,
 ) -> Any:
@@ -326,6 +360,7 @@ def _open_stream(
         calibration_WS=data.ids_WS if data else None,
         evaluation_WS=evaluation_WS,
         with_reference=recipe.corrects,
+        kv_cache=kv_cache,
         activation=bits and partial(fake_quantize_tokens, bits=bits),
         spill=Path(spill) if spill else None,
     )

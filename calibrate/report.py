@@ -71,7 +71,7 @@ class QuantizationReport:
     """The whole run. Written beside the weights as quantization_report.json."""
 
     source: str
-    source_sha256: str = ""  # of config.json and the safetensors headers
+    source_sha256: str = ""  # of config.json and of every tensor
     scheme: str
     recipe: str
     format: str
@@ -79,6 +79,8 @@ class QuantizationReport:
     bytes_before: int  # of all tensors
     bytes_after: int
     calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
+    kv_cache: str | None = None  # "int8" or "fp8": the checkpoint has scales for such a KV cache
+    kv_scales: dict[str, float] = field(default_factory=dict)  # by their tensors' names
     perplexity: dict[str, Any] | None = None  # before and after, on which text
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -121,6 +123,8 @@ class QuantizationReport:
             f"{len(self.linears)} linears to {self.scheme} by {self.recipe}, as {self.format},"
             f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the same of X W^T"
         )
+        if self.kv_cache is not None:
+            lines.append(f"{self.kv_cache} KV cache: {', '.join(self._kv_ranges())}")
         if self.perplexity:
             lines.append(
                 f"perplexity {self.perplexity['before']:.4f} -> {self.perplexity['after']:.4f} on"
@@ -131,6 +135,13 @@ class QuantizationReport:
             f" {self.bits_per_weight:.2f} bits per quantized weight"
         )
         return "\n".join([table, "", *lines, f"worst: {worst}", *self._left_lines()])
+
+    def _kv_ranges(self) -> list[str]:
+        """Smallest and largest scale of all layers."""
+        by_kind: dict[str, list[float]] = {}
+        for name, scale in self.kv_scales.items():
+            by_kind.setdefault(name.rpartition(".")[2], []).append(scale)
+        return [f"{kind} {min(s):.3g} to {max(s):.3g}" for kind, s in by_kind.items()]
 
     def _left_lines(self) -> list[str]:
         """Which linears were left in float, by reason."""

@@ -53,6 +53,13 @@ def to_html(report: QuantizationReport) -> str:
     parts.append(_section("Largest weight per layer", _values(kinds, "weight_absmax")))
     if with_data:
         parts.append(_section("Largest input per layer", _values(kinds, "input_absmax")))
+    if report.kv_cache is not None:
+        scales: dict[str, list[float]] = {}
+        for name, scale in report.kv_scales.items():
+            scales.setdefault(name.rpartition(".")[2], []).append(scale)
+        parts.append(
+            _section(f"Scales of the {report.kv_cache} KV cache per layer", line_plot(scales))
+        )
     bits = {
         kind: [8 * r.num_bytes / (r.shape[0] * r.shape[1]) for r in linears]
         for kind, linears in kinds.items()

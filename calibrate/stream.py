@@ -5,12 +5,14 @@ Knows which hidden states go through which weights, not where the weights come f
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
 from calibrate.evaluate import Perplexity, perplexity
+from calibrate.kv_range import KvRange, KvScales, RoundedKv
 from calibrate.solving import LayerState
 from calibrate.statistics import InputStatistics
 
@@ -29,11 +31,13 @@ class Stream:
         evaluation_WS: torch.Tensor | None,
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
         with_reference: bool = False,
+        kv_cache: str | None = None,
         spill: Path | None = None,
     ) -> None:
         """`rewritten_VD` is the quantized model's embedding; `spill` a folder to spare memory.
 
-        `with_reference`: statistics tell how far the inputs are from the float model's.
+        `with_reference`: statistics tell how far the inputs are from the float model's. `kv_cache`:
+        the quantized model's evaluation reads keys and values from such a cache.
         """
 
         def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor, name: str):
@@ -42,6 +46,7 @@ class Stream:
             return HiddenStates(ids_WS, table_VD, runner, spill / name if spill else None)
 
         self.runner, self.activation, self.evaluation_WS = runner, activation, evaluation_WS
+        self.kv_cache = kv_cache
         self._calibration = embed(calibration_WS, rewritten_VD, "calibration.states")
         self._reference = (
             embed(calibration_WS, rewritten_VD, "reference.states") if with_reference else None
@@ -58,24 +63,36 @@ class Stream:
 
     def advance(
         self, layer: int, original: LayerState, loaded: LayerState, finished: LayerState
-    ) -> None:
-        """Put everything through the layer: as it was, as it was loaded, as it became."""
-        self._advance([self._calibration, self._after], layer, finished, self.activation)
-        self._advance([self._reference], layer, loaded, None)
-        self._advance([self._before], layer, original, None)
+    ) -> KvScales | None:
+        """Put everything through the layer: as it was, as it was loaded, as it became.
+
+        Returns the scales of the layer's KV cache, where one is wanted.
+        """
+        seen, cache, scales = None, None, None
+        if self.kv_cache is not None:
+            seen = KvRange()
+        self._advance([self._calibration], layer, finished, self.activation, seen)
+        if seen is not None:
+            scales = seen.scales(self.kv_cache)
+            cache = RoundedKv(scales, self.kv_cache)
+        self._advance([self._after], layer, finished, self.activation, cache)
+        self._advance([self._reference], layer, loaded)
+        self._advance([self._before], layer, original)
+        return scales
 
     def _advance(
         self,
         states: list[HiddenStates | None],
         layer: int,
         state: LayerState,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        cache: Any = None,
     ) -> None:
         present = [hidden for hidden in states if hidden is not None]
         if present:
             module: nn.Module = self.runner.build(layer, state, activation)
             for hidden in present:
-                hidden.advance(self.runner, module, layer)
+                hidden.advance(self.runner, module, layer, cache)
 
     def perplexities(
         self,

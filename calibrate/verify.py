@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from calibrate.digest import tensor_digest
 from calibrate.layer_map import find_layer_map
 from formats.checkpoint import CheckpointReader, TensorEntry, read_json
 from formats.errors import CheckpointError
@@ -97,13 +98,6 @@ def kept_tensors(source: Source, linears: Mapping[str, object]) -> list[str]:
         for name in source.entries
         if name != tied_head and name.removesuffix(".weight") not in linears
     ]
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of dtype, shape and bytes."""
-    return hashlib.sha256(
-        f"{tensor.dtype} {list(tensor.shape)} {_sha256(tensor)}".encode()
-    ).hexdigest()
 
 
 def _verify_config(written: CheckpointReader, expected: dict[str, Any]) -> QuantConfig:

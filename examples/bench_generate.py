@@ -9,6 +9,7 @@ speed is real and text is not. Each line: so many requests, of --input tokens in
 import argparse
 import json
 import logging
+import os
 import platform
 import tempfile
 import time
@@ -19,6 +20,7 @@ import torch
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from qserve import LLM, SamplingParams
+from qserve.config import KV_CACHE_DTYPES
 
 SHAPES = {
     "llama-3-8b": {
@@ -28,6 +30,19 @@ SHAPES = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
+    },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
     },
     "tiny": {
         "hidden_size": 256,
@@ -60,6 +75,14 @@ def write_config(folder: Path, shape: str, quantized: bool) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def resident_gib() -> float:
+    """What the process holds now; nan where the system has no /proc."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return float("nan")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**30
+
+
 def measure(llm: LLM, batch: int, num_input: int, num_output: int) -> dict[str, float]:
     """Time to the first token of all requests, then the mean time of a decode step."""
     prompts = [[7 + i + j for j in range(num_input)] for i in range(batch)]
@@ -89,7 +112,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--float", action="store_true", help="bf16 weights in place of W4A16")
+    parser.add_argument("--float", action="store_true", help="float weights in place of W4A16")
+    parser.add_argument("--dtype", default="auto", help="of activations; auto on a CPU: float32")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -100,17 +125,23 @@ def main() -> None:
         llm = LLM(
             folder,
             load_format="dummy",
+            dtype=arguments.dtype,
             enforce_eager=arguments.enforce_eager,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=max(arguments.batch),
             max_model_len=min(8192, arguments.input + arguments.output),
         )
         start_s = time.perf_counter() - started
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    weights = "bf16" if arguments.float else "w4a16-sym"
+    weights = "float" if arguments.float else "w4a16-sym"
     print(
-        f"{arguments.shape} {weights} on {device}, torch {torch.__version__}: up in {start_s:.1f} s"
+        f"{arguments.shape} {weights}, dtype {arguments.dtype}, on {device}, torch"
+        f" {torch.__version__}: up in {start_s:.1f} s, {resident_gib():.2f} GiB of host memory"
     )
-    print(f"{arguments.input} tokens in, {arguments.output} out, random weights")
+    print(
+        f"{arguments.input} tokens in, {arguments.output} out, random weights,"
+        f" KV pages of {llm.engine.runner.kv_format}"
+    )
     for batch in arguments.batch:
         line = measure(llm, batch, arguments.input, arguments.output)
         if arguments.json:

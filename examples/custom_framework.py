@@ -65,16 +65,22 @@ def in_a_model_of_your_own() -> None:
     corrected_NK, scales_NG, zeros_NG = my_correction(linear.weight.detach(), hessian_KK, spec)
 
     codes_NK = affine.quantize(corrected_NK, scales_NG, zeros_NG, spec)
-    off_grid = (affine.dequantize(codes_NK, scales_NG, zeros_NG) - corrected_NK).abs().max()
-    print(f"largest distance of the corrected weights from the grid: {off_grid:.1e}")
+    off_grid = affine.off_grid(corrected_NK, scales_NG, zeros_NG, spec)
+    print(f"corrected weights, largest distance from your grid in steps: {off_grid:.1e}")
 
     mine = QuantLinear.from_codes(codes_NK, scales_NG, scheme=SCHEME, bias=linear.bias)
+    again = QuantLinear.from_float(corrected_NK, SCHEME, bias=linear.bias)
     plain = QuantLinear.from_float(linear, SCHEME)
     with torch.no_grad():
-        for name, module in (("your codes", mine), ("from_float", plain)):
+        for name, module in (
+            ("your codes", mine),
+            ("from_float of your weights, which chooses scales anew", again),
+            ("from_float of the original", plain),
+        ):
             error = (module(inputs) - linear(inputs)).norm() / linear(inputs).norm()
             print(
-                f"{name}: output error {100 * error:.2f} %, state_dict {list(module.state_dict())}"
+                f"{name}: {module.off_grid(corrected_NK):.3f} steps from your weights,"
+                f" output error {100 * error:.2f} %, state_dict {list(module.state_dict())}"
             )
 
 

@@ -75,8 +75,13 @@ def quantize_input(
         if spec.per == "tensor":
             scales_MS = scales_MS.amax().expand_as(scales_MS)
         scales_MS = (scales_MS / largest).clamp(min=MIN_INPUT_SCALE)
-    codes = x.unflatten(1, (scales_MS.shape[1], -1)) / scales_MS[..., None]
-    codes = codes.flatten(1)
-    if spec.type == "int":
-        return codes.round_().clamp_(-128, 127).to(torch.int8), scales_MS
-    return codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales_MS
+    groups_MSG = x.unflatten(1, (scales_MS.shape[1], -1))
+    return to_codes(groups_MSG, scales_MS[..., None], spec.type).flatten(1), scales_MS
+
+
+def to_codes(x: torch.Tensor, scales: torch.Tensor, type: str) -> torch.Tensor:
+    """float32 x over its scales, rounded half to even: int8 ("int") or float8_e4m3fn ("float")."""
+    codes = x / scales
+    if type == "int":
+        return codes.round_().clamp_(-128, 127).to(torch.int8)
+    return codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

@@ -156,3 +156,22 @@ def dequantize(
     groups_NGL = codes_NK.float().unflatten(1, (scales_NG.shape[1], -1))
     groups_NGL.sub_(zeros_NG.float()[..., None]).mul_(scales_NG.float()[..., None])
     return groups_NGL.flatten(1)
+
+
+def off_grid(
+    weight_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor, spec: QuantSpec
+) -> float:
+    """The largest distance of a weight from the nearest point of the given grid, in steps.
+
+    A step is the scale of the weight's group. 0: every weight lies on the grid, and rounding it
+    changes nothing. Up to 0.5: rounding moves it; more: it lies outside of the grid's range and is
+    clipped. Weights that somebody computed in float32 as s * (q - z) are within 1e-5. Raises
+    CheckpointError on NaN or infinity.
+    """
+    if not torch.isfinite(weight_NK).all():
+        raise CheckpointError("weight", "contains NaN or infinity", "mend the model")
+    groups_NGL = weight_NK.float().unflatten(1, (scales_NG.shape[1], -1))
+    places = groups_NGL / scales_NG.float()[..., None]
+    zeros_NG1 = zeros_NG.float()[..., None]
+    nearest = places.round().clamp(-zeros_NG1, spec.max_code - zeros_NG1)
+    return float((places - nearest).abs().max())

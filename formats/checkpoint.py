@@ -5,11 +5,14 @@ hidden folder beside the target and renames it at the end, so that a killed run 
 folder that looks complete. Knows nothing of layers, schemes or models.
 """
 
+import fcntl
 import json
 import os
 import shutil
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,20 +255,27 @@ class CheckpointWriter:
     def __init__(
         self, folder: str | Path, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     ) -> None:
-        """Raises CheckpointError where `folder` exists and holds anything."""
+        """Raises CheckpointError where `folder` holds anything, or another run is writing it."""
         # Resolved: a rename replaces neither "." nor a link to a folder.
         self.folder = Path(folder).resolve()
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise CheckpointError(
-                str(folder), "already exists and is not empty", "give a new folder or empty it"
-            )
         self.staging = self.folder.parent / f".{self.folder.name}.partial"
+        self._lock = -1  # descriptor of the staging folder while it is ours
+        self._check_free(folder)
         try:
-            if self.staging.exists():  # a killed run's
-                shutil.rmtree(self.staging)
-            self.staging.mkdir(parents=True)
+            self._lock = _make_locked(self.staging)
+        except BlockingIOError:
+            raise CheckpointError(
+                str(folder),
+                f"another run is writing it (it holds {self.staging})",
+                "wait for it to end, or give another folder",
+            ) from None
         except OSError as error:
             raise CheckpointError(str(folder), f"cannot be made: {error.strerror}") from None
+        try:
+            self._check_free(folder)  # again: the run that had the lock may just have finished
+        except CheckpointError:
+            self._discard()
+            raise
         self.max_shard_bytes = max_shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._shards: list[list[str]] = []
@@ -275,8 +285,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.staging.exists():
-            shutil.rmtree(self.staging)
+        self._discard()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Queue one tensor; a full shard goes to disk at once."""
@@ -294,34 +303,81 @@ class CheckpointWriter:
             self._flush()
         count = len(self._shards)
         weight_map = {}
-        for number, names in enumerate(self._shards, 1):
-            file_name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._staged_shard(number).rename(self.staging / file_name)
-            weight_map.update(dict.fromkeys(names, file_name))
+        with self._writing():
+            for number, names in enumerate(self._shards, 1):
+                file_name = (
+                    SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+                )
+                self._staged_shard(number).rename(self.staging / file_name)
+                weight_map.update(dict.fromkeys(names, file_name))
+            for name in SIDE_FILES:
+                if (side_files_from / name).is_file():
+                    shutil.copyfile(side_files_from / name, self.staging / name)
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             self.write_json(INDEX, index)
-        for name in SIDE_FILES:
-            if (side_files_from / name).is_file():
-                shutil.copyfile(side_files_from / name, self.staging / name)
         self.write_json(CONFIG, config)
         return self.staging
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Add a JSON file to the staged folder."""
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        (self.staging / name).write_text(text, encoding="utf-8")
+        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Add a file to the staged folder."""
+        with self._writing():
+            (self.staging / name).write_text(text, encoding="utf-8")
 
     def publish(self) -> None:
-        """Put the sealed folder under its name: synced to disk, then one rename."""
-        # safetensors writes files that only their owner can read; a server may be another user.
-        mode = (self.staging / CONFIG).stat().st_mode
-        for path in self.staging.iterdir():
-            path.chmod(mode)
-            _sync(path)
-        _sync(self.staging)
-        self.staging.rename(self.folder)
-        _sync(self.folder.parent)
+        """Put the sealed folder under its name: synced to disk, then one rename.
+
+        Raises CheckpointError; where only the rename failed, the staged folder is kept.
+        """
+        with self._writing():
+            # safetensors writes files that only their owner can read; a server may be another user.
+            mode = (self.staging / CONFIG).stat().st_mode
+            for path in self.staging.iterdir():
+                path.chmod(mode)
+                _sync(path)
+            _sync(self.staging)
+        try:
+            self.staging.rename(self.folder)
+        except OSError as error:
+            self._release()
+            raise CheckpointError(
+                str(self.folder),
+                f"the finished checkpoint cannot get this name: {error.strerror}",
+                f"it is complete in {self.staging}: move it from there before the next run",
+            ) from None
+        self._release()
+        with suppress(OSError):  # it is there; a power cut in this second may still lose the name
+            _sync(self.folder.parent)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turns what a disk refuses into a CheckpointError."""
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                str(self.folder), f"cannot be written: {error}", "is the disk full?"
+            ) from None
+
+    def _check_free(self, folder: str | Path) -> None:
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise CheckpointError(
+                str(folder), "already exists and is not empty", "give a new folder or empty it"
+            )
+
+    def _discard(self) -> None:
+        """Remove what was staged, unless it was published or is kept for the user."""
+        if self._lock >= 0:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self._release()
+
+    def _release(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
 
     def _pending_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._pending.values())
@@ -332,14 +388,50 @@ class CheckpointWriter:
     def _flush(self) -> None:
         self._shards.append(list(self._pending))
         path = self._staged_shard(len(self._shards))
-        try:
+        with self._writing():
             # Readers such as transformers refuse a file without this metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                str(self.folder), f"cannot be written: {error}", "is the disk full?"
-            ) from None
         self._pending = {}
+
+
+def _make_locked(folder: Path) -> int:
+    """An empty folder that no other process holds; a descriptor that holds it until it is closed.
+
+    The system drops the lock of a process that dies. Raises BlockingIOError where another has it.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # the holder has just published or dropped it: make it anew
+            continue
+        try:
+            _lock(descriptor)
+            if _is_still_named(descriptor, folder):
+                for path in folder.iterdir():  # a killed run's
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # a file system without locks, such as some of a network: two runs are not kept apart
+
+
+def _is_still_named(descriptor: int, folder: Path) -> bool:
+    """Did the folder keep its name until it was locked?"""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _sync(path: Path) -> None:

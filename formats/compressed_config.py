@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.compressed_tensors import FLOAT, INTEGER, PACKED, PACKED_BITS, layout_of
 from formats.errors import CheckpointError
+from formats.kv_cache import KEY, read_kv_scheme, write_kv_scheme
 from formats.rules import Rule, exact_patterns
 from formats.scheme import ALL, CHANNEL, ActivationSpec, QuantSpec, Scheme, checked_group_size
 
@@ -62,7 +63,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "scheme": main,
         "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
         "lm_head": _HEAD_IGNORED not in rules,
-        "kv_scales": _has_kv_scales(block.get("kv_cache_scheme")),
+        "kv_cache": read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}"),
     }
 
 
@@ -89,7 +90,7 @@ def write(config: "QuantConfig") -> dict[str, Any]:
         },
         "ignore": ["lm_head"] * (not config.lm_head)
         + [_text(rule) for rule in config.rules if rule.scheme is None],
-        "kv_cache_scheme": None,
+        KEY: write_kv_scheme(config.kv_cache),
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},
@@ -242,14 +243,6 @@ def _is_used(value: Any) -> bool:
     if not isinstance(value, dict):
         return True
     return value.get("format", "") != "dense" and any(value.values())
-
-
-def _has_kv_scales(value: Any) -> bool:
-    if value is None:
-        return False
-    if not isinstance(value, dict) or value.get("num_bits") != 8:
-        raise CheckpointError(f"{BLOCK}.kv_cache_scheme", f"expected 8 bits, found {value!r}")
-    return True
 
 
 _HEAD_IGNORED = Rule(kind="name", text="lm_head", scheme=None)

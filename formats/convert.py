@@ -14,6 +14,7 @@ from formats.errors import CheckpointError
 from formats.layouts import (
     LAYOUTS,
     Layout,
+    check_holds_kv_scales,
     check_writable,
     decode_linear,
     encode_linear,
@@ -73,8 +74,11 @@ def convert_checkpoint(
     if block is None:
         raise CheckpointError(str(source), f"has no {BLOCK}", "use `qserve quantize`")
     config = QuantConfig.from_dict(block)
+    check_holds_kv_scales(layout, config.kv_cache)
     schemes = _schemes(reader, config, layout)
-    new_config = QuantConfig.of_modules(layout.name, schemes, _quantizer(config, quantizer))
+    new_config = QuantConfig.of_modules(
+        layout.name, schemes, _quantizer(config, quantizer), kv_cache=config.kv_cache
+    )
     new_block = new_config.to_dict()
     modules = {name for name, scheme in schemes.items() if scheme is not None}
     fields = set(LAYOUTS[config.method].fields)

@@ -18,6 +18,7 @@ from formats.inspect_awq import awq_linear
 from formats.inspect_compressed import compressed_linear
 from formats.inspect_files import Shards, read_shards
 from formats.inspect_gptq import gptq_linear
+from formats.inspect_kv import check_kv_scales
 from formats.inspect_model import check_model, check_shapes
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
@@ -36,6 +37,7 @@ class Inspection:
     architecture: str
     format: str  # "float", "gptq", or another tool's quant_method
     scheme: str  # of config.json; empty where there is none, or none that can be read
+    kv_cache: str | None  # "int8" or "fp8", where there are scales for such a cache
     linears: tuple[LinearSummary, ...]
     other_bytes: int  # embeddings, norms, biases, head
     total_bytes: int  # of all tensors
@@ -78,7 +80,8 @@ class Inspection:
         ]
         lines = [
             f"{self.folder}: {self.architecture or 'no architecture'}, {self.format}"
-            + f" {self.scheme}" * bool(self.scheme),
+            + f" {self.scheme}" * bool(self.scheme)
+            + f", scales of an {self.kv_cache} KV cache" * bool(self.kv_cache),
             "",
             text_table(("linear", "N", "K", "scheme", "bytes"), rows),
             "",
@@ -116,6 +119,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     _check_labels(linears, quant, block, findings)
     check_model(config, shards, findings)
     check_shapes(config, linears, findings)
+    check_kv_scales(quant, shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     names = config.get("architectures")
     method = _format_name(block, shards)
@@ -136,6 +140,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         architecture=str(names[0]) if isinstance(names, list) and names else "",
         format=method,
         scheme=str(quant.scheme) if quant else "",
+        kv_cache=quant.kv_cache if quant else None,
         linears=tuple(linears),
         other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
         total_bytes=total_bytes,

@@ -8,6 +8,7 @@ from typing import Any
 from formats.checkpoint import CONFIG
 from formats.findings import Findings
 from formats.inspect_files import Shards
+from formats.inspect_kv import is_kv_scale
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.rules import LAYER_NUMBER
@@ -45,7 +46,7 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
     seen = {
         _QUANTIZED_FIELD.sub(".weight", name)
         for name in (*shards.entries, *shards.lost)
-        if LAYER_NUMBER.search(name)
+        if LAYER_NUMBER.search(name) and not is_kv_scale(name)
     }
     locals_seen = Counter(LAYER_NUMBER.sub(".layers.{i}.", name) for name in seen)
     layers = {int(LAYER_NUMBER.search(name)[1]) for name in seen}

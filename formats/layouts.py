@@ -13,6 +13,7 @@ from formats import awq, compressed_tensors, gptq
 from formats.checkpoint import TensorEntry
 from formats.errors import CheckpointError, InputError, SchemeError
 from formats.fp8 import FP8_DTYPE
+from formats.kv_cache import KV_CACHES
 from formats.quant_config import QuantConfig
 from formats.scheme import CHANNEL, Scheme
 from formats.weights import Weight, with_activation
@@ -32,6 +33,7 @@ class Layout:
     refuses: Callable[[Scheme], str | None]  # why a scheme cannot be written; None: it can
     refuses_shape: Callable[[Scheme, int, int], str | None]  # the same of [N, K]
     second_file: str | None = None  # a copy of the config block for old readers
+    kv_scales: bool = False  # its config block has a place for those of an 8-bit KV cache
 
 
 def _decode_gptq(
@@ -148,6 +150,7 @@ LAYOUTS: dict[str, Layout] = {
             decode=_decode_compressed,
             refuses=_compressed_refuses,
             refuses_shape=_compressed_refuses_shape,
+            kv_scales=True,
         ),
     )
 }
@@ -180,6 +183,17 @@ def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:
             subject or f"scheme {scheme}",
             f"cannot be written as {layout.name}: {layout.name} {reason}",
             remedy,
+        )
+
+
+def check_holds_kv_scales(layout: Layout, kv_cache: str | None) -> None:
+    """Raise InputError where a layout has no place for the scales of an 8-bit KV cache."""
+    if kv_cache is not None and kv_cache not in KV_CACHES:
+        raise InputError(f"KV cache {kv_cache!r}", "unknown", f"known: {', '.join(KV_CACHES)}")
+    if kv_cache is not None and not layout.kv_scales:
+        able = ", ".join(row.name for row in LAYOUTS.values() if row.kv_scales)
+        raise InputError(
+            f"KV cache {kv_cache}", f"{layout.name} has no place for its scales", f"write {able}"
         )
 
 

@@ -116,6 +116,9 @@ def _vllm_compressed(facts: Facts) -> Answer:
             return "yes", "8-bit products from sm89 on, below that 16-bit activations"
         if spec.type == "int" and spec.group_size not in MARLIN_GROUPS:
             return "no", f"takes groups of 32, 64, 128 or -1, not {spec.group_size}"
+    if facts.config.kv_cache == "int8":
+        # its check of the scheme lets 8 bits of any type pass
+        return "yes", "its 8-bit KV cache is float8: it would take int8 scales for float8 ones"
     return "yes", ""
 
 
@@ -164,8 +167,15 @@ def _transformers(facts: Facts) -> Answer:
         return "yes", "with gptqmodel installed"
     if facts.method == "compressed-tensors":
         if any(_is_packed_asymmetric(scheme) for scheme in facts.schemes):
-            # compressed-tensors 0.20 makes the parameter unpacked, [N, G]: seen by running it
-            return "no", "expects weight_zero_point in another shape than the library writes"
+            # compressed-tensors 0.20 makes the parameter unpacked, [N, G], whoever wrote the file;
+            # dequantize=True decodes all linears by one scheme. Seen by running and reading it.
+            problem = "expects weight_zero_point in another shape than the library writes"
+            if len(set(facts.schemes)) > 1:
+                return "no", problem
+            return (
+                "slow",
+                f"as float, with CompressedTensorsConfig(dequantize=True): else {problem}",
+            )
         return "yes", "with compressed-tensors installed"
     return "yes", ""
 

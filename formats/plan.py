@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from formats.errors import InputError, SchemeError
-from formats.layouts import Layout, check_writable, default_format, find_layout, why_not
+from formats.layouts import (
+    Layout,
+    check_holds_kv_scales,
+    check_writable,
+    default_format,
+    find_layout,
+    why_not,
+)
 from formats.padding import Padding
 from formats.patterns import regex
 from formats.quant_config import QuantConfig
@@ -21,6 +28,7 @@ class Plan:
     schemes: dict[str, Scheme | None]
     reasons: dict[str, str]
     padding: Padding | None = None
+    kv_cache: str | None = None  # "int8" or "fp8": scales for such a KV cache are written too
 
     @property
     def quantized(self) -> dict[str, Scheme]:
@@ -28,7 +36,9 @@ class Plan:
 
     def config(self, quantizer: str) -> QuantConfig:
         """The config block's object."""
-        return QuantConfig.of_modules(self.layout.name, self.schemes, quantizer)
+        return QuantConfig.of_modules(
+            self.layout.name, self.schemes, quantizer, kv_cache=self.kv_cache
+        )
 
 
 def make_plan(
@@ -39,6 +49,7 @@ def make_plan(
     ignore: Sequence[str] = (),
     overrides: Iterable[tuple[str, Scheme]] = (),
     padding: Padding | None = None,
+    kv_cache: str | None = None,
 ) -> Plan:
     """Decide for every linear of `shapes` ([N, K] by name).
 
@@ -48,6 +59,7 @@ def make_plan(
     a scheme cannot be written, or nothing is left to quantize.
     """
     layout = find_layout(output_format or default_format(scheme))
+    check_holds_kv_scales(layout, kv_cache)
     overrides = list(overrides)
     for each in (scheme, *(other for _, other in overrides)):
         check_writable(layout, each)
@@ -69,7 +81,7 @@ def make_plan(
         if reason:
             reasons[name] = reason
     _agree_in_fused(schemes, reasons)
-    plan = Plan(layout=layout, schemes=schemes, reasons=reasons, padding=padding)
+    plan = Plan(layout=layout, schemes=schemes, reasons=reasons, padding=padding, kv_cache=kv_cache)
     if not plan.quantized:
         name, reason = next(iter(reasons.items()))
         raise SchemeError(name, reason, "no linear can be quantized like this")

@@ -34,7 +34,7 @@ class QuantConfig:
     rules: tuple[Rule, ...] = ()  # the first that fits a module decides
     zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty elsewhere
     lm_head: bool = False  # the head is quantized too
-    kv_scales: bool = False  # layers have k_scale and v_scale for an 8-bit KV cache
+    kv_cache: str | None = None  # "int8" or "fp8": layers have k_scale and v_scale for such a cache
     quantizer: str = ""  # "tool:version" of the writer
 
     def __post_init__(self) -> None:
@@ -64,6 +64,7 @@ class QuantConfig:
         schemes: Mapping[str, Scheme | None],
         quantizer: str = "",
         zeros: str = "",
+        kv_cache: str | None = None,
     ) -> "QuantConfig":
         """The config of a checkpoint whose linears have these schemes; None: left in float.
 
@@ -80,6 +81,7 @@ class QuantConfig:
             lm_head=schemes.get(HEAD) is not None,
             quantizer=quantizer,
             zeros=zeros,
+            kv_cache=kv_cache,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
+FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
+CPU_GROUPS = (32, 64, 128, 256)
+KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
 FUSED_MAX_INPUTS = 2**14  # what is computed before takes registers too
 
 
@@ -37,6 +41,10 @@ class Problem:
     in_features: int = 0
     head_dim: int = 0
     page_size: int = 0
+    pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
+    soft_cap: bool = False  # scores are bent into a range
+    chunk: bool = False  # more query rows than a decode step has
+    bulk_pages: bool = True  # the copy engine takes their address and strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,23 +164,13 @@ def _supports_hopper_w8a8(problem: Problem) -> str | None:
     reason = _supports_triton_w8a8(problem)
     if reason is not None:
         return reason
-    if problem.device != "cuda" or not _has_warpgroups():
-        return "needs an sm_90 GPU"
+    if problem.device != "cuda" or not _is_hopper():
+        return "made for the tensor core of sm_90"
     if problem.dtype not in HALF_DTYPES:
         return f"gives float16 and bfloat16, not {problem.dtype}"
     if not _has_gluon():
-        return "this triton has no gluon for sm_90"
+        return "this triton has no Gluon for sm_90"
     return None
-
-
-@functools.cache
-def _has_warpgroups() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
 
 def _refuses_activation(activation: ActivationSpec) -> str | None:
@@ -235,6 +233,44 @@ def _refuses_groups(problem: Problem) -> str | None:
     return None
 
 
+def _supports_cpu_weight_only(problem: Problem, bits: int) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not on {problem.device}"
+    if torch.backends.cpu.get_cpu_capability() not in FAST_CPUS:
+        return f"torch has fast products for {' and '.join(FAST_CPUS)}, not for this CPU"
+    if problem.dtype != torch.bfloat16:
+        return f"takes bfloat16, not {problem.dtype}: torch's other products take a scalar loop"
+    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
+        return f"takes {bits}-bit integer weights, not {problem.spec}"
+    if problem.activation is not None:
+        return "takes 16-bit activations, not 8-bit ones"
+    group = problem.spec.group_length(problem.in_features)
+    if bits == 8 and (not problem.spec.symmetric or group != problem.in_features):
+        return f"takes symmetric codes of one scale for each output, not {problem.spec}"
+    if bits == 4 and (group not in CPU_GROUPS or problem.in_features % group):
+        return f"takes groups of {', '.join(map(str, CPU_GROUPS))}, not {group}"
+    if bits == 4 and problem.out_features % 16:
+        return f"takes a number of outputs divisible by 16, not {problem.out_features}"
+    if problem.in_features % 16:  # torch 2.13 reads over the end of x and of the weight
+        return f"takes a number of inputs divisible by 16, not {problem.in_features}"
+    return None
+
+
+def _supports_cpu_w8a8(problem: Problem) -> str | None:
+    spec, activation = problem.spec, problem.activation
+    if problem.device != "cpu":
+        return f"runs on cpu, not on {problem.device}"
+    if activation is None or activation.type != "int" or activation.per == "group":
+        return f"takes activations rounded to int8 with a scale for each row, not {activation}"
+    if spec is None or (spec.bits, spec.symmetric, spec.type) != (8, True, "int"):
+        return f"takes symmetric int8 weights, not {spec}"
+    if spec.group_length(problem.in_features) != problem.in_features:
+        return "takes one scale for each output, not groups"
+    from qkernels.cpu_w8a8 import product_is_exact
+
+    return None if product_is_exact() else "torch's int8 product is not exact on this CPU"
+
+
 def _supports_dense(problem: Problem) -> str | None:
     if problem.activation is not None:
         return "takes activations as they are, not rounded to 8 bits"
@@ -249,7 +285,59 @@ def _supports_triton_attention(problem: Problem) -> str | None:
         return f"takes heads of 16 to 256, not {problem.head_dim}"
     if reason is None and problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
-    return reason
+    return reason or _refuses_pages(problem)
+
+
+def _refuses_pages(problem: Problem) -> str | None:
+    """Why the GPU cannot read or write such pages; None: it can."""
+    if problem.pages_dtype == torch.float8_e4m3fn and problem.device == "cuda":
+        return None if _has_float8_products() else "float8 pages need an sm_89 GPU or later"
+    return None
+
+
+def _supports_triton_kv_write(problem: Problem) -> str | None:
+    reason = _needs_triton_on_gpu(problem)
+    if reason is None and problem.head_dim > KV_WRITE_MAX_HEAD_DIM:
+        return f"takes heads of up to {KV_WRITE_MAX_HEAD_DIM}, not {problem.head_dim}"
+    return reason or _refuses_pages(problem)
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether this triton can write Hopper's own instructions; looked up without importing it."""
+    spec = importlib.util.find_spec("triton")
+    inside = "experimental/gluon/language/nvidia/hopper"
+    return any((Path(path) / inside).is_dir() for path in spec.submodule_search_locations or ())
+
+
+def _supports_hopper_attention(problem: Problem) -> str | None:
+    reason = _needs_triton(problem)
+    if reason is not None:
+        return reason
+    if problem.device != "cuda":
+        return "triton's interpreter knows no Gluon"
+    if not _is_hopper():
+        return "made for the tensor core of sm_90"
+    if not _has_gluon():
+        return "this triton has no Gluon for sm_90"
+    if not problem.chunk:
+        return "made for the many rows of a prompt chunk"
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.pages_dtype not in (None, problem.dtype):
+        return f"takes pages of {problem.dtype}, not {problem.pages_dtype}"
+    if not 16 <= problem.head_dim <= 128 or problem.head_dim % 8:
+        return f"takes heads of 16 to 128, divisible by 8, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
+    if not problem.bulk_pages:
+        return "takes pages whose address and strides are multiples of 16 bytes"
+    return None
 
 
 def _supports_all(problem: Problem) -> str | None:
@@ -295,6 +383,23 @@ KERNELS: tuple[Kernel, ...] = (
         priority=30,
         supports=_supports_triton_w8a8,
     ),
+    *(
+        Kernel(
+            op="linear",
+            name=f"cpu_w{bits}a16",
+            module="qkernels.cpu_w4a16",
+            priority=25,
+            supports=functools.partial(_supports_cpu_weight_only, bits=bits),
+        )
+        for bits in (4, 8)
+    ),
+    Kernel(
+        op="linear",
+        name="cpu_w8a8",
+        module="qkernels.cpu_w8a8",
+        priority=25,
+        supports=_supports_cpu_w8a8,
+    ),
     Kernel(
         op="linear",
         name="dense",
@@ -309,6 +414,13 @@ KERNELS: tuple[Kernel, ...] = (
         priority=10,
         supports=_supports_all,
     ),
+    Kernel(
+        op="paged_attention",
+        name="triton_hopper",
+        module="qkernels.attention_hopper",
+        priority=30,
+        supports=_supports_hopper_attention,
+    ),
     *_rows("paged_attention", "qkernels.paged_attention", _supports_triton_attention),
     *_rows("quantize_input", "qkernels.act_quant", _supports_triton_quantize),
     *_rows("quantize_input_asymmetric", "qkernels.act_quant", _supports_triton_quantize_asymmetric),
@@ -319,7 +431,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("apply_rope", "qkernels.elementwise", _needs_triton_on_gpu),
-    *_rows("write_kv_", "qkernels.elementwise", _needs_triton_on_gpu),
+    *_rows("write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
+    *_rows("rope_write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
 )
 
 

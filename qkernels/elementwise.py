@@ -1,7 +1,7 @@
-"""Norms, activation, rotary embedding and KV write, one Triton kernel each. Knows no model.
+"""Norms, activation and rotary embedding, one Triton kernel each. Knows no model.
 
 Each rounds where its twin in reference.py rounds. Legend: C channels, I intermediate size, T
-tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a page.
+tokens, H query heads, J KV heads, D head dim.
 """
 
 import torch
@@ -161,68 +161,3 @@ def _apply_rope(
     other = tl.load(x_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
     rotated = x * cos + other * sin
     tl.store(out_ptr + d, rotated.to(q_ptr.dtype.element_ty), mask=d < D)
-
-
-def write_kv_(
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
-    slots_T: torch.Tensor,
-) -> None:
-    """As ops.write_kv_."""
-    T, J, D = k_TJD.shape
-    k_TJD = k_TJD if k_TJD.stride(2) == 1 else k_TJD.contiguous()
-    v_TJD = v_TJD if v_TJD.stride(2) == 1 else v_TJD.contiguous()
-    if T:
-        with on_device(k_TJD):
-            _write_kv[(T, J)](
-                k_TJD,
-                v_TJD,
-                k_pages_PBJD,
-                v_pages_PBJD,
-                slots_T.contiguous(),
-                *k_TJD.stride()[:2],
-                *v_TJD.stride()[:2],
-                *k_pages_PBJD.stride()[:3],
-                *v_pages_PBJD.stride()[:3],
-                B=k_pages_PBJD.shape[1],
-                D=D,
-                PADDED_D=power_of_two(D),
-                num_warps=1,
-            )
-
-
-@triton.jit
-def _write_kv(
-    k_ptr,
-    v_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
-    slots_ptr,
-    stride_kt,
-    stride_kj,
-    stride_vt,
-    stride_vj,
-    stride_kp,
-    stride_kb,
-    stride_kpj,
-    stride_vp,
-    stride_vb,
-    stride_vpj,
-    B: tl.constexpr,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot < 0:
-        return
-    d = tl.arange(0, PADDED_D)
-    page, offset = slot // B, slot % B
-    k = tl.load(k_ptr + token * stride_kt + head * stride_kj + d, mask=d < D)
-    v = tl.load(v_ptr + token * stride_vt + head * stride_vj + d, mask=d < D)
-    k_row = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
-    v_row = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
-    tl.store(k_row + d, k, mask=d < D)
-    tl.store(v_row + d, v, mask=d < D)

@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 
 import torch
 
+from qkernels import tile_table
+from qkernels.tile_table import TileTable
 from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
 
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
@@ -13,6 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
 INTERPRETER_SM_COUNT = 4
+INTERPRETER_SHARED_BYTES = 227 * 1024
 
 
 @functools.cache
@@ -23,9 +27,36 @@ def sm_count(device: torch.device) -> int:
 
 
 @functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one block may have."""
+    if device.type != "cuda":
+        return INTERPRETER_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def tile_table_of(device: torch.device) -> TileTable:
+    """The tiles that were measured on this GPU, or none. Raises KernelError for a damaged file."""
+    if device.type != "cuda":
+        return TileTable(gpu=device.type)
+    gpu = torch.cuda.get_device_name(device)
+    return tile_table.read(tile_table.default_path(gpu), gpu)
+
+
+@functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends: sm_90 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels with explicit layouts run: on Hopper, with a triton that has them."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and importlib.util.find_spec("triton.experimental.gluon") is not None
+    )
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from formats import gptq
+from formats import affine, gptq
 from formats.errors import SchemeError
 from formats.layouts import check_writable, find_layout
 from formats.packed import PackedWeight
@@ -63,6 +63,8 @@ class QuantLinear(nn.Module):
         """Round to nearest, bit for bit as `qserve quantize --recipe rtn` does.
 
         A torch Linear gives its own bias unless one is given; `name` is what errors call the layer.
+        Weights that were corrected onto a grid keep it only where the same scales are chosen again:
+        `off_grid` tells, and `from_codes` keeps any grid.
         """
         weight_NK = linear_or_weight
         if isinstance(linear_or_weight, nn.Linear):
@@ -171,6 +173,17 @@ class QuantLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Weights [N, K] in `dtype`."""
         return self.packed().dequantize(dtype)
+
+    def off_grid(self, weight_NK: torch.Tensor) -> float:
+        """How far a float weight [N, K] is from this layer's grid, in steps (formats.affine).
+
+        0: the layer computes with exactly this weight, whoever chose its codes.
+        """
+        packed = self.packed()
+        if packed.input_order is not None:
+            weight_NK = weight_NK[:, packed.input_order]
+        weight_NK = weight_NK.to(packed.device)
+        return affine.off_grid(weight_NK, packed.scales_NG, packed.zeros_NG, packed.spec)
 
     def extra_repr(self) -> str:
         kernel = "not prepared" if self._prepared is None else self._prepared.kernel

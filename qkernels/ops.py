@@ -7,6 +7,7 @@ a CUDA graph (the plain torch `paged_attention`, taken where triton is missing, 
 exception).
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from qkernels import dispatch
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
+from qkernels.tiles import ATTENTION_FEW_ROWS
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
@@ -229,16 +231,7 @@ def apply_rope(
     `width` may be less than D, then the other channels pass through. Channels c and c + width/2
     make a pair.
     """
-    _check_float("apply_rope q", q_THD)
-    tokens, _, head_dim = _expect_ndim("apply_rope q", q_THD, 3)
-    _check("apply_rope k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
-    _check("apply_rope cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
-    if cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
-        raise KernelError(
-            "apply_rope cos_sin",
-            f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}",
-        )
-    _check("apply_rope positions", positions_T, (tokens,), INDEX_DTYPES, q_THD)
+    _check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
     return _run("apply_rope", q_THD)(q_THD, k_TJD, cos_sin, positions_T)
 
 
@@ -248,20 +241,81 @@ def write_kv_(
     k_pages_PBJD: torch.Tensor,
     v_pages_PBJD: torch.Tensor,
     slots_T: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    *,
+    static_scales: bool = False,
 ) -> None:
     """Write keys and values into their slots of the pages, in place.
 
     slot = page * B + offset; a token whose slot is -1 is padding and written nowhere. Slots differ.
+
+    Pages hold k's dtype, or codes: int8 or float8_e4m3fn, with a float32 scale for each slot and
+    KV head. A row's scale is its largest magnitude over the largest code, and is written beside it;
+    with `static_scales` the scales are there already, and rows are rounded with them. Scales have
+    any strides: one for all slots is `scale.expand(P, B, J)`.
     """
-    _check_float("write_kv_ k", k_TJD)
-    tokens, heads, head_dim = _expect_ndim("write_kv_ k", k_TJD, 3)
-    _check("write_kv_ v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
-    _check("write_kv_ k_pages", k_pages_PBJD, (None, None, heads, head_dim), (k_TJD.dtype,), k_TJD)
-    _check("write_kv_ v_pages", v_pages_PBJD, k_pages_PBJD.shape, (k_TJD.dtype,), k_TJD)
-    _check("write_kv_ slots", slots_T, (tokens,), INDEX_DTYPES, k_TJD)
-    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
-        _check_dense_heads(f"write_kv_ {name}", pages)
-    _run("write_kv_", k_TJD)(k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+    op = "write_kv_"
+    _check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+    _check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    _run_pages(op, k_TJD, k_pages_PBJD)(
+        k_TJD,
+        v_TJD,
+        k_pages_PBJD,
+        v_pages_PBJD,
+        slots_T,
+        k_scales_PBJ,
+        v_scales_PBJ,
+        static_scales=static_scales,
+    )
+
+
+def rope_write_kv_(
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    *,
+    static_scales: bool = False,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
+
+    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first.
+    """
+    op = "rope_write_kv_"
+    _check_rope(op, q_THD, k_TJD, cos_sin, positions_T)
+    _check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+    _check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    if (q_norm_D is None) != (k_norm_D is None):
+        raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
+    if q_norm_D is not None:
+        for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
+            _check(f"{op} {name}", norm, q_THD.shape[-1:], (q_THD.dtype,), q_THD)
+    return _run_pages(op, q_THD, k_pages_PBJD)(
+        q_THD,
+        k_TJD,
+        v_TJD,
+        cos_sin,
+        positions_T,
+        k_pages_PBJD,
+        v_pages_PBJD,
+        slots_T,
+        k_scales_PBJ,
+        v_scales_PBJ,
+        static_scales=static_scales,
+        q_norm_D=q_norm_D,
+        k_norm_D=k_norm_D,
+        eps=eps,
+    )
 
 
 def paged_attention(
@@ -276,6 +330,9 @@ def paged_attention(
     window: int | None,
     max_query_len: int,
     max_context_len: int,
+    soft_cap: float | None = None,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of every request's query rows over its paged keys: [T, H, D].
 
@@ -283,6 +340,8 @@ def paged_attention(
     query_starts  [R + 1] int32: request r has the rows query_starts[r] .. query_starts[r + 1]
     context_lengths [R] int32: keys that the request's last row sees, itself included
     window        a row sees itself and the window - 1 keys before it; None: all before it
+    soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
+    k_scales, v_scales  [P, B, J] float32: of int8 or float8_e4m3fn pages, as write_kv_ leaves them
     max_query_len, max_context_len  upper bounds that the host knows, so that nothing is read back
 
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
@@ -291,8 +350,13 @@ def paged_attention(
     _check_float("paged_attention q", q_THD)
     _, heads, head_dim = _expect_ndim("paged_attention q", q_THD, 3)
     pages_shape = (None, None, None, head_dim)
-    _check("paged_attention k_pages", k_pages_PBJD, pages_shape, (q_THD.dtype,), q_THD)
-    _check("paged_attention v_pages", v_pages_PBJD, k_pages_PBJD.shape, (q_THD.dtype,), q_THD)
+    dtypes = (q_THD.dtype, *CODE_DTYPES.values())
+    _check("paged_attention k_pages", k_pages_PBJD, pages_shape, dtypes, q_THD)
+    v_dtypes = (k_pages_PBJD.dtype,)
+    _check("paged_attention v_pages", v_pages_PBJD, k_pages_PBJD.shape, v_dtypes, q_THD)
+    _check_scales("paged_attention", q_THD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
+        _check_dense_heads(f"paged_attention {name}", pages)
     if k_pages_PBJD.shape[2] == 0 or heads % k_pages_PBJD.shape[2]:
         raise KernelError(
             "paged_attention q",
@@ -305,17 +369,26 @@ def paged_attention(
     _check("paged_attention context_lengths", context_lengths_R, (requests,), int32, q_THD)
     if window is not None and window < 1:
         raise KernelError("paged_attention window", f"expected None or at least 1, found {window}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise KernelError(
+            "paged_attention soft_cap", f"expected None or a number above 0, found {soft_cap}"
+        )
     if max_context_len > block_tables_RX.shape[1] * k_pages_PBJD.shape[1]:
         raise KernelError(
             "paged_attention max_context_len",
             f"{max_context_len} keys do not fit in {block_tables_RX.shape[1]} pages"
             f" of {k_pages_PBJD.shape[1]}",
         )
+    chunk = heads // k_pages_PBJD.shape[2] * max_query_len > ATTENTION_FEW_ROWS
     problem = Problem(
         device=q_THD.device.type,
         dtype=q_THD.dtype,
         head_dim=head_dim,
         page_size=k_pages_PBJD.shape[1],
+        pages_dtype=k_pages_PBJD.dtype,
+        soft_cap=soft_cap is not None,
+        chunk=chunk,
+        bulk_pages=not chunk or _can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
     )
     return dispatch.implementation("paged_attention", problem)(
         q_THD,
@@ -328,6 +401,9 @@ def paged_attention(
         window=window,
         max_query_len=max_query_len,
         max_context_len=max_context_len,
+        soft_cap=soft_cap,
+        k_scales_PBJ=k_scales_PBJ,
+        v_scales_PBJ=v_scales_PBJ,
     )
 
 
@@ -360,6 +436,74 @@ def _check_quantized(
         _check(f"{op} scale", scale, (), (torch.float32,), x)
 
 
+def _run_pages(op: str, x_THD: torch.Tensor, pages_PBJD: torch.Tensor):
+    problem = Problem(
+        device=x_THD.device.type,
+        dtype=x_THD.dtype,
+        head_dim=x_THD.shape[-1],
+        page_size=pages_PBJD.shape[1],
+        pages_dtype=pages_PBJD.dtype,
+    )
+    return dispatch.implementation(op, problem)
+
+
+def _check_rope(
+    op: str,
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> None:
+    _check_float(f"{op} q", q_THD)
+    tokens, _, head_dim = _expect_ndim(f"{op} q", q_THD, 3)
+    _check(f"{op} k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
+    _check(f"{op} cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
+    if cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
+        raise KernelError(
+            f"{op} cos_sin", f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}"
+        )
+    _check(f"{op} positions", positions_T, (tokens,), INDEX_DTYPES, q_THD)
+
+
+def _check_kv_write(
+    op: str,
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    _check_float(f"{op} k", k_TJD)
+    tokens, heads, head_dim = _expect_ndim(f"{op} k", k_TJD, 3)
+    _check(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
+    dtypes = (k_TJD.dtype, *CODE_DTYPES.values())
+    _check(f"{op} k_pages", k_pages_PBJD, (None, None, heads, head_dim), dtypes, k_TJD)
+    _check(f"{op} v_pages", v_pages_PBJD, k_pages_PBJD.shape, (k_pages_PBJD.dtype,), k_TJD)
+    _check(f"{op} slots", slots_T, (tokens,), INDEX_DTYPES, k_TJD)
+    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
+        _check_dense_heads(f"{op} {name}", pages)
+
+
+def _check_scales(
+    op: str,
+    x: torch.Tensor,
+    pages_PBJD: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None,
+    v_scales_PBJ: torch.Tensor | None,
+) -> None:
+    """Raise KernelError unless 8-bit pages, and only they, have their scales."""
+    coded = pages_PBJD.dtype in CODE_DTYPES.values()
+    for name, scales in (("k_scales", k_scales_PBJ), ("v_scales", v_scales_PBJ)):
+        if (scales is not None) != coded:
+            expected = "one for each slot and KV head" if coded else "None"
+            found = "None" if coded else "some"
+            raise KernelError(
+                f"{op} {name}", f"expected {expected} for {pages_PBJD.dtype} pages, found {found}"
+            )
+        if coded:
+            _check(f"{op} {name}", scales, pages_PBJD.shape[:3], (torch.float32,), x)
+
+
 def _expect_ndim(name: str, tensor: torch.Tensor, ndim: int) -> torch.Size:
     if tensor.ndim != ndim:
         raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
@@ -390,6 +534,18 @@ def _check(
         raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
     if tensor.device != beside.device:
         raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+
+
+def _can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
+    return all(
+        number % 16 == 0
+        for tensor in tensors
+        for number in (
+            tensor.data_ptr(),
+            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
+        )
+    )
 
 
 def _check_dense_heads(name: str, pages: torch.Tensor) -> None:

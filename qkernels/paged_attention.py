@@ -1,5 +1,8 @@
 """Causal attention over paged keys and values, chunks and decode rows in one batch, in Triton.
 
+8-bit keys and values become the queries' dtype in registers, exactly; their scales multiply the
+scores and the weights.
+
 Knows no scheduler. One block does block_q query rows of all heads that share a KV head, stacked
 into the rows of one product. A batch of few rows is split over the keys as well; a second kernel
 merges the parts. The host reads nothing from the device: grids follow from shapes and the given
@@ -15,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import on_device, sm_count
+from qkernels.launch import has_gluon, on_device, sm_count, tile_table_of
 from qkernels.tiles import AttentionTile, attention_tile, ceil_div, power_of_two
+
+LOG2_E = math.log2(math.e)
 
 
 def paged_attention(
@@ -31,6 +36,9 @@ def paged_attention(
     window: int | None,
     max_query_len: int,
     max_context_len: int,
+    soft_cap: float | None = None,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
     tile: AttentionTile | None = None,
 ) -> torch.Tensor:
     """As ops.paged_attention; `tile` replaces the choice of tiles.py."""
@@ -41,17 +49,28 @@ def paged_attention(
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return out_THD
-    tile = tile or attention_tile(
-        num_requests=R,
-        num_kv_heads=J,
-        heads_per_kv_head=H // J,
-        head_dim=D,
-        element_size=q_THD.element_size(),
-        max_query_len=max_query_len,
-        max_context_len=max_context_len,
-        window=window,
-        sm_count=sm_count(q_THD.device),
-    )
+    if tile is None:
+        problem = {
+            "num_requests": R,
+            "num_kv_heads": J,
+            "heads_per_kv_head": H // J,
+            "head_dim": D,
+            "element_size": q_THD.element_size(),
+            "max_query_len": max_query_len,
+            "max_context_len": max_context_len,
+            "window": window,
+        }
+        row = None  # tables hold tiles for pages of the queries' own dtype
+        if k_scales_PBJ is None:
+            row = tile_table_of(q_THD.device).find("paged_attention", **problem)
+        tile = row.tile if row else None
+    if tile is None:
+        tile = attention_tile(
+            **problem,
+            page_element_size=k_pages_PBJD.element_size(),
+            sm_count=sm_count(q_THD.device),
+            gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
+        )
     partials = sums = None
     if tile.split > 1:
         partials = out_THD.new_empty((T, H, tile.split, D), dtype=torch.float32)
@@ -60,39 +79,67 @@ def paged_attention(
     # need, so the grid follows from T and R alone.
     grid = (T // tile.block_q + R, J, tile.split)
     strides = (*k_pages_PBJD.stride()[:3], *v_pages_PBJD.stride()[:3])
+    scale_strides = (0,) * 6
+    if k_scales_PBJ is not None:
+        scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
+    shared = (
+        block_tables_RX,
+        query_starts_R1,
+        context_lengths_R,
+        k_scales_PBJ,
+        v_scales_PBJ,
+        out_THD,
+        partials,
+        sums,
+        R,
+        T,
+        scale / soft_cap if soft_cap else scale * LOG2_E,
+        soft_cap * LOG2_E if soft_cap else 0.0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+    )
+    constants = {
+        "H": H,
+        "GROUP": H // J,
+        "PADDED_GROUP": tile.block_m // tile.block_q,
+        "D": D,
+        "B": k_pages_PBJD.shape[1],
+        "WINDOW": window or 0,
+        "SOFT_CAP": soft_cap is not None,
+        "SPLIT": tile.split,
+    }
     with on_device(q_THD):
-        _paged_attention[grid](
-            q_THD,
-            k_pages_PBJD,
-            v_pages_PBJD,
-            block_tables_RX,
-            query_starts_R1,
-            context_lengths_R,
-            out_THD,
-            partials,
-            sums,
-            R,
-            T,
-            scale * math.log2(math.e),
-            q_THD.stride(0),
-            q_THD.stride(1),
-            *strides,
-            block_tables_RX.stride(0),
-            H=H,
-            GROUP=H // J,
-            PADDED_GROUP=tile.block_m // tile.block_q,
-            D=D,
-            PADDED_D=max(16, power_of_two(D)),
-            B=k_pages_PBJD.shape[1],
-            WINDOW=window or 0,
-            ALIGNED=all(stride % 8 == 0 for stride in strides),
-            BLOCK_M=tile.block_m,
-            BLOCK_Q=tile.block_q,
-            KEYS=tile.keys,
-            SPLIT=tile.split,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
-        )
+        if tile.gluon:
+            from qkernels import coded_decode
+
+            coded_decode.launch(
+                grid,
+                q_THD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                shared,
+                scale_strides,
+                block_tables_RX.stride(0),
+                constants,
+            )
+        else:
+            _paged_attention[grid](
+                q_THD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                *shared,
+                *strides,
+                *scale_strides,
+                block_tables_RX.stride(0),
+                **constants,
+                PADDED_D=max(16, power_of_two(D)),
+                ALIGNMENT=alignment(*strides),
+                BLOCK_M=tile.block_m,
+                BLOCK_Q=tile.block_q,
+                KEYS=tile.keys,
+                STAGES=tile.stages,
+                num_warps=tile.warps,
+            )
         if tile.split > 1:
             _merge_parts[(T, H)](
                 partials,
@@ -110,6 +157,30 @@ def paged_attention(
     return out_THD
 
 
+def gluon_refuses(
+    q_THD: torch.Tensor, k_pages_PBJD: torch.Tensor, v_pages_PBJD: torch.Tensor
+) -> str | None:
+    """Why coded_decode.py cannot take these few rows; None: it can."""
+    D = q_THD.shape[2]
+    if k_pages_PBJD.element_size() != 1:
+        return "takes 8-bit pages"
+    if q_THD.dtype != torch.bfloat16:
+        return f"takes bfloat16 queries, not {q_THD.dtype}"
+    if D not in (64, 128):
+        return f"takes heads of 64 or 128, not {D}"
+    if not has_gluon(q_THD.device):
+        return "needs a GPU of compute capability 9.0 and a triton with gluon"
+    for pages in (k_pages_PBJD, v_pages_PBJD):
+        if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
+            return "takes pages whose rows start at multiples of 16 bytes"
+    return None
+
+
+def alignment(*strides: int) -> int:
+    """Elements in a row that may be read at once: 16 where all strides allow it, 8 or 1."""
+    return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
+
+
 @triton.jit(do_not_specialize=["R", "T"])
 def _paged_attention(
     q_ptr,  # [T, H, D]
@@ -118,12 +189,15 @@ def _paged_attention(
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
+    k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
+    v_scales_ptr,  # [P, B, J]
     out_ptr,  # [T, H, D], when SPLIT is 1
     partials_ptr,  # [T, H, S, D], otherwise: each part's weighted sum of values
     sums_ptr,  # [2, T, H, S]: each part's largest score, and its sum of weights
     R,
     T,
-    scale_log2,  # scores in powers of two, since exp2 is the hardware's
+    scale,  # to scores in powers of two, since exp2 is the hardware's; soft cap: to its units
+    cap_log2,  # soft cap in powers of two
     stride_qt,
     stride_qh,
     stride_kp,
@@ -132,6 +206,12 @@ def _paged_attention(
     stride_vp,
     stride_vb,
     stride_vj,
+    stride_ksp,
+    stride_ksb,
+    stride_ksj,
+    stride_vsp,
+    stride_vsb,
+    stride_vsj,
     stride_table,
     H: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,7 +220,8 @@ def _paged_attention(
     PADDED_D: tl.constexpr,
     B: tl.constexpr,
     WINDOW: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     KEYS: tl.constexpr,
@@ -190,6 +271,9 @@ def _paged_attention(
     values = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
     table = tables_ptr + request.to(tl.int64) * stride_table
     k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
+    if k_scales_ptr is not None:
+        k_scales_head = k_scales_ptr + kv_head * stride_ksj
+        v_scales_head = v_scales_ptr + kv_head * stride_vsj
     if BLOCK_M >= 64 and WINDOW == 0 and SPLIT == 1:
         # a chunk's first row sees all keys of these steps, so every row does
         whole_steps = (before + first_row + 1) // KEYS
@@ -206,22 +290,37 @@ def _paged_attention(
                 offset = tl.arange(0, B)[None, :]
                 k_rows = (page * stride_kp + offset * stride_kb).reshape(KEYS)
                 v_rows = (page * stride_vp + offset * stride_vb).reshape(KEYS)
-            if ALIGNED:  # a reshape forgets it
-                k_rows = tl.multiple_of(k_rows, 8)
-                v_rows = tl.multiple_of(v_rows, 8)
+            if ALIGNMENT > 1:  # a reshape forgets it
+                k_rows = tl.multiple_of(k_rows, ALIGNMENT)
+                v_rows = tl.multiple_of(v_rows, ALIGNMENT)
+            k_scale = None
+            v_scale = None
+            if k_scales_ptr is not None:
+                if B >= KEYS:
+                    k_scale_rows = page * stride_ksp + offset * stride_ksb
+                    v_scale_rows = page * stride_vsp + offset * stride_vsb
+                else:
+                    k_scale_rows = (page * stride_ksp + offset * stride_ksb).reshape(KEYS)
+                    v_scale_rows = (page * stride_vsp + offset * stride_vsb).reshape(KEYS)
+                k_scale = tl.load(k_scales_head + k_scale_rows)
+                v_scale = tl.load(v_scales_head + v_scale_rows)
             if D == PADDED_D:
                 k = tl.load(k_head + k_rows[None, :] + d[:, None])
                 v = tl.load(v_head + v_rows[:, None] + d[None, :])
             else:
                 k = tl.load(k_head + k_rows[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
                 v = tl.load(v_head + v_rows[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
-            score = tl.dot(q, k, input_precision="ieee")
-            new_largest = tl.maximum(largest, tl.max(score, 1) * scale_log2)
-            weight = tl.exp2(score * scale_log2 - new_largest[:, None])
+            if k_scales_ptr is None and not SOFT_CAP:
+                score = tl.dot(q, k, input_precision="ieee")
+                new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+                weight = tl.exp2(score * scale - new_largest[:, None])
+            else:
+                score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+                new_largest = tl.maximum(largest, tl.max(score, 1))
+                weight = tl.exp2(score - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
             weights = weights * shrink + tl.sum(weight, 1)
-            values = values * shrink[:, None]
-            values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
+            values = _add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
             largest = new_largest
         first_step = whole_steps
     for step in tl.range(first_step, last_step, num_stages=STAGES):
@@ -236,7 +335,14 @@ def _paged_attention(
             mask=exists[None, :] & (d[:, None] < D),
             other=0.0,
         )
-        score = tl.dot(q, k, input_precision="ieee") * scale_log2
+        k_scale = None
+        v_scale = None
+        if k_scales_ptr is not None:
+            k_scale_rows = page * stride_ksp + (key % B) * stride_ksb
+            v_scale_rows = page * stride_vsp + (key % B) * stride_vsb
+            k_scale = tl.load(k_scales_head + k_scale_rows, mask=exists, other=0.0)
+            v_scale = tl.load(v_scales_head + v_scale_rows, mask=exists, other=0.0)
+        score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
         visible = exists[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible &= key[None, :] > position[:, None] - WINDOW
@@ -252,8 +358,7 @@ def _paged_attention(
             mask=exists[:, None] & (d[None, :] < D),
             other=0.0,
         )
-        values = values * shrink[:, None]
-        values = tl.dot(weight.to(v.dtype), v, values, input_precision="ieee")
+        values = _add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
         largest = new_largest
 
     out_row = token * H + head
@@ -273,6 +378,30 @@ def _paged_attention(
         )
         tl.store(sums_ptr + part_row, largest, mask=real)
         tl.store(sums_ptr + T.to(tl.int64) * H * SPLIT + part_row, weights, mask=real)
+
+
+@triton.jit
+def _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
+    """float32 scores in powers of two. `k_scale`: of each key's codes, or None."""
+    score = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if k_scale is None:
+        score *= scale
+    else:
+        score *= (k_scale * scale)[None, :]
+    if SOFT_CAP:  # cap * tanh(score), where exp2 may be 0 or infinite
+        score = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(score * 2.8853900817779268))  # 2 log2(e)
+    return score
+
+
+@triton.jit
+def _add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
+    """values + weight times v. `v_scale`: of each key's codes, or None."""
+    if v_scale is not None:
+        if DTYPE.is_fp16():  # the product with the weight may be below what float16 has
+            v = v.to(tl.float32) * v_scale[:, None]
+        else:
+            weight *= v_scale[None, :]
+    return tl.dot(weight.to(DTYPE), v.to(DTYPE), values, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["R", "T"])

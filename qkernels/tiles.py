@@ -150,6 +150,9 @@ class Int8Tile:
     tiles_m_of_group: int = 8  # row tiles that run beside each other
 
 
+INT8_BARRIER_BYTES = 256  # of shared memory, beside the stages
+
+
 # Measured choices, us for qkv / o / gate_up / down, rounding x to int8 included. W: block_n 128 at
 # gate_up, L: block_m 128, block_n 256.
 # M = 1     10.3 / 9.0 / 31.9 / 20.5   split 1 / 1 / W / 4
@@ -184,6 +187,16 @@ def int8_tile(M: int, N: int, K: int, sm_count: int, integers: bool = True) -> I
     if 2 * large <= sm_count:
         return Int8Tile(block_m=128, block_n=128, weight_left=False, early=early)
     return Int8Tile(block_m=128, block_n=256, warps=8, weight_left=False, early=early)
+
+
+def fitted(tile: Int8Tile, shared_bytes: int) -> Int8Tile:
+    """The tile with as many stages as fit into a block's shared memory; one stage always stays.
+
+    An H200 has 227 KB; GPUs for desktops that copy in bulk (sm_120) have 99.
+    """
+    stage = (tile.block_m + tile.block_n) * tile.block_k
+    fits = (shared_bytes - INT8_BARRIER_BYTES) // stage
+    return replace(tile, stages=max(1, min(tile.stages, fits)))
 
 
 def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_blocks: int) -> int:
@@ -376,9 +389,13 @@ class AttentionTile:
     split: int  # parts of the context that different blocks read
     warps: int
     stages: int
+    gluon: bool = False  # coded_decode.py does it; it has its own keys and warps
 
 
+# Up to so many rows of a KV head a request decodes: its keys are what takes time, not its products.
+ATTENTION_FEW_ROWS = 32
 ATTENTION_MAX_SPLIT = 32
+GLUON_ROWS = 8  # of a block of coded_decode.py: the narrow side of the tensor core's product
 # A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
 # takes 10.8 us in 16 parts, 13.4 us in 8.
 ATTENTION_MIN_KEYS_OF_PART = 128
@@ -391,14 +408,16 @@ def attention_tile(
     heads_per_kv_head: int,
     head_dim: int,
     element_size: int,
+    page_element_size: int | None = None,  # default: element_size
     max_query_len: int,
     max_context_len: int,
     window: int | None,
     sm_count: int,
+    gluon: bool = False,  # whether coded_decode.py could
 ) -> AttentionTile:
     """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
     group = power_of_two(heads_per_kv_head)
-    few_rows = group * max_query_len <= 32
+    few_rows = group * max_query_len <= ATTENTION_FEW_ROWS
     programs = max(1, num_requests * num_kv_heads)
     split = 1
     if few_rows:
@@ -418,7 +437,8 @@ def attention_tile(
     if element_size == 4:
         keys, stages = 16, 2
     elif head_dim > 128:
-        keys, stages = 32, 3
+        # 32 keys of a chunk spill where codes become numbers
+        keys, stages = (16 if page_element_size == 1 and block_m == 64 else 32), 3
     elif few_rows and split * programs <= 4 * sm_count:
         # 8 x 4096 keys: 41.7 us, with 64 keys 54; 32 x 4096: 130.6, with 64 keys or 3 stages 140
         keys, stages = 128, (3 if split > 1 else 2)
@@ -426,6 +446,38 @@ def attention_tile(
         keys, stages = 64, 2  # 128 x 4096: 494 us, with 128 keys 504
     else:
         keys, stages = 64, 3
+    gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
+    if gluon:
+        block_m = GLUON_ROWS
     return AttentionTile(
-        block_m=block_m, block_q=block_m // group, keys=keys, split=split, warps=4, stages=stages
+        block_m=block_m,
+        block_q=block_m // group,
+        keys=keys,
+        split=split,
+        warps=4,
+        stages=stages,
+        gluon=gluon,
     )
+
+
+CHUNK_ROWS = 128  # query rows of a tile of attention_hopper.py: tokens times heads of a KV head
+CHUNK_KEYS = 128  # of one step: 64 take a sixth longer, and 256 have no room in registers
+CHUNK_STAGES = (
+    2  # steps whose keys and values have room in shared memory, beside two tiles' queries
+)
+CHUNK_MAX_SPLIT = 32
+# 128 rows on 32768 keys, 32 tiles: 483 us in 1 part, 249 in 2, 154 in 4, 144 in 8, which are more
+# tiles than SMs. The least worth while was not measured.
+CHUNK_MIN_KEYS_OF_PART = 1024
+
+
+def chunk_split(tiles: int, visible: int, sm_count: int) -> int:
+    """Parts of the context of a chunk, where its tiles leave SMs idle; `visible` keys of a row."""
+    split = 1
+    while (
+        2 * split <= CHUNK_MAX_SPLIT
+        and 2 * split * tiles <= sm_count
+        and 2 * split * CHUNK_MIN_KEYS_OF_PART <= visible
+    ):
+        split *= 2
+    return split

@@ -13,7 +13,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from formats.packed import PackedWeight
-from qkernels.launch import INTERPRETED, has_dependent_launch, on_device, sm_count, workspace
+from qkernels.launch import (
+    INTERPRETED,
+    has_dependent_launch,
+    on_device,
+    sm_count,
+    tile_table_of,
+    workspace,
+)
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
@@ -129,7 +136,9 @@ def linear(
     if M == 0:
         return x.new_empty(*x.shape[:-1], N)
     group, bits = weight.spec.group_length(K), weight.spec.bits
-    tile = tile or linear_tile(M, N, K, group, sm_count(x.device))
+    if tile is None:
+        row = tile_table_of(x.device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)
+        tile = row.tile if row else linear_tile(M, N, K, group, sm_count(x.device))
     if tile is None:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
     y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)

@@ -17,9 +17,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from formats.fp8 import Fp8Weight
 from formats.weights import Weight
 from qkernels.act_quant import quantize_input
-from qkernels.launch import has_dependent_launch, on_device, sm_count, workspace
+from qkernels.launch import (
+    has_dependent_launch,
+    on_device,
+    shared_bytes,
+    sm_count,
+    tile_table_of,
+    workspace,
+)
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import Int8Tile, ceil_div, int8_tile
+from qkernels.tiles import Int8Tile, ceil_div, fitted, int8_tile
 
 BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
 
@@ -81,7 +88,13 @@ def linear_codes(
         return y_MN
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
     blocks = weight.tensors["scales"].ndim == 2
-    tile = tile or int8_tile(M, N, K, sm_count(device), integers)
+    if tile is None:
+        row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
+        if row is None:
+            tile = int8_tile(M, N, K, sm_count(device), integers)
+            tile = fitted(tile, shared_bytes(device))
+        else:
+            tile = row.tile
     if blocks:
         tile = replace(tile, block_k=BLOCK)
     early = tile.early and has_dependent_launch(device)

@@ -59,6 +59,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         overrides=[parse_override(text) for text in config.override],
         pad=config.pad,
         max_shard_bytes=parse_size(config.max_shard_size),
+        kv_cache=config.kv_cache_scheme,
         calibration=config.calibration,
         samples=config.samples,
         sequence_length=config.sequence_length,
@@ -162,8 +163,21 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
 
 def bench(what: str, config: BenchConfig) -> int:
     from qkernels.bench.measure import HEADER, format_result, plot
-    from qkernels.bench.table import run, versions
+    from qkernels.bench.table import run, run_tune, versions
+    from qkernels.bench.tune import format_tuned
 
+    if config.tune:
+        path = run_tune(
+            op=config.op,
+            shape=config.shape,
+            m=config.m,
+            seconds=config.tune_seconds,
+            show=lambda tuned: print(
+                json.dumps(tuned.to_dict()) if config.json else format_tuned(tuned), flush=True
+            ),
+        )
+        print(f"Wrote {path}; the kernels read it from now on", file=sys.stderr)
+        return 0
     shown = []
 
     def show(result) -> None:

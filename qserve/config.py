@@ -10,7 +10,9 @@ from typing import Any
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 FORMATS = ("gptq", "awq", "compressed-tensors")
+KV_CACHES = ("int8", "fp8")
 # The rows of calibrate/recipe.py, by name: this module loads no torch. A test compares the two.
 RECIPES = (
     "rtn",
@@ -64,6 +66,12 @@ class EngineConfig:
         0.9, "share of the GPU's memory for weights, activations and KV pages"
     )
     block_size: int = setting(16, "tokens of one KV page")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "what KV pages hold; auto: 8 bits if the checkpoint was calibrated for them, else --dtype;"
+        " int8, fp8: half the memory, scales found on write where the checkpoint has none",
+        KV_CACHE_DTYPES,
+    )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV pages, in place of what the memory allows"
     )
@@ -107,10 +115,13 @@ class QuantizeConfig:
     calibration: str | None = setting(
         None,
         "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
-        " (default: a small set that the package brings)",
+        " or folder (default: a small set that the package brings)",
     )
     samples: int = setting(128, "calibration windows")
     sequence_length: int = setting(2048, "tokens of a calibration window")
+    kv_cache_scheme: str | None = setting(
+        None, "also write the scales of an 8-bit KV cache (compressed-tensors only)", KV_CACHES
+    )
     seed: int = setting(0, "seed of the order of the texts, and of rotations")
     eval_text: str | None = setting(None, "file to measure perplexity on, before and after")
     spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
@@ -178,10 +189,20 @@ class BenchConfig:
     """What `qserve bench` is told; lists are comma-separated."""
 
     op: str | None = setting(None, "operations, such as w4a16,paged_attention; default: all")
-    shape: str | None = setting(None, "shapes, such as qkv,gate_up; default: all of each operation")
+    shape: str | None = setting(
+        None,
+        "shapes, such as qkv,gate_up or 896x4864 (outputs x inputs; of attention, keys x query"
+        " rows); default: all of each operation",
+    )
     m: str | None = setting(None, "rows, or requests of attention, such as 1,16; default: a table")
     baseline: str | None = setting(
         None, "compare with these, such as cublas,int_mm,gemlite, or none; default: all installed"
     )
     json: bool = setting(False, "print one JSON object a line")
     plot: str | None = setting(None, "also draw the times into this PNG file")
+    tune: bool = setting(
+        False,
+        "measure other tiles on this GPU and write a table of the faster ones, which the"
+        " kernels then read",
+    )
+    tune_seconds: float = setting(600.0, "time limit of --tune")

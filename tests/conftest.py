@@ -32,6 +32,12 @@ TINY = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
+GEMMA = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+}
 # family -> config class and what it adds; windows shorter than the prompts, so that they matter
 TINY_FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
@@ -41,7 +47,36 @@ TINY_FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    # those that only calibration knows
+    "phi3": ("Phi3Config", {"pad_token_id": 0}),
+    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
 }
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("fuzz", "tests/qkernels/test_kernel_fuzz.py")
+    group.addoption("--fuzz-seconds", type=float, default=4, help="how long it draws problems")
+    group.addoption("--fuzz-seed", type=int, default=0, help="what it draws them from")
+    group.addoption("--fuzz-replay", help="one problem, as a failure prints it")
 
 
 def pytest_collection_modifyitems(items):
@@ -81,7 +116,9 @@ def tiny_model(tmp_path_factory):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for name, parameter in model.named_parameters():
                 if "norm" in name or "bias" in name:
-                    torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+                    # Gemma's norms multiply by 1 + weight
+                    is_one = "norm" in name and "gemma" not in family
+                    torch.nn.init.normal_(parameter, float(is_one), 0.2)
             made[family] = tmp_path_factory.mktemp("tiny") / family
             model.save_pretrained(made[family])
         return made[family]

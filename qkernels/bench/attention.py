@@ -1,12 +1,13 @@
-"""Attention over paged keys. Heads are Llama-3-8B's."""
+"""Attention over paged keys, 16-bit and 8-bit. Heads are Llama-3-8B's."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
 
 from qkernels import ops
-from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
 # keys of each request, query rows of each request
 ATTENTION_SHAPES = {
@@ -16,42 +17,82 @@ ATTENTION_SHAPES = {
     "32768x1": (32768, 1),
     "8192x2048": (8192, 2048),
     "4096x512": (4096, 512),
+    "2048x2048": (2048, 2048),
+    "512x512": (512, 512),
+    "32768x128": (32768, 128),
 }
+ATTENTION_M = {
+    "1024x1": (32, 128),
+    "2048x1": (1,),
+    "4096x1": (8, 32, 128),
+    "32768x1": (1,),
+    "8192x2048": (1,),
+    "4096x512": (4,),
+    "2048x2048": (1,),
+    "512x512": (16,),
+    "32768x128": (1,),
+}
+KV_WRITE_SHAPES = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+CODED_NAMES = {torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
+KV_WRITE_M = (1, 32, 256, 4096)
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 
 
-def _paged_attention(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    """m requests; their pages lie anywhere in a pool that no cache holds."""
-    context, rows = ATTENTION_SHAPES[shape]
+def _paged_attention(
+    shape: str, ms: tuple[int, ...], baselines: Baselines, codes: torch.dtype | None = None
+) -> Iterator[Case]:
+    """m requests; their pages lie anywhere in a pool that no cache holds. `codes`: 8-bit pages."""
+    context, rows = read_shape(ATTENTION_SHAPES, shape)
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
-    X = context // PAGE
+    X = -(-context // PAGE)
     for m in ms:
-        copies = copies_needed(4 * m * context * J * D)
+        num_bytes = 2 * m * context * J * (2 * D if codes is None else D + 4)
+        copies = copies_needed(num_bytes)
         pages = copies * m * X
         k_pages, v_pages = (
             torch.randn(pages, PAGE, J, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
+        k_scales = v_scales = None
+        if codes is not None:
+            k_pages, v_pages = ((30 * x).to(codes) for x in (k_pages, v_pages))
+            k_scales, v_scales = (
+                (torch.rand(pages, J, PAGE, device="cuda") / 30).transpose(1, 2) for _ in range(2)
+            )
         tables = torch.randperm(pages, device="cuda").view(copies, m, X).int()
         starts = (torch.arange(m + 1, device="cuda") * rows).int()
         lengths = torch.full((m,), context, device="cuda", dtype=torch.int32)
         q = torch.randn(m * rows, H, D, device="cuda", dtype=torch.bfloat16)
 
-        def call(table, q=q, k=k_pages, v=v_pages, starts=starts, lengths=lengths):
-            return ops.paged_attention(
-                q,
-                k,
-                v,
-                table,
-                starts,
-                lengths,
-                scale=HEAD_DIM**-0.5,
-                window=None,
-                max_query_len=rows,
-                max_context_len=context,
-            )
+        problem = {
+            "num_requests": m,
+            "num_kv_heads": J,
+            "heads_per_kv_head": H // J,
+            "head_dim": D,
+            "element_size": q.element_size(),
+            "max_query_len": rows,
+            "max_context_len": context,
+            "window": None,
+        }
+        call = functools.partial(
+            ops.paged_attention,
+            q,
+            k_pages,
+            v_pages,
+            query_starts_R1=starts,
+            context_lengths_R=lengths,
+            scale=HEAD_DIM**-0.5,
+            window=None,
+            max_query_len=rows,
+            max_context_len=context,
+            k_scales_PBJ=k_scales,
+            v_scales_PBJ=v_scales,
+        )
 
-        def dense(pages, table=tables[0], m=m):
-            return pages[table].view(m, context, J, D).transpose(1, 2)
+        def dense(pages, scales, table=tables[0], m=m):
+            found = pages[table]
+            if scales is not None:
+                found = found.to(torch.bfloat16) * scales[table][..., None].to(torch.bfloat16)
+            return found.view(m, X * PAGE, J, D)[:, :context].transpose(1, 2)
 
         def attend(q, k, v, m=m, mask=None):
             mask = torch.ones(rows, context, dtype=torch.bool, device="cuda").tril(context - rows)
@@ -63,7 +104,7 @@ def _paged_attention(shape: str, ms: tuple[int, ...], baselines: Baselines) -> I
                 enable_gqa=True,
             )
 
-        k, v = dense(k_pages), dense(v_pages)
+        k, v = dense(k_pages, k_scales), dense(v_pages, v_scales)
         # float32 and one request at a time: the scores of a chunk are large
         want = torch.cat(
             [
@@ -79,15 +120,64 @@ def _paged_attention(shape: str, ms: tuple[int, ...], baselines: Baselines) -> I
             others["sdpa"] = [lambda q=q, k=k, v=v, f=attend, m=m: f(q, k, v, m)] * 2
         seen = rows * context - rows * (rows - 1) // 2  # pairs of a query and a key
         yield Case(
-            op="paged_attention",
+            op="paged_attention" + CODED_NAMES.get(codes, ""),
             shape=shape,
             m=m,
-            num_bytes=4 * m * context * J * D + 4 * m * rows * H * D,
+            num_bytes=num_bytes + 4 * m * rows * H * D,
             operations=4 * m * seen * H * D,
-            calls=[lambda t=t, f=call: f(t) for t in tables],
+            calls=[functools.partial(call, block_tables_RX=table) for table in tables],
             want=want.transpose(1, 2).reshape(m * rows, H, D),
             allowed_error=1e-2,
             baselines=others,
+            tuned=None if codes else ("paged_attention", problem),
+        )
+
+
+def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    """m tokens, each to a slot of its own, anywhere."""
+    H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
+    codes = KV_WRITE_SHAPES[shape]
+    angle = torch.rand(8192, D // 2, device="cuda") * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
+    for m in ms:
+        dtype = codes or torch.bfloat16
+        num_bytes = 2 * m * (2 * H + 2 * J) * D + 2 * m * J * (D * dtype.itemsize + 4 * bool(codes))
+        qkv = torch.randn(
+            copies_needed(num_bytes), m, H + 2 * J, D, device="cuda", dtype=torch.bfloat16
+        )
+        P = 4 * m // PAGE + 64
+        pages = [torch.zeros(P, PAGE, J, D, device="cuda").to(dtype) for _ in range(2)]
+        scales = (None, None)
+        if codes:
+            scales = [torch.zeros(P, J, PAGE, device="cuda").transpose(1, 2) for _ in range(2)]
+        slots = torch.randperm(P * PAGE, device="cuda")[:m]
+        positions = torch.randint(0, 8192, (m,), device="cuda")
+
+        def fused(x, positions=positions, pages=pages, slots=slots, scales=scales):
+            q, k, v = x.split([H, J, J], dim=1)
+            return ops.rope_write_kv_(q, k, v, cos_sin, positions, *pages, slots, *scales)
+
+        def apart(x, positions=positions, pages=pages, slots=slots, scales=scales):
+            q, k, v = x.split([H, J, J], dim=1)
+            q, k = ops.apply_rope(q, k, cos_sin, positions)
+            ops.write_kv_(k, v, *pages, slots, *scales)
+            return q
+
+        q = qkv[0, :, :H].double()
+        cos, sin = cos_sin.double()[positions][:, None].chunk(2, dim=-1)
+        first, second = q.chunk(2, dim=-1)
+        yield Case(
+            op="rope_write_kv",
+            shape=shape,
+            m=m,
+            num_bytes=num_bytes,
+            operations=3 * m * (H + J) * D,
+            calls=[functools.partial(fused, x) for x in qkv],
+            want=torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1),
+            allowed_error=5e-3,
+            baselines={"apart": [functools.partial(apart, x) for x in qkv]}
+            if "apart" in baselines
+            else {},
         )
 
 
@@ -95,14 +185,24 @@ OPS: dict[str, BenchedOp] = {
     "paged_attention": BenchedOp(
         cases=_paged_attention,
         shapes=ATTENTION_SHAPES,
-        default_m={
-            "1024x1": (32, 128),
-            "2048x1": (1,),
-            "4096x1": (8, 32, 128),
-            "32768x1": (1,),
-            "8192x2048": (1,),
-            "4096x512": (4,),
-        },
+        default_m=ATTENTION_M,
         baselines=("sdpa",),
+        dims=2,
+    ),
+    **{
+        f"paged_attention{name}": BenchedOp(
+            cases=functools.partial(_paged_attention, codes=codes),
+            shapes=ATTENTION_SHAPES,
+            default_m=ATTENTION_M,
+            baselines=("sdpa",),
+            dims=2,
+        )
+        for codes, name in CODED_NAMES.items()
+    },
+    "rope_write_kv": BenchedOp(
+        cases=_rope_write_kv,
+        shapes=KV_WRITE_SHAPES,
+        default_m=dict.fromkeys(KV_WRITE_SHAPES, KV_WRITE_M),
+        baselines=("apart",),
     ),
 }

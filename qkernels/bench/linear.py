@@ -13,7 +13,16 @@ from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from formats.weights import with_activation
 from qkernels import ops
-from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+from qkernels.bench.measure import (
+    Baselines,
+    BenchedOp,
+    Call,
+    Case,
+    copies_needed,
+    read_shape,
+    relative_error,
+)
+from qkernels.errors import KernelError
 
 LINEAR_SHAPES = {  # [N, K]
     "qkv": (6144, 4096),
@@ -52,7 +61,7 @@ def _w8a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Ca
 def _weight_only(
     bits: int, shape: str, ms: tuple[int, ...], baselines: Baselines
 ) -> Iterator[Case]:
-    N, K = LINEAR_SHAPES[shape]
+    N, K = read_shape(LINEAR_SHAPES, shape)
     num_bytes = N * K * bits // 8
     packed = [random_weight(N, K, seed=i, bits=bits) for i in range(copies_needed(num_bytes))]
     weight_NK = packed[0].dequantize(torch.float64)
@@ -64,6 +73,7 @@ def _weight_only(
         int8 = [each.codes().to(torch.int8) for each in packed[: copies_needed(N * K)]]
     if "gemlite" in baselines:
         rivals = [_gemlite_linear(each) for each in packed]
+        _check_rival("gemlite", rivals[0], weight_NK)
     for m in ms:
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
         others: dict[str, list[Call]] = {}
@@ -84,12 +94,13 @@ def _weight_only(
             want=x.double() @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
+            tuned=("w4a16", {"N": N, "K": K, "group": GROUP, "bits": bits, "M": m}),
         )
 
 
 def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     """Rounding x to int8 included; the baselines get it as they need it."""
-    N, K = LINEAR_SHAPES[shape]
+    N, K = read_shape(LINEAR_SHAPES, shape)
     packed = [
         with_activation(
             random_weight(N, K, i, bits=8, group_size=CHANNEL), Scheme.parse("w8a8"), None
@@ -98,6 +109,7 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
     ]
     weight_NK = packed[0].dequantize(torch.float64)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    portable = weights[0].kernel == "triton_w8a8"  # the kernel for sm_90 reads no table of tiles
     dense = []
     if "cublas" in baselines:
         dense = [each.dequantize(torch.bfloat16) for each in packed[: copies_needed(2 * N * K)]]
@@ -126,14 +138,26 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
             want=(codes.double() * scales.double()) @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
+            tuned=("w8a8", {"N": N, "K": K, "integers": True, "M": m}) if portable else None,
         )
 
 
+def _check_rival(
+    name: str, linear: Callable[[torch.Tensor], torch.Tensor], weight_NK: torch.Tensor
+) -> None:
+    """Nothing is compared with another kernel that was called wrongly."""
+    x = torch.randn(4, weight_NK.shape[1], device="cuda", dtype=torch.bfloat16)
+    error = relative_error(linear(x), x.double() @ weight_NK.t())
+    if not error < 2e-2:
+        raise KernelError(f"--baseline {name}", f"is wrong here: relative error {error:.1e}")
+
+
 def _gemlite_linear(packed: PackedWeight) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As gemlite 0.6 is meant to be called: unsigned codes, and zeros as numbers."""
     from gemlite.helper import A16Wn
 
     return A16Wn(device="cuda", dtype=torch.bfloat16).from_weights(
-        packed.codes(), packed.scales_NG, packed.zeros_NG, packed.spec.bits, GROUP
+        packed.codes().to(torch.uint8), packed.scales_NG, packed.zeros_NG, packed.spec.bits, GROUP
     )
 
 
@@ -143,17 +167,20 @@ OPS: dict[str, BenchedOp] = {
         shapes=LINEAR_SHAPES,
         default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
         baselines=("cublas", "int_mm", "gemlite"),
+        dims=2,
     ),
     "w8a16": BenchedOp(
         cases=_w8a16,
         shapes=LINEAR_SHAPES,
         default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
         baselines=("cublas", "gemlite"),
+        dims=2,
     ),
     "w8a8": BenchedOp(
         cases=_w8a8,
         shapes=LINEAR_SHAPES,
         default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
         baselines=("codes", "cublas", "int_mm"),
+        dims=2,
     ),
 }

@@ -36,6 +36,27 @@ class Ceiling:
 CEILINGS = {"NVIDIA H200": Ceiling(bytes_per_second=4.4e12, operations_per_second=788e12)}
 
 
+def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
+    """Microseconds of one call, all of them inside one CUDA graph."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One problem: the calls to time, the same on other copies, and what the first must return."""
@@ -49,9 +70,11 @@ class Case:
     want: torch.Tensor  # in higher precision than the calls'
     allowed_error: float
     values: Callable[..., torch.Tensor] = itself  # of a call's result, to compare with `want`
+    timer: Callable[[list[Call]], float] = time_calls  # microseconds of one call
     operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
-    # name -> calls that do the same work, or None where one raised ImportError
-    baselines: dict[str, list[Call]] = field(default_factory=dict)
+    baselines: dict[str, list[Call]] = field(default_factory=dict)  # the same work, done otherwise
+    # operation of qkernels/tile_table.py and this problem's fields; None: it has no tiles
+    tuned: tuple[str, dict[str, object]] | None = None
 
 
 Baselines = frozenset[str]
@@ -65,6 +88,21 @@ class BenchedOp:
     shapes: dict[str, object]
     default_m: dict[str, tuple[int, ...]]  # shape -> m
     baselines: tuple[str, ...]
+    dims: int = 0  # numbers, joined by x, that may stand in place of a shape's name
+
+    def has_shape(self, shape: str) -> bool:
+        numbers = shape.split("x")
+        unnamed = len(numbers) == self.dims and all(n.isdecimal() and int(n) for n in numbers)
+        return shape in self.shapes or unnamed
+
+    def m_of(self, shape: str) -> tuple[int, ...]:
+        """What is measured unless other m are asked for."""
+        return self.default_m.get(shape) or next(iter(self.default_m.values()))
+
+
+def read_shape(shapes: dict[str, tuple[int, ...]], shape: str) -> tuple[int, ...]:
+    """The numbers of a shape: by its name, or as they are, such as 896x4864."""
+    return shapes[shape] if shape in shapes else tuple(map(int, shape.split("x")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +111,7 @@ class Result:
     shape: str
     m: int
     microseconds: float
-    floor_microseconds: float | None  # None: nobody measured this GPU
+    floor_microseconds: float | None
     gigabytes_per_second: float
     teraflops: float
     error: float  # relative, Frobenius
@@ -97,27 +135,6 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def time_calls(calls: list[Call], replays: int = REPLAYS) -> float:
-    """Microseconds of one call, all of them inside one CUDA graph."""
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
 def check(case: Case) -> float:
     """The error of the first call. Raises KernelError where it is too large, or not a number."""
     error = relative_error(case.values(case.calls[0]()), case.want)
@@ -133,21 +150,24 @@ def check(case: Case) -> float:
 def measure(case: Case, ceiling: Ceiling | None) -> Result:
     """Check one case, then time it and its baselines."""
     error = check(case)
-    microseconds = time_calls(case.calls)
+    microseconds = case.timer(case.calls)
     return Result(
         op=case.op,
         shape=case.shape,
         m=case.m,
         microseconds=microseconds,
-        floor_microseconds=None if ceiling is None else floor_microseconds(case, ceiling),
+        floor_microseconds=floor_microseconds(case, ceiling),
         gigabytes_per_second=case.num_bytes / microseconds / 1e3,
         teraflops=case.operations / microseconds / 1e6,
         error=error,
-        baselines={name: time_calls(calls) for name, calls in case.baselines.items()},
+        baselines={name: case.timer(calls) for name, calls in case.baselines.items()},
     )
 
 
-def floor_microseconds(case: Case, ceiling: Ceiling) -> float:
+def floor_microseconds(case: Case, ceiling: Ceiling | None) -> float | None:
+    """None: nobody measured this GPU, or the case moves nothing that is counted."""
+    if ceiling is None or not case.num_bytes + case.operations:
+        return None
     return 1e6 * max(
         case.num_bytes / ceiling.bytes_per_second,
         case.operations / (case.operation_rate * ceiling.operations_per_second),
@@ -177,6 +197,7 @@ def plot(results: Iterable[Result], path: str) -> None:
     """Microseconds over m, a panel for each op and shape. Raises KernelError without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter, NullLocator
     except ImportError:
         raise KernelError("--plot", "needs matplotlib", "pip install matplotlib") from None
     panels: dict[tuple[str, str], list[Result]] = {}
@@ -195,7 +216,14 @@ def plot(results: Iterable[Result], path: str) -> None:
         for name in names:
             curves[name] = [(p.m, p.baselines[name]) for p in points if name in p.baselines]
         for name, curve in curves.items():
-            axes.plot(*zip(*curve, strict=True) if curve else ([], []), marker="o", label=name)
-        axes.set(title=f"{op} {shape}", xscale="log", yscale="log", xlabel="m", ylabel="us")
+            if curve:
+                style = {"color": "gray", "linestyle": "--"} if name == "floor" else {"marker": "o"}
+                axes.plot(*zip(*curve, strict=True), label=name, **style)
+        axes.set(title=f"{op} {shape}", xlabel="m", ylabel="us", xscale="log", yscale="log")
+        axes.set_xticks([p.m for p in points], [str(p.m) for p in points], minor=False)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+        axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)

@@ -5,16 +5,19 @@ Each operation's file holds its shapes, its cases and its baselines.
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 
-from qkernels.bench import attention, elementwise, float8, fused_quant, linear
-from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Result, measure
+from qkernels import launch
+from qkernels.bench import attention, elementwise, float8, fused_quant, host, linear
+from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Case, Result, measure
+from qkernels.bench.tune import Tuned, tune
 from qkernels.errors import KernelError
 
 OPS: dict[str, BenchedOp] = (
-    linear.OPS | float8.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS
+    linear.OPS | float8.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS | host.OPS
 )
 
 # Baselines that need a package: used only where it is installed, unless asked for by name.
@@ -36,7 +39,11 @@ def select(
     """
     ops_asked = _names("--op", op, OPS)
     known_shapes = dict.fromkeys(s for name in ops_asked for s in OPS[name].shapes)
-    shapes = _names("--shape", shape, known_shapes)
+    shapes = shape.split(",") if shape else []
+    for each in shapes:
+        if not any(OPS[name].has_shape(each) for name in ops_asked):
+            names = ", ".join(known_shapes)
+            raise KernelError("--shape", f"{each!r} is unknown", f"known: {names}")
     known = dict.fromkeys(b for name in ops_asked for b in OPS[name].baselines)
     asked = _names("--baseline", baseline, (*known, "none")) if baseline else None
     try:
@@ -52,9 +59,8 @@ def select(
             baselines = available_baselines(benched.baselines)
         else:
             baselines = frozenset(asked) & frozenset(benched.baselines)
-        for each in benched.shapes:
-            if each in shapes:
-                chosen.append((benched, each, ms or benched.default_m[each], baselines))
+        for each in filter(benched.has_shape, shapes or benched.shapes):
+            chosen.append((benched, each, ms or benched.m_of(each), baselines))
     return chosen
 
 
@@ -76,19 +82,52 @@ def run(
 ) -> list[Result]:
     """Measure and show each result as it comes. Raises KernelError without a GPU."""
     chosen = select(op, shape, m, baseline)
-    if not torch.cuda.is_available():
-        raise KernelError("bench kernels", "measures a GPU; torch sees none here")
+    _check_gpu()
     ceiling = CEILINGS.get(torch.cuda.get_device_name())
     results = []
     with torch.inference_mode():
-        for benched, each, ms, baselines in chosen:
-            for case in benched.cases(each, ms, baselines):
-                results.append(measure(case, ceiling))
-                show(results[-1])
+        for case in _cases(chosen):
+            results.append(measure(case, ceiling))
+            show(results[-1])
     return results
+
+
+def run_tune(
+    *,
+    op: str | None = None,
+    shape: str | None = None,
+    m: str | None = None,
+    seconds: float,
+    show: Callable[[Tuned], None],
+) -> Path:
+    """Choose tiles for this GPU; returns the file that holds them. Raises KernelError without one.
+
+    Without `op`, every operation that has tiles.
+    """
+    chosen = select(op, shape, m, "none")
+    if op is None:
+        chosen = [row for row in chosen if row[0].dims]
+    _check_gpu()
+    with torch.inference_mode():
+        return tune(_cases(chosen), seconds, _software(), show)
+
+
+def _cases(chosen: list[tuple[BenchedOp, str, tuple[int, ...], Baselines]]) -> Iterator[Case]:
+    for benched, shape, ms, baselines in chosen:
+        yield from benched.cases(shape, ms, baselines)
+
+
+def _check_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise KernelError("bench kernels", "measures a GPU; torch sees none here")
 
 
 def versions() -> str:
     """The line that every table of times starts with."""
+    tuned = launch.tile_table_of(torch.device("cuda", torch.cuda.current_device()))
+    return f"{_software()}, bf16" + (f", {len(tuned.rows)} tiles from --tune" if tuned.rows else "")
+
+
+def _software() -> str:
     triton = importlib.metadata.version("triton")
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}, bf16"
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"

@@ -60,10 +60,11 @@ class Engine:
         num_pages = self._pick_num_pages()
         self.runner.allocate_pages(num_pages)
         logger.info(
-            "KV cache: %d tokens in %d pages, %.2f GiB",
+            "KV cache: %d tokens in %d pages, %.2f GiB (%s)",
             num_pages * config.block_size,
             num_pages,
             num_pages * self.runner.bytes_per_page / GIB,
+            self.runner.kv_format,
         )
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         if device.type == "cuda":

@@ -19,6 +19,7 @@ from qserve.engine.scheduler import StepPlan, whole_chunk
 from qserve.engine.transfer import HostCopy, to_device
 from qserve.model.attention import LayerCache
 from qserve.model.decoder import Decoder
+from qserve.model.kv_format import new_cache, pick_kv_format
 from qserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class ModelRunner:
         self.decoder = decoder
         self.config = config
         self.device = device
+        self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
         self.caches: list[LayerCache] = []
         self._last_samples: torch.Tensor | None = None
         self._last_rows: dict[Request, int] = {}
@@ -61,19 +63,20 @@ class ModelRunner:
     def bytes_per_page(self) -> int:
         """Keys and values of one page, all layers."""
         model = self.decoder.config
-        values = 2 * self.config.block_size * model.num_kv_heads * model.head_dim
-        return values * model.num_layers * self.decoder.dtype.itemsize
+        heads = 2 * self.config.block_size * model.num_kv_heads * model.num_layers
+        return heads * self.kv_format.bytes_per_head(model.head_dim)
 
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages. Zeros: padding rows may read a page before it is written."""
-        model = self.decoder.config
-        shape = (num_pages, self.config.block_size, model.num_kv_heads, model.head_dim)
+        model, page_size = self.decoder.config, self.config.block_size
         self.caches = [
-            LayerCache(
-                keys=torch.zeros(shape, dtype=self.decoder.dtype, device=self.device),
-                values=torch.zeros(shape, dtype=self.decoder.dtype, device=self.device),
+            new_cache(
+                layer.attention,
+                self.kv_format,
+                (num_pages, page_size, model.num_kv_heads, model.head_dim),
+                self.device,
             )
-            for _ in range(model.num_layers)
+            for layer in self.decoder.layers
         ]
 
     @torch.inference_mode()

@@ -25,10 +25,16 @@ class StepInputs(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """One layer's KV pages, each [P, B, J, D]: pages, tokens of a page, KV heads, head dim."""
+    """One layer's KV pages, each [P, B, J, D]: pages, tokens of a page, KV heads, head dim.
+
+    8-bit pages have scales, float32 [P, B, J].
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+    static_scales: bool = False  # one for all slots, never written
 
 
 class Attention(torch.nn.Module):
@@ -53,7 +59,7 @@ class Attention(torch.nn.Module):
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
-        # float32 [], of a checkpoint calibrated for an 8-bit KV cache; a 16-bit cache needs none
+        # float32 [], of a checkpoint calibrated for an 8-bit KV cache; other caches need none
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
 
@@ -63,11 +69,22 @@ class Attention(torch.nn.Module):
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys."""
         heads = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None:
-            q = ops.rms_norm(q, self.q_norm, self.eps)
-            k = ops.rms_norm(k, self.k_norm, self.eps)
-        q, k = ops.apply_rope(q, k, cos_sin, step.positions_T)
-        ops.write_kv_(k, v, cache.keys, cache.values, step.slots_T)
+        q = ops.rope_write_kv_(
+            q,
+            k,
+            v,
+            cos_sin,
+            step.positions_T,
+            cache.keys,
+            cache.values,
+            step.slots_T,
+            cache.key_scales,
+            cache.value_scales,
+            static_scales=cache.static_scales,
+            q_norm_D=self.q_norm,
+            k_norm_D=self.k_norm,
+            eps=self.eps,
+        )
         out_THD = ops.paged_attention(
             q,
             cache.keys,
@@ -79,5 +96,7 @@ class Attention(torch.nn.Module):
             window=self.window,
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
+            k_scales_PBJ=cache.key_scales,
+            v_scales_PBJ=cache.value_scales,
         )
         return self.o_proj(out_THD.flatten(1))

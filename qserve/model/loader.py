@@ -14,6 +14,7 @@ from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.kv_cache import check_kv_scale, find_kv_scales
 from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
 from formats.packed import PackedWeight
 from formats.weights import Weight, merge
@@ -30,11 +31,6 @@ logger = logging.getLogger(__name__)
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 # dummy weights: activations stay in range through any number of layers
 DUMMY_SCALE = 0.02
-# Where writers put the scales of an 8-bit KV cache, below a layer's self_attn.
-KV_SCALE_NAMES = {
-    "k_scale": ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"),
-    "v_scale": ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale"),
-}
 
 
 class WeightSource:
@@ -90,16 +86,12 @@ class WeightSource:
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a layer, as far as it has them. Raises CheckpointError."""
         scales = {}
-        for kind, places in KV_SCALE_NAMES.items():
-            found = [f"{attention}.{place}" for place in places if f"{attention}.{place}" in self]
+        for kind, found in find_kv_scales(attention, self).items():
             self._used.update(found)
             if found:
-                scale = self.reader.get(found[0]).float()
-                if scale.numel() != 1 or not torch.isfinite(scale).all() or not (scale > 0).all():
-                    raise CheckpointError(
-                        found[0], f"expected one finite number above 0, found {scale.tolist()}"
-                    )
-                scales[kind] = scale.reshape(())
+                scale = self.reader.get(found[0])
+                check_kv_scale(found[0], scale)
+                scales[kind] = scale.float().reshape(())
         return scales
 
     def __contains__(self, name: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from calibrate.data import SHIPPED_TEXTS, read_calibration
+from calibrate.data import SHIPPED_TEXTS, read_calibration, read_documents
 from formats.errors import InputError
 
 
@@ -94,7 +94,7 @@ def test_missing_file_and_missing_package(tmp_path, tokenizer, monkeypatch):
 
 
 class FakeDatasets:
-    """In place of the package, which the tests do not need installed."""
+    """In place of the package: what it is asked for."""
 
     def __init__(self, rows):
         self.rows, self.calls = rows, []
@@ -112,8 +112,70 @@ def test_parquet_and_names_go_to_datasets(tmp_path, tokenizer, monkeypatch):
     assert read(str(path), tokenizer).ids_WS.shape == (4, 64)
     assert read("some/set", tokenizer).ids_WS.shape == (4, 64)
     parquet, named = fake.calls
-    assert parquet == {"path": "parquet", "data_files": str(path), "split": "train"}
-    assert named == {"path": "some/set", "split": "train", "streaming": True}
+    common = {"split": "train", "streaming": True}
+    assert parquet == {"path": "parquet", "data_files": str(path), **common}
+    assert named == {"path": "some/set", **common}
     fake.rows = [{"body": "x"}]
     with pytest.raises(InputError, match="some/set row 0"):
         read("some/set", tokenizer)
+
+
+ROWS = [f"Text {number}: lifetimes are regions. " * 20 for number in range(30)]
+
+
+@pytest.fixture
+def real():
+    """The package itself, and pyarrow, which it brings."""
+    pytest.importorskip("datasets", reason="the test extra brings it: pip install -e '.[test]'")
+    return pytest.importorskip("pyarrow")
+
+
+def write_parquet(pyarrow, path, **columns):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return str(path)
+
+
+def test_real_package_reads_a_parquet_file(real, tmp_path, tokenizer, monkeypatch):
+    path = write_parquet(real, tmp_path / "rows.parquet", text=ROWS, number=list(range(30)))
+    jsonl = tmp_path / "rows.jsonl"
+    jsonl.write_text("\n".join(json.dumps({"text": text}) for text in ROWS))
+    found = read(path, tokenizer, samples=20)
+    assert found.sha256 == read(str(jsonl), tokenizer, samples=20).sha256
+    assert found.ids_WS.shape == (20, 64)
+    monkeypatch.setattr("calibrate.data.MAX_DATASET_ROWS", 3)
+    assert read_documents(path) == ROWS[:3]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_real_package_reads_a_data_sets_folder(real, tmp_path, tokenizer, kind):
+    """As a name on the hub: the folder's train split, of files of any kind."""
+    folder = tmp_path / "my-set"
+    (folder / "data").mkdir(parents=True)
+    chats = [[{"role": "user", "content": f"{text}?"}] for text in ROWS]
+    if kind == "jsonl":
+        lines = [json.dumps({"messages": chat}) for chat in chats]
+        (folder / "data" / "train.jsonl").write_text("\n".join(lines))
+        (folder / "data" / "test.jsonl").write_text(json.dumps({"messages": []}))
+    else:
+        write_parquet(real, folder / "data" / "train-00000-of-00001.parquet", messages=chats)
+    assert read_documents(str(folder)) == chats
+    data = read(str(folder), tokenizer)
+    assert "Text" in tokenizer.decode(data.ids_WS.flatten())
+
+
+def test_what_the_real_package_cannot_read_is_one_error(real, tmp_path, tokenizer, monkeypatch):
+    path = write_parquet(real, tmp_path / "rows.parquet", body=ROWS)
+    with pytest.raises(InputError, match='rows.parquet row 0: expected .* "text"'):
+        read(path, tokenizer)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(InputError, match="bad.parquet: cannot be read by datasets"):
+        read(str(tmp_path / "bad.parquet"), tokenizer)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty: cannot be read by datasets"):
+        read(str(tmp_path / "empty"), tokenizer)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="nobody/no-such-set: cannot be read by datasets"):
+        read("nobody/no-such-set", tokenizer)

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 from formats.inspect import inspect_checkpoint
+from qserve.llm import LLM
+from qserve.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,10 +23,20 @@ def test_custom_framework(docs_5m, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    distance = float(next(line for line in lines if "from the grid" in line).split()[-1])
+    distance = float(next(line for line in lines if "from your grid" in line).split()[-1])
     assert distance < 1e-5
-    errors = [
-        float(line.split("output error ")[1].split()[0]) for line in lines if "%, state" in line
-    ]
-    assert len(errors) == 2 and max(errors) < 15
+    layers = [line for line in lines if "%, state" in line]
+    errors = [float(line.split("output error ")[1].split()[0]) for line in layers]
+    steps = [float(line.split(" steps from")[0].split()[-1]) for line in layers]
+    assert len(errors) == 3 and max(errors) < 15
+    assert steps[0] == 0 and 0.5 < steps[2] < 3
     assert inspect_checkpoint(target).problems == ()
+
+    served, reference = (
+        LLM(folder, device="cpu", max_model_len=128) for folder in (target, docs_5m)
+    )
+    output = served.generate("A trait object", SamplingParams(temperature=0, max_tokens=8))[0]
+    assert len(output.outputs[0].token_ids) == 8 and output.outputs[0].text.strip()
+    ids = output.prompt_token_ids + output.outputs[0].token_ids
+    found, want = served.logits(ids), reference.logits(ids)
+    assert (found - want).norm() / want.norm() < 0.15

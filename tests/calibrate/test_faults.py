@@ -2,13 +2,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from calibrate import rtn
-from calibrate.float_model import FloatModel
+from calibrate.data import CalibrationData
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe, default_recipe, find_recipe
 from calibrate.solving import SolverError
@@ -95,44 +96,49 @@ def test_own_solver_is_given_everything(docs_5m, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").problems == ()
 
 
-def test_starved_expert_is_rounded_and_reported(other_model, tmp_path, docs_5m, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "module", "experts", "chosen"),
+    [("qwen3_moe", "mlp", 6, 2), ("mixtral", "block_sparse_moe", 4, 1)],
+)
+def test_starved_expert_is_rounded_and_reported(
+    tiny_model, tmp_path, family, module, experts, chosen
+):
     source = tmp_path / "moe"
-    source.mkdir()
-    for path in other_model("qwen3_moe").iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    for path in docs_5m.glob("tokenizer*"):
-        (source / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(tiny_model(family), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": chosen}))
     tensors = load_file(source / "model.safetensors")
-    # two of the last four scores are always above the first two experts' 0
-    gate = tensors["model.layers.1.mlp.gate.weight"]
+    # as many of the other scores as are chosen are always above the first two experts' 0
+    gate = tensors[f"model.layers.1.{module}.gate.weight"]
     gate[:2] = 0
-    gate[4:] = -gate[2:4]
+    gate[2 + chosen :] = -gate[2 : 2 + chosen]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    text = tmp_path / "text.txt"
-    text.write_text("a b c d e f g h " * 40)
-
-    class Bytes:
-        bos_token_id, chat_template = 1, None
-
-        def encode(self, text, **_):
-            return list(text.encode())
-
-    monkeypatch.setattr(FloatModel, "tokenizer", lambda model: Bytes())
+    ids = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(0))
     report = quantize_checkpoint(
         source,
         tmp_path / "out",
+        scheme=Scheme.parse("w4a16-sym-g32"),
         recipe="gptq",
-        calibration=str(text),
-        **{**FAST, "scheme": Scheme.parse("w4a16-sym-g32")},
+        calibration=CalibrationData(ids_WS=ids, source="random ids", seed=0),
+        progress=False,
     )
-    starved = [linear for linear in report.linears if linear.tokens == 0]
-    assert starved and all(".layers.1.mlp.experts." in linear.name for linear in starved)
-    for linear in starved:
-        assert linear.notes == ("rounded to nearest: no calibration token reached it",)
-    assert len(report.linears) == 3 * (4 + 6 * 3)
+    starved = {linear.name: linear for linear in report.linears if linear.tokens == 0}
+    prefix = f"model.layers.1.{module}.experts"
+    assert {name.rpartition(".")[0] for name in starved} == {f"{prefix}.0", f"{prefix}.1"}
+    assert len(starved) == 2 * 3
+    note = "rounded to nearest: no calibration token reached it"
+    weights = {name: load_file(source / "model.safetensors")[f"{name}.weight"] for name in starved}
+    for name, linear in starved.items():
+        assert linear.notes == (note,)
+        assert f"{name}: {note}" in report.to_text()
+        written = CheckpointReader(tmp_path / "out").get(f"{name}.scales")
+        spec = Scheme.parse("w4a16-sym-g32").weight
+        assert torch.equal(written.t(), PackedWeight.from_float(weights[name], spec).scales_NG)
+    assert len(report.linears) == 3 * (4 + experts * 3)
+    assert all(math.isfinite(linear.relative_error) for linear in report.linears)
 
 
-def test_tokenizer_of_another_model_is_named(copy_5m, tmp_path):
+def test_tokenizer_of_antiny_model_is_named(copy_5m, tmp_path):
     def change(tensors):
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:100].clone()
 

@@ -154,3 +154,28 @@ def test_linears_of_one_input_share_one_factorization(monkeypatch):
     stats.scale_(torch.full((160,), 2.0))
     gptq.solve(weight, stats, SPECS[0], "q")
     assert len(calls) == 2
+
+
+def test_share_of_the_correction():
+    """None of it is plain GPTQ; all of it makes up for inputs that earlier rounding has moved."""
+    weight, inputs = make()
+    generator = torch.Generator().manual_seed(3)
+    moved = inputs + 0.3 * inputs.roll(1, 1) + 0.05 * torch.randn(inputs.shape, generator=generator)
+    stats = InputStatistics(160, "cpu")
+    stats.update(moved, inputs)
+    plain = gptq.solve(weight, stats, SPECS[0], "q")
+    none = gptq.solve_corrected(weight, stats, SPECS[0], "q", share=0.0)
+    assert torch.equal(none.codes(), plain.codes())
+    wanted = inputs @ weight.t()
+    errors = [
+        float((moved @ packed.dequantize().t() - wanted).norm() / wanted.norm())
+        for packed in (
+            plain,
+            gptq.solve_corrected(weight, stats, SPECS[0], "q", share=0.5),
+            gptq.solve_corrected(weight, stats, SPECS[0], "q", share=1.0),
+        )
+    ]
+    assert errors[2] < 0.7 * errors[0] and errors[2] < errors[1] < errors[0]
+    default = gptq.solve_corrected(weight, stats, SPECS[0], "q")
+    stated = gptq.solve_corrected(weight, stats, SPECS[0], "q", share=gptq.CORRECTION)
+    assert torch.equal(default.codes(), stated.codes())

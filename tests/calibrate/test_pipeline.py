@@ -68,8 +68,8 @@ def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, archit
     ("family", "linears"),
     [("phi3", 4), ("gemma2", 7), ("gemma3", 7), ("mixtral", 4 + 12), ("qwen3_moe", 4 + 18)],
 )
-def test_other_architectures_are_quantized_whole(other_model, tmp_path, family, linears):
-    source = CheckpointReader(other_model(family))
+def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, linears):
+    source = CheckpointReader(tiny_model(family))
     report = quantize_checkpoint(
         source.folder, tmp_path / "out", scheme=SCHEME, recipe="rtn", progress=False
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from calibrate import gptq
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe
+from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, InputError
 from formats.scheme import Scheme
 
@@ -67,6 +69,51 @@ def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, do
     assert sorted(path.name for path in unfinished(killed).glob("layer-*")) == layers
 
 
+@pytest.fixture
+def other_weights(docs_5m, tmp_path):
+    """other_weights(name) -> the model with one weight of that tensor changed, times kept."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / "other"
+        shutil.copytree(docs_5m, folder)
+        entry = CheckpointReader(folder).entries[name]
+        before = entry.file.stat()
+        with entry.file.open("r+b") as file:
+            file.seek(entry.offset)
+            byte = file.read(1)
+            file.seek(entry.offset)
+            file.write(bytes([byte[0] ^ 1]))
+        os.utime(entry.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.embed_tokens.weight", "unfinished run had model"),
+        ("model.layers.1.mlp.up_proj.weight", "read other weights in layer 1"),
+        ("model.layers.0.input_layernorm.weight", "read other weights in layer 0"),
+    ],
+)
+def test_weight_changed_in_place_is_noticed(killed, other_weights, name, message):
+    layers = sorted(unfinished(killed).iterdir())
+    with pytest.raises(InputError, match=f"{message}.*delete this folder"):
+        quantize_checkpoint(other_weights(name), killed, recipe="rotate+awq+gptq", **OPTIONS)
+    assert sorted(unfinished(killed).iterdir()) == layers, "the work of the first run must stay"
+
+
+def test_second_run_at_the_same_time_is_refused_and_leaves_the_firsts_work(killed, docs_5m):
+    layers = sorted(unfinished(killed).iterdir())
+    with (
+        CheckpointWriter(killed),
+        pytest.raises(InputError, match="out: another run is writing it"),
+    ):
+        quantize_checkpoint(docs_5m, killed, recipe="rotate+awq+gptq", **OPTIONS)
+    assert sorted(unfinished(killed).iterdir()) == layers
+
+
 def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path):
     row, solved = RECIPES["rotate+awq+gptq"], []
 
@@ -90,6 +137,7 @@ def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path):
         assert {**left, "seconds": 0} == {**right, "seconds": 0}
     assert "lm_head.weight is written" in " ".join(resumed["warnings"])
     assert not unfinished(killed).exists()
+    assert resumed["source_sha256"] == whole["source_sha256"]
 
 
 def test_damaged_layer_is_refused(docs_5m, tmp_path):
@@ -104,7 +152,8 @@ def test_damaged_layer_is_refused(docs_5m, tmp_path):
         quantize_checkpoint(docs_5m, target, recipe=Recipe(name="mine", solver=stop), **OPTIONS)
     path = unfinished(target) / "layer-00000.safetensors"
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="layer-00000.*damaged"):
+    with pytest.raises(CheckpointError, match="layer-00000.*damaged.*delete .*unfinished"):
         quantize_checkpoint(
             docs_5m, target, recipe=Recipe(name="mine", solver=gptq.solve), **OPTIONS
         )
+    assert path.exists(), "the message asks the user to delete it"

@@ -64,8 +64,8 @@ def test_logits_stay(stream_logits, tiny_model, family, transforms):
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe"])
-def test_other_architectures(stream_logits, other_model, family):
-    folder = other_model(family)
+def test_other_architectures(stream_logits, tiny_model, family):
+    folder = tiny_model(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = model(IDS).logits

@@ -189,3 +189,24 @@ def test_importance_weighs_the_errors(spec):
     for bad in (float("nan"), -1.0):
         with pytest.raises(SchemeError, match="up.*importance"):
             affine.choose_scales(weight, spec, "up", importance_K=torch.full((128,), bad))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_distance_off_the_grid_is_in_steps(symmetric):
+    """Two groups of 8 with other scales, one of them negative."""
+    spec = QuantSpec(bits=4, symmetric=symmetric, group_size=8)
+    scales = torch.tensor([[0.5, -2.0]]).half()
+    zeros = torch.tensor([[8, 8] if symmetric else [3, 0]], dtype=torch.uint8)
+    codes = torch.arange(16, dtype=torch.uint8)[None]
+    weight = affine.dequantize(codes, scales, zeros)
+    assert affine.off_grid(weight, scales, zeros, spec) == 0
+    for place, moved, steps in ((2, 0.125, 0.25), (12, 0.5, 0.25), (12, 1.0, 0.5)):
+        other = weight.clone()
+        other[0, place] += moved
+        assert affine.off_grid(other, scales, zeros, spec) == pytest.approx(steps)
+    beyond = weight.clone()
+    beyond[0, 0] = 0.5 * (15 + 1.75 - float(zeros[0, 0]))
+    assert affine.off_grid(beyond, scales, zeros, spec) == pytest.approx(1.75)
+    beyond[0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match="NaN"):
+        affine.off_grid(beyond, scales, zeros, spec)

@@ -1,5 +1,6 @@
 """The writer: nothing stands under the target's name before it is whole."""
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from formats import checkpoint
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError
 
@@ -178,6 +180,89 @@ def test_killed_run_leaves_no_folder_and_the_next_run_succeeds(tmp_path, source,
     write(target, source)
     assert CheckpointReader(target).entries.keys() == tensors().keys()
     assert not (tmp_path / ".out.partial").exists()
+
+
+def test_second_run_to_one_target_is_refused_and_does_no_harm(tmp_path, source):
+    target = tmp_path / "out"
+    with CheckpointWriter(target) as writer:
+        writer.add("a", torch.zeros(4))
+        with pytest.raises(CheckpointError, match="out: another run is writing it.*wait"):
+            CheckpointWriter(target)
+        writer.seal(CONFIG, side_files_from=source)
+        with pytest.raises(CheckpointError, match="another run is writing it"):
+            CheckpointWriter(target)
+        writer.publish()
+    assert CheckpointReader(target).entries.keys() == {"a"}
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
+        CheckpointWriter(target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_target_is_free_again_after_a_run_that_failed(tmp_path, source):
+    with pytest.raises(RuntimeError), CheckpointWriter(tmp_path / "out"):
+        raise RuntimeError
+    write(tmp_path / "out", source)
+    assert CheckpointReader(tmp_path / "out").entries.keys() == tensors().keys()
+
+
+def test_lock_that_is_got_too_late_is_of_no_use(tmp_path, source, monkeypatch):
+    """Between the making of the folder and its lock, the run that held it published it."""
+    target, locks = tmp_path / "out", []
+    real = checkpoint._lock
+
+    def late(descriptor):
+        if not locks:
+            (tmp_path / ".out.partial" / "config.json").touch()
+            (tmp_path / ".out.partial").rename(target)
+        locks.append(real(descriptor))
+
+    monkeypatch.setattr(checkpoint, "_lock", late)
+    with pytest.raises(CheckpointError, match="already exists and is not empty"):
+        CheckpointWriter(target)
+    assert len(locks) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_file_system_without_locks(tmp_path, source, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    write(tmp_path / "out", source)
+    assert CheckpointReader(tmp_path / "out").entries.keys() == tensors().keys()
+
+
+def test_finished_checkpoint_that_cannot_get_its_name_is_kept(tmp_path, source):
+    target = tmp_path / "out"
+    with (
+        pytest.raises(CheckpointError, match=r"out: the finished.*not empty.*in .*\.out\.partial"),
+        CheckpointWriter(target) as writer,
+    ):
+        writer.add("a", torch.ones(4))
+        writer.seal(CONFIG, side_files_from=source)
+        target.mkdir()
+        (target / "precious").write_text("x")
+        writer.publish()
+    assert (target / "precious").read_text() == "x"
+    assert torch.equal(CheckpointReader(tmp_path / ".out.partial").get("a"), torch.ones(4))
+
+
+@pytest.mark.parametrize("step", ["seal", "write_text", "publish"])
+def test_full_disk_is_an_input_error_at_every_step(tmp_path, source, step, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    places = {"seal": "shutil.copyfile", "write_text": "pathlib.Path.write_text"}
+    with (
+        pytest.raises(CheckpointError, match="out: cannot be written.*No space.*disk full"),
+        CheckpointWriter(tmp_path / "out") as writer,
+    ):
+        writer.add("a", torch.ones(4))
+        if step == "publish":
+            writer.seal(CONFIG, side_files_from=source)
+        monkeypatch.setattr(places.get(step, "os.fsync"), full)
+        writer.seal(CONFIG, side_files_from=source) if step != "publish" else writer.publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):

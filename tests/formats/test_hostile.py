@@ -26,13 +26,15 @@ MEGABYTE = 2**20
 
 @contextlib.contextmanager
 def refused(match: str | None = None, megabytes: float = 40):
-    """The block raises an InputError within a second and a bounded memory."""
+    """The block raises an InputError within a second of work and a bounded memory."""
     tracemalloc.start()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     try:
         with pytest.raises(InputError, match=match) as caught:
             yield
-        assert time.perf_counter() - began < 1
+        # of this process: other processes may have the core meanwhile
+        assert time.process_time() - worked < 1
+        assert time.perf_counter() - began < 20, "it waited for something"
         assert tracemalloc.get_traced_memory()[1] < megabytes * MEGABYTE
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
     finally:
@@ -205,6 +207,9 @@ ABSURD = [None, "4", 4.0, 4.5, True, -4, 0, 1, 5, 64, 2**70, [4], {}]
         {**COMPRESSED, "ignore": [3]},
         {**COMPRESSED, "format": "nvfp4-pack-quantized"},
         {**COMPRESSED, "kv_cache_scheme": {"num_bits": 3}},
+        {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": "bf16"}},
+        {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": ["int"]}},
+        {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "symmetric": False}},
         {**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}},
         group(**{**WEIGHTS, "strategy": ["group"]}),
         group(**{**WEIGHTS, "strategy": "block", "block_structure": [0, 0]}),

@@ -206,7 +206,7 @@ LOADS = [
     ),
     ("awq", "w4a16-sym-g32", without_zeros, everywhere("no", **{"this project": "yes"})),
     ("compressed-tensors", "w4a16-sym-g32", None, everywhere("yes")),
-    ("compressed-tensors", "w4a16-asym-g32", None, everywhere("yes", transformers="no")),
+    ("compressed-tensors", "w4a16-asym-g32", None, everywhere("yes", transformers="slow")),
     ("compressed-tensors", "w8a8", None, everywhere("yes")),
     ("compressed-tensors", "w8a8-fp8-block", None, everywhere("yes")),
     ("gptq", "w4a16-sym-g32", block(bits=5), everywhere("no")),

@@ -9,6 +9,7 @@ import torch
 
 from formats import gptq
 from formats.bits import pack
+from formats.kv_cache import kv_scale, round_kv, write_kv_scheme
 from formats.packed import PackedWeight
 from formats.quant_config import QuantConfig
 from formats.scheme import QuantSpec, Scheme
@@ -149,6 +150,15 @@ def test_config_blocks_of_the_page_are_the_written_ones():
         config = QuantConfig.of_modules(block["quant_method"], schemes, quantizer)
         assert config.to_dict() == block
         assert QuantConfig.from_dict(block) == config
+
+
+def test_kv_cache_scheme_and_example_of_the_page():
+    (line,) = re.findall(r'^    "kv_cache_scheme": (\{.*\})$', README, re.MULTILINE)
+    assert json.loads(line) == write_kv_scheme("int8")
+    assert "keys within ±6.35 have k_scale 0.05 in int8; 1.0 is stored as 20" in README
+    assert kv_scale(6.35, "int8") == pytest.approx(0.05)
+    read_back = round_kv(torch.tensor([1.0, 7.0]), 0.05, "int8")
+    assert read_back.tolist() == pytest.approx([20 * 0.05, 127 * 0.05])
 
 
 def test_scheme_table_of_the_page_is_what_can_be_written():

@@ -16,18 +16,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from qkernels import act_quant, fused_quant, paged_attention, w4a16, w8a8, w8a8_hopper
+from qkernels import (
+    act_quant,
+    attention_hopper,
+    coded_decode,
+    fused_quant,
+    kv_cache,
+    paged_attention,
+    w4a16,
+    w8a8,
+    w8a8_hopper,
+)
 from qkernels.tiles import HOPPER_BLOCK_K, attention_tile, hopper_tile, int8_tile, linear_tile
 
 BF16 = "*bf16"
 LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
 
 
-def compile_kernel(
-    kernel, pointers: dict, scalars: dict, constants: dict, options: dict, source_type=ASTSource
-) -> dict:
+def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict) -> dict:
     """`pointers` and `scalars` map argument names to types; constants includes absent pointers."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -36,7 +44,8 @@ def compile_kernel(
         aligned = aligned or signature[name].startswith("*")
         if signature[name] != "constexpr" and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = source_type(kernel, signature, constexprs=constants, attrs=attributes)
+    source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source_of(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return facts(compiled)
 
@@ -59,8 +68,27 @@ def facts(compiled) -> dict:
         found["stack"] = int(re.search(r"STACK:(\d+)", usage).group(1))
         found["spill_stores"] = len(re.findall(r"\bSTL\b", sass))
         found["hgmma"] = len(re.findall(r"\b[HIQ]GMMA\b", sass))
+        found["loop_spills"] = spills_in_product_loops(sass)
         found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE))
     return found
+
+
+def spills_in_product_loops(sass: str) -> int:
+    """Registers stored to or loaded from local memory in the innermost loops with products."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    index = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []  # first and last line; a branch without a condition returns from a wait
+    for i, (address, text) in enumerate(lines):
+        target = re.match(r"@!?U?P\d BRA(?:\.\w+)? 0x([0-9a-f]+)$", text)
+        if target and int(target[1], 16) < int(address, 16):
+            loops.append((index[int(target[1], 16)], i))
+    spills = 0
+    for first, last in loops:
+        body = [text for _, text in lines[first : last + 1]]
+        inner = any(first < other and end < last for other, end in loops)
+        if not inner and any("GMMA" in text for text in body):
+            spills += sum(bool(re.search(r"\b(STL|LDL)\b", text)) for text in body)
+    return spills
 
 
 def _run(*command) -> str:
@@ -137,7 +165,7 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
     return compile_kernel(w8a8._w8a8, pointers, scalars, constants, options)
 
 
-def hopper_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False, **changes) -> dict:
+def hopper_product_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False) -> dict:
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
     kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
     tile = hopper_tile(M, N, K, 132, kind)
@@ -169,7 +197,7 @@ def hopper_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False,
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     kernel = w8a8_hopper._w8a8_hopper
-    return compile_kernel(kernel, pointers, scalars, constants, options, GluonASTSource)
+    return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
 def quantize_case(K: int, dtype: str = "i8") -> dict:
@@ -217,19 +245,24 @@ def attention_case(
     window: int = 0,
     dtype: str = BF16,
     page: int = 16,
+    pages: str | None = None,
+    **changes,
 ) -> dict:
+    pages = pages or dtype
     tile = attention_tile(
         num_requests=requests,
         num_kv_heads=8,
         heads_per_kv_head=group,
         head_dim=D,
         element_size=4 if dtype == "*fp32" else 2,
+        page_element_size={"*fp32": 4, "*bf16": 2}.get(pages, 1),
         max_query_len=query,
         max_context_len=8192,
         window=window or None,
         sm_count=132,
     )
-    pointers = {"q_ptr": dtype, "k_ptr": dtype, "v_ptr": dtype, "tables_ptr": "*i32"}
+    tile = replace(tile, **changes)
+    pointers = {"q_ptr": dtype, "k_ptr": pages, "v_ptr": pages, "tables_ptr": "*i32"}
     pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": dtype}
     constants = {
         "H": 8 * group,
@@ -239,7 +272,8 @@ def attention_case(
         "PADDED_D": 1 << math.ceil(math.log2(D)),
         "B": page,
         "WINDOW": window,
-        "ALIGNED": True,
+        "SOFT_CAP": False,
+        "ALIGNMENT": 16,
         "BLOCK_M": tile.block_m,
         "BLOCK_Q": tile.block_q,
         "KEYS": tile.keys,
@@ -250,12 +284,110 @@ def attention_case(
         pointers |= {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
     else:
         constants |= {"partials_ptr": None, "sums_ptr": None}
-    scalars = {"R": "i32", "T": "i32", "scale_log2": "fp32", "stride_table": "i32"}
+    constants |= {"cap_log2": 0.0}
+    if pages != dtype:
+        pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    else:
+        constants |= {"k_scales_ptr": None, "v_scales_ptr": None}
+    constants |= dict.fromkeys(("stride_ksb", "stride_vsb"), 1)
+    scalars = {"R": "i32", "T": "i32", "scale": "fp32", "stride_table": "i32"}
     scalars |= {
-        name: "i32" for name in paged_attention._paged_attention.arg_names if "stride" in name
+        name: "i32"
+        for name in paged_attention._paged_attention.arg_names
+        if "stride" in name and name not in constants
     }
     kernel, options = paged_attention._paged_attention, {"num_warps": tile.warps}
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
+
+
+def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> dict:
+    """The Gluon kernel over 8-bit pages; both kinds are read as words and bytes."""
+    kernel = coded_decode._coded_decode
+    pointers = {"q_ptr": BF16, "k_ptr": "*i32", "v_ptr": "*i8", "tables_ptr": "*i32"}
+    pointers |= {"starts_ptr": "*i32", "lengths_ptr": "*i32", "out_ptr": BF16}
+    pointers |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("partials_ptr", "sums_ptr"), "*fp32")
+    constants = {
+        "H": 32,
+        "GROUP": 4,
+        "PADDED_GROUP": 4,
+        "D": D,
+        "B": 16,
+        "WINDOW": 0,
+        "SOFT_CAP": False,
+        "SPLIT": split,
+        "IS_INT": pages == "int8",
+        "SHRINK": coded_decode.QUERY_SHRINK,
+        "W": coded_decode.WARPS,
+        "N": coded_decode.KEYS_OF_WARP,
+        "STAGES": coded_decode.STAGES,
+        "STRIDE_KB": 8 * D // 4,
+        "STRIDE_VB": 8 * D,
+        "stride_ksb": 1,
+        "stride_vsb": 1,
+        **coded_decode.layouts(D),
+        **changes,
+    }
+    scalars = {"scale": "fp32", "cap_log2": "fp32"}
+    scalars |= dict.fromkeys((n for n in kernel.arg_names if n not in constants), "i32") | scalars
+    options = {"num_warps": coded_decode.WARPS, "maxnreg": coded_decode.REGISTERS}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
+def hopper_case(
+    D: int = 128, group: int = 4, page: int = 16, dtype: str = "bf16", split: int = 1, **changes
+) -> dict:
+    kernel = attention_hopper._chunk_attention
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
+    pointers = dict.fromkeys((n for n in kernel.arg_names if n.endswith("_ptr")), "*i32")
+    pointers |= dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
+    boxes = f"tensordesc<{dtype}[1, {page}, 1, 64],{layout}>"
+    pointers |= dict.fromkeys(("k_desc", "v_desc"), boxes)
+    constants = {"H": 8 * group, "J": 8, "D": D, "PADDED_D": max(64, 1 << math.ceil(math.log2(D)))}
+    constants |= {"WINDOWED": False, "SOFT_CAP": False, "SPLIT": split} | changes
+    for name in ("partials_ptr", "sums_ptr"):
+        pointers[name] = "*fp32"
+        if split == 1:
+            constants[name] = None
+            del pointers[name]
+    absent = {*pointers, *constants}
+    scalars = dict.fromkeys((n for n in kernel.arg_names if n not in absent), "i32")
+    scalars |= {"scale": "fp32", "cap_log2": "fp32"}
+    options = {"num_warps": 4, "maxnreg": attention_hopper.REGISTERS}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
+def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
+    kernel, heads = kv_cache._rope_write_kv, max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
+    pointers = {"k_ptr": BF16, "v_ptr": BF16, "slots_ptr": "*i64"}
+    pointers |= {"k_pages_ptr": pages, "v_pages_ptr": pages}
+    if rotate:
+        pointers |= {"q_ptr": BF16, "q_out_ptr": BF16}
+        pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64"}
+    if norm:
+        pointers |= {"q_norm_ptr": BF16, "k_norm_ptr": BF16}
+    if pages != BF16:
+        pointers |= {"k_scales_ptr": "*fp32", "v_scales_ptr": "*fp32"}
+    constants = {
+        "H": 32 if rotate else 0,
+        "J": 8,
+        "D": D,
+        "PADDED_D": D,
+        "WIDTH": D if rotate else 0,
+        "B": 16,
+        "HEADS": heads,
+        "STATIC": False,
+        "SMALLEST": -128.0,
+        "LARGEST": 127.0,
+        "MIN_SCALE": 1e-10,
+        "INTERPRETED": False,
+    }
+    constants |= {
+        name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers
+    }
+    scalars = {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
+    options = {"num_warps": max(1, heads * D // 256)}
+    return compile_kernel(kernel, pointers, scalars | {"eps": "fp32"}, constants, options)
 
 
 CASES = {
@@ -274,15 +406,15 @@ CASES = {
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),
     "linear float8 M=1": lambda: int8_case(1, 4096, 4096, "fp8e4nv"),
     "linear float8 M=4096": lambda: int8_case(4096, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 int8 M=1, split": lambda: hopper_case(1, 4096, 4096),
-    "linear sm_90 int8 M=16, wide": lambda: hopper_case(16, 28672, 4096),
-    "linear sm_90 int8 M=128, split": lambda: hopper_case(128, 4096, 14336),
-    "linear sm_90 int8 M=1024": lambda: hopper_case(1024, 6144, 4096),
-    "linear sm_90 int8 M=4096": lambda: hopper_case(4096, 4096, 4096),
-    "linear sm_90 float8 M=64": lambda: hopper_case(64, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 float8 M=4096": lambda: hopper_case(4096, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 blocks M=1": lambda: hopper_case(1, 4096, 4096, "fp8e4nv", True, steps_of_sum=1),
-    "linear sm_90 blocks M=4096": lambda: hopper_case(4096, 4096, 4096, "fp8e4nv", True),
+    "linear sm_90 int8 M=1, split": lambda: hopper_product_case(1, 4096, 4096),
+    "linear sm_90 int8 M=16, wide": lambda: hopper_product_case(16, 28672, 4096),
+    "linear sm_90 int8 M=128, split": lambda: hopper_product_case(128, 4096, 14336),
+    "linear sm_90 int8 M=1024": lambda: hopper_product_case(1024, 6144, 4096),
+    "linear sm_90 int8 M=4096": lambda: hopper_product_case(4096, 4096, 4096),
+    "linear sm_90 float8 M=64": lambda: hopper_product_case(64, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 float8 M=4096": lambda: hopper_product_case(4096, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 blocks M=1": lambda: hopper_product_case(1, 4096, 4096, "fp8e4nv", True),
+    "linear sm_90 blocks M=4096": lambda: hopper_product_case(4096, 4096, 4096, "fp8e4nv", True),
     "quantize": lambda: quantize_case(4096),
     "quantize, widest": lambda: quantize_case(2**15),
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
@@ -291,12 +423,28 @@ CASES = {
     "silu and quantize": lambda: fused_case(fused_quant._silu_and_mul_quantize, 14336, maxnreg=80),
     "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**15),
     "dequantize": dequantize_case,
+    "kv write": lambda: kv_case(rotate=False),
+    "kv write int8": lambda: kv_case("*i8", rotate=False),
+    "rope and kv write": kv_case,
+    "rope and kv write int8, norms": lambda: kv_case("*i8", norm=True),
+    "rope and kv write float8": lambda: kv_case("*fp8e4nv"),
+    "rope and kv write int8, widest": lambda: kv_case("*i8", D=1024),
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),
     "attention decode, many": lambda: attention_case(256, 1, 128, 4),
+    "attention decode, int8": lambda: coded_decode_case("int8"),
+    "attention decode, int8, split, window": lambda: coded_decode_case("int8", split=4, WINDOW=50),
+    "attention decode, float8": lambda: coded_decode_case("float8", SOFT_CAP=True),
+    "attention decode, int8, head 64": lambda: coded_decode_case("int8", 64),
+    "attention decode, int8, portable": lambda: attention_case(128, 1, 128, 4, pages="*i8"),
+    "attention chunk, int8": lambda: attention_case(2, 2048, 128, 4, pages="*i8"),
+    "attention chunk, float8, head 256": lambda: attention_case(2, 2048, 256, 2, pages="*fp8e4nv"),
     "attention chunk": lambda: attention_case(2, 2048, 128, 4),
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
+    "attention hopper": hopper_case,
+    "attention hopper, parts": lambda: hopper_case(D=80, group=7, page=64, dtype="fp16", split=4),
+    "attention hopper, window, soft cap": lambda: hopper_case(WINDOWED=True, SOFT_CAP=True),
     "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),
 }
 

@@ -52,6 +52,8 @@ def test_floor_is_the_larger_of_bytes_and_operations():
     assert floor_microseconds(case([1.0], [1.0], num_bytes=4_400_000), H200) == pytest.approx(1)
     both = case([1.0], [1.0], num_bytes=4_400_000, operations=1_576_000_000)
     assert floor_microseconds(both, H200) == pytest.approx(2)
+    assert floor_microseconds(both, None) is None
+    assert floor_microseconds(case([1.0], [1.0]), H200) is None
 
 
 def test_copies_exceed_the_cache_unless_they_are_tiny():

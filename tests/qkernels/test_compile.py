@@ -38,13 +38,19 @@ def test_no_kernel_spills_or_overfills_shared_memory(compiled):
     for name, facts in compiled.items():
         assert facts["shared"] <= SHARED_MEMORY, name
         assert not facts["local_in_ptx"], name
+        if name.startswith("attention hopper"):
+            # Its loading warps keep 24 registers each and spill; of the loops that multiply, only
+            # the one with masks may, and little.
+            assert facts.get("loop_spills", 0) <= 24, name
+            assert facts.get("registers", 168) == 168, name
+            continue
         spilled = {k: facts.get(k, 0) for k in ("local", "stack", "spill_stores")}
         assert not any(spilled.values()), f"{name}: {spilled}"
 
 
 def test_products_use_the_warpgroup_instruction(compiled):
     for name, facts in compiled.items():
-        if name.startswith(("linear", "attention chunk")):
+        if name.startswith(("linear", "attention chunk", "attention hopper")):
             assert facts["wgmma"] and facts.get("hgmma", 1), name
 
 

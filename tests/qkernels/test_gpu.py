@@ -193,6 +193,104 @@ def test_attention_shapes(assert_close, tolerance, dtype, poison, H, J, D, count
     assert_close("attention", want, got, tolerance(dtype))
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (1000, None), (None, 30.0)])
+@pytest.mark.parametrize(
+    "counts, lengths",
+    [
+        ([1], [8192]),
+        ([1] * 100, [1 + 29 * r for r in range(100)]),
+        ([4] * 20, [4 + 61 * r for r in range(20)]),
+        ([512, 1, 0, 1, 300], [512, 4000, 0, 33, 2048]),
+    ],
+    ids=["one long", "100 decodes", "verify", "mixed"],
+)
+@pytest.mark.parametrize("H, J, D, B", [(32, 8, 128, 16), (28, 4, 128, 128), (8, 8, 64, 32)])
+def test_attention_shapes_in_8_bits(
+    assert_close, tolerance, dtype, poison, H, J, D, B, counts, lengths, window, soft_cap, codes
+):
+    """Pages past each context hold NaN codes or NaN scales, and differ in scale."""
+    q, k, v, tables, starts, lengths_R = attention_inputs(counts, lengths, H, J, D, B, dtype)
+    pages = [(x.float() * 30).to(codes) for x in (k, v)]
+    P = k.shape[0]
+    scales = [torch.rand(P, J, B, device="cuda").transpose(1, 2) / 30 + 0.01 for _ in range(2)]
+    for r, length in enumerate(lengths):  # what no request has written
+        page, used = tables[r, length // B - (length == tables.shape[1] * B)].long(), length % B
+        if length < tables.shape[1] * B:
+            for x in pages:
+                x.view(torch.uint8)[page, used:] = 0x7F
+            for x in scales:
+                x[page, used:] = float("nan")
+    shared = {
+        "scale": D**-0.5,
+        "window": window,
+        "soft_cap": soft_cap,
+        "k_scales_PBJ": scales[0],
+        "v_scales_PBJ": scales[1],
+        "max_query_len": max(counts),
+        "max_context_len": max(lengths),
+    }
+    inputs = (*pages, tables, starts, lengths_R)
+    got = ops.paged_attention(q, *inputs, **shared)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = reference.paged_attention(q.float(), *inputs, **shared)
+    assert_close("attention", want, got, tolerance(dtype) + (5e-6 if soft_cap else 0))
+    assert torch.equal(got, ops.paged_attention(q, *inputs, **shared)), "equal inputs, equal bits"
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_captured_decode_step_of_an_8_bit_cache(half, codes, static):
+    """Rows written in a graph, with scales of their own or one for all, are read in it."""
+    R, H, J, D, B, X = 8, 8, 2, 64, 16, 64
+    pages = [torch.zeros(R * X, B, J, D, device="cuda").to(codes) for _ in range(2)]
+    scales = [torch.zeros(R * X, J, B, device="cuda").transpose(1, 2) for _ in range(2)]
+    if static:
+        scales = [torch.tensor(0.04, device="cuda").expand(R * X, B, J) for _ in range(2)]
+    tables = torch.randperm(R * X, device="cuda").view(R, X).int()
+    starts = torch.arange(R + 1, device="cuda").int()
+    lengths = torch.ones(R, device="cuda", dtype=torch.int32)
+    positions, slots = (torch.zeros(R, device="cuda", dtype=torch.int64) for _ in range(2))
+    angle = torch.rand(B * X, D // 2, device="cuda") * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
+    x = torch.randn(R, (H + 2 * J) * D, device="cuda", dtype=half)
+
+    def step(module, pages, scales):
+        q, k, v = x.view(R, -1, D).split([H, J, J], dim=1)
+        q = module.rope_write_kv_(
+            q, k, v, cos_sin, positions, *pages, slots, *scales, static_scales=static
+        )
+        return module.paged_attention(
+            q,
+            *pages,
+            tables,
+            starts,
+            lengths,
+            scale=D**-0.5,
+            window=None,
+            max_query_len=1,
+            max_context_len=B * X,
+            k_scales_PBJ=scales[0],
+            v_scales_PBJ=scales[1],
+        )
+
+    step(ops, pages, scales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(ops, pages, scales)
+    twin_pages = [p.clone() for p in pages]
+    twin_scales = scales if static else [s.clone() for s in scales]
+    for length in (1, 2, 3, 17):
+        x.normal_()
+        lengths.copy_(torch.arange(length, length + R))
+        positions.copy_(lengths - 1)
+        slots.copy_(tables.gather(1, (positions // B)[:, None])[:, 0] * B + positions % B)
+        graph.replay()
+        want = step(reference, twin_pages, twin_scales)
+        torch.testing.assert_close(out, want, rtol=4e-2, atol=4e-2)
+        assert out[0].any()
+
+
 def test_a_captured_decode_step_follows_its_inputs(half):
     """Lengths, tables and slots change between replays; only the maxima are frozen."""
     R, H, J, D, B, X = 8, 8, 2, 64, 16, 64

@@ -10,7 +10,7 @@ from qkernels.launch import sm_count
 from qkernels.tiles import attention_tile
 
 
-def exact(q, k, v, count, length, scale, window):
+def exact(q, k, v, count, length, scale, window, soft_cap):
     """One request in float64, head by head."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(count, *q.shape[1:], dtype=torch.float64)
@@ -21,64 +21,114 @@ def exact(q, k, v, count, length, scale, window):
             continue
         for head in range(q.shape[1]):
             keys, values = (t[first : position + 1, head // group].double() for t in (k, v))
-            out[i, head] = (keys @ q[i, head].double() * scale).softmax(0) @ values
+            scores = keys @ q[i, head].double() * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            out[i, head] = scores.softmax(0) @ values
     return out
 
 
 @pytest.fixture
 def check(assert_close, tolerance, device, poison):
-    def run(counts, lengths, H, J, D, B, dtype, window=None, split=None, interleaved=False):
+    def run(
+        counts,
+        lengths,
+        H,
+        J,
+        D,
+        B,
+        dtype,
+        window=None,
+        split=None,
+        interleaved=False,
+        codes=None,  # dtype of 8-bit pages
+        soft_cap=None,
+        spread=1,  # largest over smallest scale
+        size=1.0,  # of keys and values
+    ):
         generator = torch.Generator().manual_seed(D + B + len(counts))
         R, T = len(counts), sum(counts)
         X = max(1, -(-max(lengths) // B))
         # pages and tails that belong to nobody hold NaN: reading one shows
         pages = torch.full((R * X + 2, B, 2, J, D), float("nan"))
+        scales = torch.full((R * X + 2, B, 2, J), float("nan"))
         tables = torch.randperm(R * X + 2, generator=generator)[: R * X].view(R, X).int()
         keys, values = [], []
         for r, length in enumerate(lengths):
             kv = torch.randn(length, 2, J, D, generator=generator).to(dtype)
+            t = torch.arange(length)
+            index = tables[r, t // B].long(), t % B
+            if codes is not None:
+                rounded = (kv * 30).to(codes)
+                scale = spread ** torch.rand(length, 2, J, generator=generator) * size / 30
+                scales[index] = scale
+                kv = rounded.double() * scale.double()[..., None]
+                pages[index] = rounded.float()
+            else:
+                pages[index] = kv.float()
             keys.append(kv[:, 0])
             values.append(kv[:, 1])
-            t = torch.arange(length)
-            pages[tables[r, t // B].long(), t % B] = kv.float()
             # entries beyond the context are stale
             tables[r, -(-length // B) :] = -7
         qkv = torch.randn(T, H + 2, D, generator=generator).to(dtype)
         q = qkv[:, :H]  # strided, as a slice of a fused projection is
-        pages = pages.to(device, dtype)
+        if codes is torch.int8:
+            pages = pages.nan_to_num(113)
+        pages = pages.to(device, codes or dtype)
+        k_scales = v_scales = None
+        if codes is not None:
+            k_scales, v_scales = scales.to(device).unbind(2)
         k_pages, v_pages = pages.unbind(2)
         if not interleaved:
             k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
+            if codes is not None:  # one head's scales of a page together, as the engine keeps them
+                k_scales, v_scales = (
+                    s.transpose(1, 2).contiguous().transpose(1, 2) for s in (k_scales, v_scales)
+                )
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         shared = {"window": window, "max_query_len": max(counts), "max_context_len": max(lengths)}
-        tile = attention_tile(
-            num_requests=R,
-            num_kv_heads=J,
-            heads_per_kv_head=H // J,
-            head_dim=D,
-            element_size=dtype.itemsize,
-            sm_count=sm_count(device),
-            **shared,
-        )
-        got = paged_attention.paged_attention(
-            qkv.to(device)[:, :H],
-            k_pages,
-            v_pages,
-            tables.to(device),
-            starts.to(device),
-            torch.tensor(lengths, dtype=torch.int32, device=device),
-            scale=D**-0.5,
-            **shared,
-            tile=tile if split is None else replace(tile, split=split),
-        )
+        inputs = (qkv.to(device)[:, :H], k_pages, v_pages)
+        bodies = [False]  # also the one in Gluon, where it can
+        if paged_attention.gluon_refuses(*inputs) is None:
+            bodies.append(True)
+        results = []
+        for gluon in bodies:
+            tile = attention_tile(
+                num_requests=R,
+                num_kv_heads=J,
+                heads_per_kv_head=H // J,
+                head_dim=D,
+                element_size=dtype.itemsize,
+                page_element_size=k_pages.element_size(),
+                sm_count=sm_count(device),
+                gluon=gluon,
+                **shared,
+            )
+            results.append(
+                paged_attention.paged_attention(
+                    *inputs,
+                    tables.to(device),
+                    starts.to(device),
+                    torch.tensor(lengths, dtype=torch.int32, device=device),
+                    scale=D**-0.5,
+                    soft_cap=soft_cap,
+                    k_scales_PBJ=k_scales,
+                    v_scales_PBJ=v_scales,
+                    **shared,
+                    tile=tile if split is None else replace(tile, split=split),
+                )
+            )
         want = [
-            exact(q[start : start + count], k, v, count, length, D**-0.5, window)
+            exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap)
             for start, count, length, k, v in zip(
                 starts, counts, lengths, keys, values, strict=False
             )
         ]
-        assert_close("paged attention", torch.cat(want), got, tolerance(dtype))
-        return got
+        # the bend of a score near zero is a difference of two numbers as large as the cap
+        allowed = tolerance(dtype) + (5e-6 if soft_cap else 0)
+        for gluon, got in zip(bodies, results, strict=True):
+            assert_close(f"paged attention, gluon {gluon}", torch.cat(want), got, allowed)
+        return results[-1]
 
     return run
 
@@ -143,3 +193,58 @@ def test_rows_of_one_request_are_independent_of_the_batch(check, half):
     alone = check([4], [50], 2, 1, 16, 16, half)
     assert torch.isfinite(alone).all()
     assert torch.equal(alone, check([4], [50], 2, 1, 16, 16, half)), "equal inputs, equal bits"
+
+
+CODES = pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+
+
+@CODES
+def test_8_bit_pages(check, dtype, codes):
+    check([1, 5, 1, 30, 2], [40, 5, 7, 70, 33], 4, 2, 32, 16, dtype, codes=codes)
+
+
+@CODES
+@pytest.mark.parametrize("B", [16, 32, 64, 128])
+def test_8_bit_pages_of_every_size(check, half, codes, B):
+    """A chunk's whole steps, a decode, a verify; the pages of k and v apart and interleaved."""
+    check([40, 1, 3], [110, 90, B + 1], 4, 1, 64, B, half, codes=codes)
+    check([1, 3], [20, 2 * B], 8, 2, 64, B, half, codes=codes, interleaved=True)
+
+
+@CODES
+@pytest.mark.parametrize("D", [16, 24, 80, 256])
+def test_8_bit_pages_of_every_head_dim(check, half, codes, D):
+    check([2, 1], [20, 37], 2, 1, D, 16, half, codes=codes)
+
+
+@CODES
+@pytest.mark.parametrize("H, J", [(1, 1), (4, 1), (7, 1), (14, 2), (16, 1)])
+def test_8_bit_pages_and_query_heads(check, half, codes, H, J):
+    check([1, 1], [19, 150], H, J, 128, 16, half, codes=codes)
+
+
+@CODES
+@pytest.mark.parametrize("spread", [2**-24, 2**12])
+def test_scales_that_differ_by_powers(check, dtype, codes, spread):
+    """Small keys and values beside large ones, and the reverse."""
+    check([1, 20], [100, 50], 4, 1, 32, 16, dtype, codes=codes, spread=spread)
+
+
+@CODES
+def test_small_values(check, half, codes):
+    """The product of a weight and a value's scale is less than a float16 has bits for."""
+    check([1, 20], [100, 90], 4, 2, 32, 16, half, codes=codes, size=1e-4)
+
+
+@CODES
+def test_8_bit_parts_of_a_context_merge(check, half, codes):
+    check([1, 1, 1], [200, 1, 65], 4, 1, 128, 16, half, 50, 4, codes=codes)
+    check([1, 2, 1], [300, 2, 129], 4, 1, 128, 16, half, None, 4, codes=codes)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_soft_cap(check, half, soft_cap, codes):
+    """Decodes, and a chunk whose steps need no mask; a small cap changes every score."""
+    check([1, 40, 1], [40, 110, 7], 4, 1, 64, 16, half, codes=codes, soft_cap=soft_cap)
+    check([1, 2], [130, 65], 4, 1, 64, 16, half, 70, 2, codes=codes, soft_cap=soft_cap)

@@ -47,14 +47,3 @@ def test_rope(randn, assert_close, tolerance, device, dtype, poison, D, width):
     got = elementwise.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
     for name, a, b in zip("qk", want, got, strict=True):
         assert_close(name, a, b, tolerance(dtype))
-
-
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-def test_write_kv(randn, device, slot_dtype):
-    """Padding writes nothing, not even the last slot, which index -1 would be."""
-    kv, pages = randn(4, 4, 24), randn(3, 2, 16, 2, 24)
-    slots = torch.tensor([17, -1, 46, 0], dtype=slot_dtype, device=device)
-    want = pages.clone()
-    reference.write_kv_(kv[:, :2], kv[:, 2:], want[:, 0], want[:, 1], slots)
-    elementwise.write_kv_(kv[:, :2], kv[:, 2:], pages[:, 0], pages[:, 1], slots)
-    assert torch.equal(pages, want)

@@ -167,3 +167,14 @@ def test_what_does_not_fit_is_refused():
         QuantLinear.from_float(float_linear(K=100).weight, "w4a16-sym-g32", name="layers.0.q_proj")
     with pytest.raises(KernelError, match=r"bias: expected \[64\]"):
         QuantLinear.from_float(float_linear(), "w4a16-sym-g32", bias=torch.zeros(63))
+
+
+def test_layer_tells_how_far_a_weight_is_from_its_grid():
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    layer = QuantLinear.from_float(weight, "w4a16-sym")
+    assert layer.off_grid(layer.dequantize()) == 0
+    assert 0.4 < layer.off_grid(weight) < 4
+    moved = layer.dequantize()
+    step = float(layer.packed().scales_NG[3, 1])
+    moved[3, 200] += step / 4 * (1 if moved[3, 200] * step < 0 else -1)
+    assert layer.off_grid(moved) == pytest.approx(0.25, abs=1e-3)

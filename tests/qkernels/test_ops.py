@@ -51,8 +51,10 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["triton_w4a16"]
     names = [choice.name for choice in explanation]
-    weight_only = ["triton_w4a16", "triton_w8a16"]
-    assert names == [*weight_only, "hopper_w8a8", "triton_w8a8", "dense", "reference"]
+    triton, cpu = (
+        [f"{kind}_{scheme}" for scheme in ("w4a16", "w8a16", "w8a8")] for kind in ("triton", "cpu")
+    )
+    assert names == [*triton[:2], "hopper_w8a8", triton[2], *cpu, "dense", "reference"]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0] == "-> triton_w4a16: supported"
 
@@ -60,7 +62,7 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
 @pytest.mark.parametrize(
     "changes, kernel, reason",
     [
-        ({"device": "cpu"}, "dense", "cpu"),
+        ({"device": "cpu", "dtype": torch.float32}, "dense", "cpu"),
         ({"dtype": torch.float32}, "reference", "float32"),
         ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "triton_w8a16", "4-bit"),
         ({"spec": QuantSpec(bits=3, symmetric=True, group_size=32)}, "reference", "4-bit"),
@@ -81,7 +83,7 @@ def w8a8_problem(**changes):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
-    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: sm_90)
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
@@ -93,13 +95,13 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
     "sm_90, gluon, changes, reason",
     [
         (False, True, {}, "sm_90"),
-        (True, False, {}, "gluon"),
+        (True, False, {}, "Gluon"),
         (True, True, {"dtype": torch.float32}, "float32"),
         (True, True, {"in_features": 48}, "divisible by 32"),
     ],
 )
 def test_the_sm_90_row_says_why_it_cannot(monkeypatch, sm_90, gluon, changes, reason):
-    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: sm_90)
     monkeypatch.setattr(dispatch, "_has_gluon", lambda: gluon)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "hopper_w8a8")
@@ -109,7 +111,6 @@ def test_the_sm_90_row_says_why_it_cannot(monkeypatch, sm_90, gluon, changes, re
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"device": "cpu"}, "cpu"),
         ({"in_features": 48}, "divisible by 32"),
         ({"out_features": 36}, "divisible by 8"),
         ({"in_features": 2**16}, "at most"),
@@ -234,6 +235,71 @@ def test_given_codes_are_checked():
         ops.linear_codes(codes, scales, plain)
 
 
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"dtype": torch.float16, "head_dim": 80, "soft_cap": True}, None),
+        ({"pages_dtype": torch.bfloat16}, None),
+        ({"chunk": False}, "many rows"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"pages_dtype": torch.int8}, "int8"),
+        ({"pages_dtype": torch.float8_e4m3fn}, "float8"),
+        ({"head_dim": 256}, "256"),
+        ({"head_dim": 20}, "20"),
+        ({"page_size": 8}, "8"),
+        ({"bulk_pages": False}, "16 bytes"),
+        ({"device": "cpu"}, "cpu"),
+    ],
+)
+def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_one(
+    monkeypatch, changes, reason
+):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
+    row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
+    assert row.name == "triton_hopper" and row.taken == (reason is None)
+    assert reason is None or reason in row.reason
+
+
+def test_other_gpus_and_old_tritons_take_the_portable_attention(monkeypatch):
+    pytest.importorskip("triton")
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
+    for name, reason in (("_is_hopper", "sm_90"), ("_has_gluon", "Gluon")):
+        for other in ("_is_hopper", "_has_gluon"):
+            monkeypatch.setattr(dispatch, other, lambda other=other, name=name: other != name)
+        rows = explain("paged_attention", **problem, chunk=True)
+        assert taken(rows) == ["triton"] and reason in rows[0].reason
+    monkeypatch.undo()
+    assert dispatch._has_gluon()
+
+
+def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
+    """32 query heads of 2 KV heads: a token is 16 rows of each KV head."""
+    asked = []
+
+    def spy(op, problem):
+        asked.append((problem.chunk, problem.bulk_pages))
+        return lambda *_, **__: None
+
+    monkeypatch.setattr(dispatch, "implementation", spy)
+    strided = zeros(5, 16, 2, 20)[..., :16]  # 80 bytes from head to head
+    shifted = zeros(5 * 16 * 2 * 16 + 1)[1:].view(5, 16, 2, 16)
+    narrow = zeros(5, 16, 2, 18)[..., :16]  # 72 bytes
+    q = zeros(3, 32, 16)
+    for max_query_len, pages in ((2, None), (3, None), (3, strided), (3, shifted), (3, narrow)):
+        changes = {} if pages is None else {"k_pages": ATTENTION["k_pages"], "v_pages": pages}
+        ops.paged_attention(
+            *(ATTENTION | {"q": q} | changes).values(),
+            scale=1.0,
+            window=None,
+            max_query_len=max_query_len,
+            max_context_len=4,
+        )
+    assert asked == [(False, True), (True, True), (True, True), (True, False), (True, False)]
+
+
 def test_missing_triton_is_a_reason(monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     for op in ("linear", "rms_norm", "paged_attention"):
@@ -289,18 +355,63 @@ ATTENTION = {
 }
 
 
-def attend(window=None, max_context_len=4, **changes):
+def attend(window=None, max_context_len=4, soft_cap=None, k_scales=None, v_scales=None, **changes):
     return ops.paged_attention(
         *(ATTENTION | changes).values(),
         scale=1.0,
         window=window,
         max_query_len=2,
         max_context_len=max_context_len,
+        soft_cap=soft_cap,
+        k_scales_PBJ=k_scales,
+        v_scales_PBJ=v_scales,
     )
+
+
+CODES = {name: zeros(5, 16, 2, 16, dtype=torch.int8) for name in ("k_pages", "v_pages")}
+SCALES = {name: zeros(5, 16, 2) for name in ("k_scales", "v_scales")}
+
+
+def write(codes=False, **changes):
+    """rope_write_kv_ of two tokens; `changes` replaces arguments."""
+    pages = CODES | SCALES if codes else {n: ATTENTION[n].clone() for n in CODES}
+    arguments = {
+        "q": zeros(2, 4, 16),
+        "k": zeros(2, 2, 16),
+        "v": zeros(2, 2, 16),
+        "cos_sin": zeros(9, 16),
+        "positions": zeros(2, dtype=INT),
+        "slots": zeros(2, dtype=INT),
+        "k_scales": None,
+        "v_scales": None,
+        "q_norm": None,
+        "k_norm": None,
+        **pages,
+        **changes,
+    }
+    names = ("q", "k", "v", "cos_sin", "positions", "k_pages", "v_pages", "slots")
+    names += ("k_scales", "v_scales")
+    norms = {f"{name}_D": arguments[name] for name in ("q_norm", "k_norm")}
+    return ops.rope_write_kv_(*(arguments[name] for name in names), **norms)
 
 
 def test_attention_arguments_fit():
     assert attend().shape == (3, 4, 16)
+    assert attend(**CODES, **SCALES, soft_cap=30.0).shape == (3, 4, 16)
+    assert write().shape == write(codes=True).shape == (2, 4, 16)
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "write_kv_", "rope_write_kv_"])
+def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
+    problem["pages_dtype"] = torch.float8_e4m3fn
+    monkeypatch.setattr(dispatch, "_has_float8_products", lambda: True)
+    assert taken(explain(op, **problem)) == ["triton"]
+    monkeypatch.setattr(dispatch, "_has_float8_products", lambda: False)
+    explanation = explain(op, **problem)
+    reason = next(choice.reason for choice in explanation if choice.name == "triton")
+    assert taken(explanation) == ["reference"] and "sm_89" in reason
+    assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +426,24 @@ def test_attention_arguments_fit():
         (lambda: attend(query_starts=zeros(2, dtype=INT)), "query_starts"),
         (lambda: attend(window=0), "window"),
         (lambda: attend(max_context_len=33), "max_context_len"),
+        (lambda: attend(soft_cap=0.0), "soft_cap"),
+        (lambda: attend(soft_cap=float("nan")), "soft_cap"),
+        (lambda: attend(**CODES), "k_scales"),
+        (lambda: attend(**SCALES), "k_scales"),
+        (lambda: attend(**CODES, **SCALES | {"v_scales": None}), "v_scales"),
+        (lambda: attend(**CODES, **SCALES | {"v_scales": zeros(5, 2, 16)}), "v_scales"),
+        (lambda: attend(**CODES, **SCALES | {"k_scales": zeros(5, 16, 2).half()}), "k_scales"),
+        (lambda: attend(**CODES | {"v_pages": ATTENTION["v_pages"]}, **SCALES), "v_pages"),
+        (lambda: attend(k_pages=zeros(5, 16, 16, 2).transpose(2, 3)), "k_pages"),
+        (lambda: write(codes=True, k_scales=None), "k_scales"),
+        (lambda: write(**SCALES), "k_scales"),
+        (lambda: write(codes=True, v_pages=ATTENTION["v_pages"]), "v_pages"),
+        (lambda: write(k_pages=zeros(5, 16, 2, 16, dtype=torch.uint8)), "k_pages"),
+        (lambda: write(q_norm=zeros(16)), "norms"),
+        (lambda: write(q_norm=zeros(16), k_norm=zeros(8)), "k_norm"),
+        (lambda: write(v=zeros(2, 2, 8)), "v"),
+        (lambda: write(slots=zeros(3, dtype=INT)), "slots"),
+        (lambda: write(positions=zeros(3, dtype=INT)), "positions"),
         (lambda: ops.rms_norm(zeros(2, 8), zeros(9), 1e-5), "rms_norm weight"),
         (lambda: ops.rms_norm(zeros(2, 8, dtype=INT), zeros(8), 1e-5), "rms_norm x"),
         (lambda: ops.add_rms_norm(zeros(2, 8), zeros(3, 8), zeros(8), 1e-5), "residual"),

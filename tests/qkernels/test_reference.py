@@ -158,3 +158,75 @@ def test_paged_attention_in_16_bits_computes_in_float32(assert_close):
         *(t.float() if t.is_floating_point() else t for t in half), **shared
     )
     assert torch.equal(got, want.to(HALF))
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("counts", [[1, 1], [7, 3]], ids=["decodes", "chunks"])
+def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
+    """Codes written by write_kv_ give what their products with the scales give."""
+    (keys, values), lengths = randn(2, 40, 2, 16) * 3, [40, 23]
+    pages = [torch.zeros(4, 16, 2, 16).to(codes) for _ in range(2)]
+    scales = [torch.full((4, 16, 2), float("nan")) for _ in range(2)]
+    tables = torch.tensor([[3, 1, 0]] * 2, dtype=torch.int32)
+    slots = tables[0].long().repeat_interleave(16)[:40] * 16 + torch.arange(40) % 16
+    reference.write_kv_(keys, values, *pages, slots, *scales)
+    restored = [
+        (p.float() * s[..., None]).flatten(0, 1)[slots] for p, s in zip(pages, scales, strict=True)
+    ]
+    largest = 127 if codes is torch.int8 else 448
+    assert_close("scales", keys.abs().amax(-1) / largest, scales[0].flatten(0, 1)[slots], 1e-6)
+    step = 0.51 / 127 if codes is torch.int8 else 0.51 / 14
+    for x, y in zip((keys, values), restored, strict=True):
+        assert ((x - y).abs() <= step * x.abs().amax(-1, keepdim=True)).all()
+    q = randn(sum(counts), 4, 16, seed=2)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    got = reference.paged_attention(
+        q,
+        *pages,
+        tables,
+        starts,
+        torch.tensor(lengths).int(),
+        scale=0.25,
+        window=None,
+        max_query_len=max(counts),
+        max_context_len=40,
+        soft_cap=soft_cap,
+        k_scales_PBJ=scales[0],
+        v_scales_PBJ=scales[1],
+    )
+    k, v = (x.double().repeat_interleave(2, 1) for x in restored)
+    for r, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for i in range(count):
+            row = int(starts[r]) + i
+            last = length - count + i + 1
+            scores = torch.einsum("hd,lhd->hl", q[row].double(), k[:last]) * 0.25
+            if soft_cap is not None:
+                scores = soft_cap * (scores / soft_cap).tanh()
+            want = torch.einsum("hl,lhd->hd", scores.softmax(-1), v[:last])
+            assert_close(f"row {row}", want, got[row], 1e-6)
+
+
+def test_rope_and_write_is_what_its_parts_are():
+    q, k, v = randn(3, 4, 16), randn(3, 2, 16, seed=1), randn(3, 2, 16, seed=2)
+    norms, angle = randn(2, 16, seed=3), torch.rand(9, 8)
+    cos_sin, positions = torch.cat([angle.cos(), angle.sin()], 1), torch.tensor([8, 0, 3])
+    slots = torch.tensor([5, -1, 20])
+    pages = [torch.zeros(2, 16, 2, 16) for _ in range(4)]
+    got = reference.rope_write_kv_(
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        *pages[:2],
+        slots,
+        q_norm_D=norms[0],
+        k_norm_D=norms[1],
+        eps=1e-3,
+    )
+    normed = [reference.rms_norm(x, n, 1e-3) for x, n in zip((q, k), norms, strict=True)]
+    want, keys = reference.apply_rope(*normed, cos_sin, positions)
+    reference.write_kv_(keys, v, *pages[2:], slots)
+    assert torch.equal(got, want) and torch.equal(pages[0], pages[2])
+    assert pages[0].any() and torch.equal(pages[1], pages[3])

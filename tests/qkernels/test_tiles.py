@@ -1,14 +1,19 @@
 """Tile choices: what every choice must satisfy, and the measured ones by value."""
 
+from dataclasses import replace
+
 import pytest
 
 from qkernels.tiles import (
     ATTENTION_MAX_SPLIT,
+    CHUNK_MAX_SPLIT,
     LINEAR_COUNTERS,
     LINEAR_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
     attention_tile,
     ceil_div,
+    chunk_split,
+    fitted,
     hopper_tile,
     int8_tile,
     linear_block_k,
@@ -174,6 +179,15 @@ def attention(**changes):
     return attention_tile(**problem | changes)
 
 
+def test_chunks_split_where_their_tiles_leave_sms_idle():
+    assert chunk_split(32, 32768, H200_SMS) == 4
+    assert chunk_split(66, 32768, H200_SMS) == 2
+    assert chunk_split(67, 32768, H200_SMS) == 1
+    assert chunk_split(1, 2048, H200_SMS) == 2
+    assert chunk_split(1, 2047, H200_SMS) == 1
+    assert chunk_split(1, 2**20, H200_SMS) == CHUNK_MAX_SPLIT
+
+
 def test_attention_splits_by_work():
     assert attention().split == 32
     assert attention(num_requests=8).split == 4
@@ -201,3 +215,15 @@ def test_attention_rows_are_whole_tokens(group, max_query_len):
             assert 1 <= tile.split <= ATTENTION_MAX_SPLIT
             buffers = 2 * tile.keys * power_of_two(head_dim) * element_size * tile.stages
             assert buffers <= 200 * 1024
+
+
+def test_int8_tiles_fit_a_smaller_shared_memory():
+    """An H200's choices stay; those of a GPU with 99 KB keep their shape and lose stages."""
+    for M in (1, 64, 128, 256, 1024, 4096):
+        for N, K in SHAPES.values():
+            for integers in (True, False):
+                tile = int8_tile(M, N, K, H200_SMS, integers)
+                assert fitted(tile, 227 * 1024) == tile
+                small = fitted(tile, 99 * 1024)
+                assert replace(small, stages=tile.stages) == tile and small.stages >= 2
+                assert small.stages * (tile.block_m + tile.block_n) * tile.block_k < 99 * 1024

@@ -19,6 +19,7 @@ ENGINE_FLAGS = {
     "--dtype",
     "--enforce-eager",
     "--gpu-memory-utilization",
+    "--kv-cache-dtype",
     "--load-format",
     "--max-model-len",
     "--max-num-batched-tokens",
@@ -39,6 +40,7 @@ FLAGS = {
         "--sequence-length",
         "--seed",
         "--eval-text",
+        "--kv-cache-scheme",
         "--spill",
         "--group-size",
         "--device",
@@ -53,7 +55,9 @@ FLAGS = {
     "convert": {"--format", "--max-shard-size"},
     "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
-    "bench": {"--op", "--shape", "--m", "--baseline", "--json", "--plot"},
+    "bench": {
+        *("--op", "--shape", "--m", "--baseline", "--json", "--plot", "--tune", "--tune-seconds"),
+    },
 }
 
 
@@ -105,6 +109,12 @@ def test_recipes_are_those_of_the_table():
     from calibrate.recipe import RECIPES
 
     assert tuple(RECIPES) == config.RECIPES
+
+
+def test_kv_caches_are_those_of_the_table():
+    from formats.kv_cache import KV_CACHES
+
+    assert tuple(KV_CACHES) == config.KV_CACHES
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
@@ -206,7 +216,7 @@ def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
 
 def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--ignore", "layers.0.mlp"]
-    arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB"]
+    arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB", *DATA]
     assert main([*arguments, "--ignore", "layers.3.mlp"]) == 0
     assert "left in float: model.layers.0.mlp" in capsys.readouterr().out
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]

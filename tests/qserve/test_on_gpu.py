@@ -69,6 +69,26 @@ def test_preemption_on_the_gpu(quantized_5m):
     assert llm.engine.scheduler.pool.num_free == 64
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_8_bit_caches(quantized_5m, name):
+    """Graphs and eager steps agree, twice as many pages fit, and perplexity hardly moves."""
+    half, coded = make(quantized_5m), make(quantized_5m, kv_cache_dtype=name)
+    ratio = half.engine.runner.bytes_per_page / coded.engine.runner.bytes_per_page
+    head_dim = coded.engine.model_config.head_dim
+    assert ratio == 2 * head_dim / (head_dim + 4)
+    eager = make(quantized_5m, kv_cache_dtype=name, enforce_eager=True)
+    pairs = list(zip(greedy(coded), greedy(eager), strict=True))
+    assert sum(a == b for a, b in pairs) >= 0.8 * len(pairs)
+    assert greedy(coded) == greedy(coded)
+    text = (quantized_5m / "tokenizer.json").read_text()[:60_000]
+    ids = half.get_tokenizer().encode(text)[: 8 * 512]
+    windows = torch.tensor(ids).view(8, 512)
+    values = [
+        perplexity(windows, lambda w, m=llm: m.logits(w.tolist())).value for llm in (half, coded)
+    ]
+    assert values[1] == pytest.approx(values[0], rel=0.005 if name == "int8" else 0.02)
+
+
 def test_float_checkpoint_in_float16(docs_5m):
     llm = make(docs_5m, dtype="float16")
     assert all(len(tokens) == 8 for tokens in greedy(llm, tokens=8))

@@ -1,0 +1,27 @@
+"""SHA-256 of tensors and texts. Knows no model."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names and tensors, in any order. On several threads: hashing frees the lock."""
+    names = sorted(tensors)
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(tensor_digest, (tensors[name] for name in names)))
+    return combined(f"{name} {digest}" for name, digest in zip(names, digests, strict=True))
+
+
+def combined(parts: Iterable[str]) -> str:
+    """SHA-256 of texts."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

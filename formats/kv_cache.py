@@ -1,0 +1,93 @@
+"""Scales of an 8-bit KV cache: what config.json and the tensors call them. Knows no cache.
+
+A layer has one scale for its keys, as they are after the rotation, and one for its values.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+
+from formats.activation import LARGEST
+from formats.errors import CheckpointError
+from formats.scheme import FP8_MAX
+
+KEY = "kv_cache_scheme"
+# a user's name of the cache's numbers -> compressed-tensors' type
+KV_CACHES = {"int8": "int", "fp8": "float"}
+# Where writers put a layer's scales, below its self_attn. The first is where we do.
+KV_SCALE_NAMES = {
+    "k_scale": ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"),
+    "v_scale": ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale"),
+}
+MIN_KV_SCALE = 1e-10  # where all keys or values are zero
+
+
+def kv_scale(largest: float, kv_cache: str) -> float:
+    """The scale that just holds the largest magnitude: over 127 (int8) or 448 (fp8)."""
+    return max(largest / LARGEST[KV_CACHES[kv_cache]], MIN_KV_SCALE)
+
+
+def round_kv(x: torch.Tensor, scale: float, kv_cache: str) -> torch.Tensor:
+    """What is read back of x from the cache, in x's dtype. Beyond the largest code x is clipped."""
+    codes = x.float() / scale
+    if kv_cache == "int8":
+        codes = codes.round_().clamp_(-128, 127)
+    else:
+        codes = codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    return (codes * scale).to(x.dtype)
+
+
+def write_kv_scheme(kv_cache: str | None) -> dict[str, Any] | None:
+    """The value of `kv_cache_scheme`."""
+    if kv_cache is None:
+        return None
+    return {
+        "num_bits": 8,
+        "type": KV_CACHES[kv_cache],
+        "symmetric": True,
+        "strategy": "tensor",
+        "group_size": None,
+        "dynamic": False,
+    }
+
+
+def read_kv_scheme(value: Any, where: str) -> str | None:
+    """The cache that a `kv_cache_scheme` is for. Raises CheckpointError on any other kind."""
+    if value is None:
+        return None
+    wanted = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
+    found = {**wanted, **value} if isinstance(value, dict) else {}
+    found["strategy"] = found.get("strategy") or "tensor"
+    names = {kind: name for name, kind in KV_CACHES.items()}
+    kind = found.get("type", "int")
+    if any(found.get(key) != value for key, value in wanted.items()) or kind not in names:
+        raise CheckpointError(
+            where,
+            f"expected 8 symmetric bits with one static scale for each layer, found {value!r}",
+            "remove the key to serve the model with a 16-bit KV cache",
+        )
+    return names[kind]
+
+
+def find_kv_scales(attention: str, names: Container[str]) -> dict[str, list[str]]:
+    """Names of the tensors that hold a layer's k_scale and v_scale; empty where it has none."""
+    return {
+        kind: [f"{attention}.{place}" for place in places if f"{attention}.{place}" in names]
+        for kind, places in KV_SCALE_NAMES.items()
+    }
+
+
+def check_kv_scale(name: str, scale: torch.Tensor) -> None:
+    """Raise CheckpointError unless it is one finite number above 0."""
+    if (
+        scale.numel() != 1
+        or not scale.is_floating_point()
+        or not torch.isfinite(scale).all()
+        or not (scale.float() > 0).all()
+    ):
+        raise CheckpointError(
+            name,
+            f"expected one finite number above 0, found {scale.flatten()[:4].tolist()}",
+            "calibrate again",
+        )

@@ -1,0 +1,96 @@
+"""What a call costs the host: Python, checks, the choice of a tile, and the launch itself.
+
+Where no CUDA graph runs, as in a prompt, the host launches some hundred kernels a step; a GPU that
+is done sooner waits. Here it always is: the problems are small.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from formats.scheme import CHANNEL, Scheme
+from formats.weights import with_activation
+from qkernels import ops
+from qkernels.bench.linear import random_weight
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case
+
+N, K = 1024, 1024
+CALLS = 100  # fewer than the driver queues before it makes the host wait
+REPEATS = 15
+
+
+def host_time(calls: list[Call]) -> float:
+    """Microseconds of one call until it returns; the GPU's work is not waited for."""
+    times = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / len(calls))
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def _w4a16(x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
+    return _linear(random_weight(N, K, seed=0), x)
+
+
+def _w8a8(x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
+    packed = random_weight(N, K, seed=0, bits=8, group_size=CHANNEL)
+    return _linear(with_activation(packed, Scheme.parse("w8a8"), None), x)
+
+
+def _linear(packed, x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
+    weight, dense_NK = ops.prepare_weight(packed, x.dtype), packed.dequantize(x.dtype)
+    want = x.double() @ packed.dequantize(torch.float64).t()
+    return lambda: ops.linear(x, weight), lambda: functional.linear(x, dense_NK), want
+
+
+def _rms_norm(x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
+    weight = torch.ones(K, device="cuda", dtype=x.dtype)
+    want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return (
+        lambda: ops.rms_norm(x, weight, 1e-5),
+        lambda: functional.rms_norm(x, (K,), weight, 1e-5),
+        want,
+    )
+
+
+# operation -> (ours, torch's nearest, what both should return) for an input [m, K]
+LAUNCHES: dict[str, Callable[[torch.Tensor], tuple[Call, Call, torch.Tensor]]] = {
+    "w4a16": _w4a16,
+    "w8a8": _w8a8,
+    "rms_norm": _rms_norm,
+}
+
+
+def _launch(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    for m in ms:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        ours, torchs, want = LAUNCHES[shape](x)
+        yield Case(
+            op="launch",
+            shape=shape,
+            m=m,
+            num_bytes=0,
+            operations=0,
+            calls=[ours] * CALLS,
+            timer=host_time,
+            want=want,
+            allowed_error=3e-2,  # rounding x to int8 included
+            baselines={"torch": [torchs] * CALLS} if "torch" in baselines else {},
+        )
+
+
+OPS: dict[str, BenchedOp] = {
+    "launch": BenchedOp(
+        cases=_launch,
+        shapes=dict.fromkeys(LAUNCHES),
+        default_m=dict.fromkeys(LAUNCHES, (1, 128)),
+        baselines=("torch",),
+    ),
+}

@@ -1,0 +1,582 @@
+"""Attention of few query rows over 8-bit pages, in Gluon: codes go from memory into the registers
+of the tensor core's operands, past shared memory.
+
+A Hopper body of paged_attention.py for bfloat16 queries, chosen by it. Each warp of a block has its
+own keys of a step and its own softmax; the block merges them at its end. Codes of keys become
+float16 and codes of values bfloat16, exactly; their scales multiply scores and weights.
+
+Legend: W warps, M padded rows (8), N keys of a warp's step, D head dim; b a byte of what a lane
+loads at once, t = lane % 4, g = lane / 4. The operands' index that the tensor core sums over may be
+in any order that both sides share, so it follows the memory:
+
+    keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g
+    values    lane (g, t) loads the bytes d = C g + b, C = D / 8, of two keys 2 p and 2 p + 1,
+              where p = t + 4 r
+"""
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+WARPS = 4
+KEYS_OF_WARP = 32
+STAGES = 3
+REGISTERS = None  # no bound: two blocks on an SM
+# float16 has not bfloat16's range: queries shrink by a power of two, scores grow by it
+QUERY_SHRINK = 2.0**-6
+# another name from triton 3.8 on
+copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+
+
+def bases(*powers: int, dim: int, rank: int = 4) -> list[list[int]]:
+    """Unit vectors of a layout along one dimension."""
+    return [[power if axis == dim else 0 for axis in range(rank)] for power in powers]
+
+
+def powers(first: int, end: int) -> list[int]:
+    """first, 2 first, 4 first .. below end."""
+    found = []
+    while first < end:
+        found.append(first)
+        first *= 2
+    return found
+
+
+@functools.cache
+def layouts(D: int) -> dict[str, object]:
+    """Where each lane has what, as the module's docstring says.
+
+    KEYS: words of codes [W, N / 16, 16, D / 4]. VALUES: codes of every second key [W, N / 16, 8,
+    D]. SLOTS: one key for each lane, [W, N]. PRODUCT: what the tensor core adds up.
+    """
+    W, N, C = WARPS, KEYS_OF_WARP, min(16, D // 8)
+    keys = gl.DistributedLinearLayout(
+        reg_bases=bases(1, 2, *powers(16, D // 4), dim=3)
+        + bases(8, dim=2)
+        + bases(*powers(1, N // 16), dim=1),
+        lane_bases=bases(4, 8, dim=3) + bases(1, 2, 4, dim=2),
+        warp_bases=bases(*powers(1, W), dim=0),
+        block_bases=[],
+        shape=[W, N // 16, 16, D // 4],
+    )
+    values = gl.DistributedLinearLayout(
+        reg_bases=bases(*powers(1, C), *powers(8 * C, D), dim=3)
+        + bases(4, dim=2)
+        + bases(*powers(1, N // 16), dim=1),
+        lane_bases=bases(1, 2, dim=2) + bases(C, 2 * C, 4 * C, dim=3),
+        warp_bases=bases(*powers(1, W), dim=0),
+        block_bases=[],
+        shape=[W, N // 16, 8, D],
+    )
+    slots = gl.DistributedLinearLayout(
+        reg_bases=bases(*powers(32, N), dim=1, rank=2),
+        lane_bases=bases(*powers(1, 32), dim=1, rank=2),
+        warp_bases=bases(*powers(1, W), dim=0, rank=2),
+        block_bases=[],
+        shape=[W, N],
+    )
+    product = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8]
+    )
+    return {"KEYS": keys, "VALUES": values, "SLOTS": slots, "PRODUCT": product}
+
+
+def launch(
+    grid: tuple[int, int, int],
+    q_THD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    shared: tuple,
+    scale_strides: tuple[int, ...],
+    table_stride: int,
+    constants: dict[str, int | bool],
+) -> None:
+    """Launch in place of _paged_attention, whose arguments `shared` and `constants` are."""
+    k_words = k_pages_PBJD.view(torch.int32)
+    v_bytes = v_pages_PBJD.view(torch.int8)
+    blocks, heads, parts = grid
+    _coded_decode[heads, blocks, parts](
+        q_THD,
+        k_words,
+        v_bytes,
+        *shared,
+        *(k_words.stride(dim) for dim in (0, 2)),
+        *(v_bytes.stride(dim) for dim in (0, 2)),
+        *scale_strides,
+        table_stride,
+        **constants,
+        IS_INT=k_pages_PBJD.dtype == torch.int8,
+        SHRINK=QUERY_SHRINK,
+        W=WARPS,
+        N=KEYS_OF_WARP,
+        STAGES=STAGES,
+        STRIDE_KB=k_words.stride(1),
+        STRIDE_VB=v_bytes.stride(1),
+        **layouts(constants["D"]),
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )
+
+
+@gluon.jit
+def _halves(words, DTYPE: gl.constexpr):
+    """Both 16-bit halves of each word as numbers: [..., 2]."""
+    low = words.to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
+
+
+@gluon.jit
+def _half_keys(words, IS_INT: gl.constexpr):
+    """Words of four 8-bit codes to float16, exactly: [..., 2, 2]."""
+    if IS_INT:
+        # the byte, its sign flipped, is the mantissa of 1024 + 128 + code
+        low, high = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, low, high, magic;
+            xor.b32 x, $2, 0x80808080;
+            mov.b32 magic, 0x64806480;
+            prmt.b32 low, x, 0x64646464, 0x4140;
+            prmt.b32 high, x, 0x64646464, 0x4342;
+            sub.rn.f16x2 $0, low, magic;
+            sub.rn.f16x2 $1, high, magic;
+            }""",
+            "=&r,=&r,r",
+            [words],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=&r,=&r,r",
+            [words],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    return _halves(gl.join(low, high), gl.float16)
+
+
+@gluon.jit
+def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
+    """8-bit codes of two keys to pairs of bfloat16, one in each word, exactly."""
+    if IS_INT:
+        # 128 + the low seven bits, less 128 + the sign's weight
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, low, sign, minus;
+            mov.b32 minus, 0xBF80BF80;
+            prmt.b32 a, $4, $5, 0x4400;
+            prmt.b32 b, $4, $5, 0x5511;
+            prmt.b32 c, $4, $5, 0x6622;
+            prmt.b32 d, $4, $5, 0x7733;
+            lop3.b32 low, a, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, a, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, sign, minus, low;
+            lop3.b32 low, b, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, b, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, sign, minus, low;
+            lop3.b32 low, c, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, c, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $2, sign, minus, low;
+            lop3.b32 low, d, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, d, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $3, sign, minus, low;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [even, odd],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 ab, cd, x, y;
+        .reg .b16 a, b, c, d, low, high;
+        .reg .f32 f, g;
+        prmt.b32 ab, $4, $5, 0x5140;
+        prmt.b32 cd, $4, $5, 0x7362;
+        mov.b32 {a, b}, ab;
+        mov.b32 {c, d}, cd;
+        cvt.rn.f16x2.e4m3x2 x, a;
+        mov.b32 {low, high}, x;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $0, g, f;
+        cvt.rn.f16x2.e4m3x2 y, b;
+        mov.b32 {low, high}, y;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $1, g, f;
+        cvt.rn.f16x2.e4m3x2 x, c;
+        mov.b32 {low, high}, x;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $2, g, f;
+        cvt.rn.f16x2.e4m3x2 y, d;
+        mov.b32 {low, high}, y;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $3, g, f;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r",
+        [even, odd],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _transposed(weight):
+    """Tiles of 8 keys and 8 rows, each turned: [..., 8 keys, 8 rows] has rows before keys."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        [weight],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _load_pages(
+    table,
+    first_key,
+    begin,
+    stop,
+    B: gl.constexpr,
+    W: gl.constexpr,
+    N: gl.constexpr,
+    KEYS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Pages of a step, of its blocks of 16 keys [W, N / 16] and of its keys [W, N]; else 0."""
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
+    key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
+    of_blocks = gl.load(table + key // B, mask=(key > begin - 16) & (key < stop), other=0)
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
+    key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
+    of_keys = gl.load(table + key // B, mask=(key >= begin) & (key < stop), other=0)
+    return of_blocks, of_keys
+
+
+@gluon.jit
+def _copy_step(
+    shared,  # memory of all stages: keys, even and odd values, both scales
+    stage,
+    heads,  # pointers to a head's first row of keys and values, and to their scales
+    pages,  # of the step, as _load_pages gives them
+    first_key,
+    begin,
+    stop,
+    strides,  # of a page: keys and values; of a page and a slot: scales of keys and of values
+    B: gl.constexpr,
+    D: gl.constexpr,
+    W: gl.constexpr,
+    N: gl.constexpr,
+    STRIDE_KB: gl.constexpr,
+    STRIDE_VB: gl.constexpr,
+    KEYS: gl.constexpr,
+    VALUES: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Ask for one step. What lies outside begin..stop becomes zeros."""
+    keys, even, odd, k_scales, v_scales = shared
+    k_head, v_head, k_scales_head, v_scales_head = heads
+    of_blocks, of_keys = pages
+    stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb = strides
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
+    key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
+    rows = of_blocks.to(gl.int64) * stride_kp + key % B * STRIDE_KB
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, KEYS))))
+    row = row[None, :][None, :, :]
+    word = gl.arange(
+        0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, KEYS)))
+    )
+    exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
+    ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
+    ptrs += word[None, :][None, :, :][None, :, :, :]
+    copy(keys.index(stage), ptrs, exists[:, :, :, None])
+
+    VALUE_BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, VALUES))
+    rows = of_blocks.to(gl.int64) * stride_vp + key % B * STRIDE_VB
+    rows = gl.convert_layout(rows, VALUE_BLOCKS)
+    key = gl.convert_layout(key, VALUE_BLOCKS)
+    pair = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, VALUES))))
+    pair = 2 * pair[None, :][None, :, :]
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, VALUES))))
+    key = key[:, :, None] + pair
+    exists = (key >= begin) & (key < stop)
+    ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
+    ptrs += d[None, :][None, :, :][None, :, :, :]
+    copy(even.index(stage), ptrs, exists[:, :, :, None])
+    exists = (key + 1 >= begin) & (key + 1 < stop)
+    copy(odd.index(stage), ptrs + STRIDE_VB, exists[:, :, :, None])
+
+    key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
+    key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
+    exists = (key >= begin) & (key < stop)
+    page = of_keys.to(gl.int64)
+    copy(k_scales.index(stage), k_scales_head + page * stride_ksp + key % B * stride_ksb, exists)
+    copy(v_scales.index(stage), v_scales_head + page * stride_vsp + key % B * stride_vsb, exists)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["R", "T"])
+def _coded_decode(
+    q_ptr,  # [T, H, D]
+    k_ptr,  # [P, B, J, D / 4] words of codes
+    v_ptr,  # [P, B, J, D] bytes
+    tables_ptr,  # [R, X]
+    starts_ptr,  # [R + 1]
+    lengths_ptr,  # [R]
+    k_scales_ptr,  # [P, B, J]
+    v_scales_ptr,
+    out_ptr,  # [T, H, D], when SPLIT is 1
+    partials_ptr,  # as in _paged_attention
+    sums_ptr,
+    R,
+    T,
+    scale,
+    cap_log2,
+    stride_qt,
+    stride_qh,
+    stride_kp,  # in words
+    stride_kj,
+    stride_vp,
+    stride_vj,
+    stride_ksp,
+    stride_ksb,
+    stride_ksj,
+    stride_vsp,
+    stride_vsb,
+    stride_vsj,
+    stride_table,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    PADDED_GROUP: gl.constexpr,
+    D: gl.constexpr,
+    B: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    IS_INT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SHRINK: gl.constexpr,
+    W: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    STRIDE_KB: gl.constexpr,
+    STRIDE_VB: gl.constexpr,
+    KEYS: gl.constexpr,  # layouts()
+    VALUES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PRODUCT: gl.constexpr,
+):
+    M: gl.constexpr = 8
+    CHUNK: gl.constexpr = D // 8 if D < 128 else 16
+    BLOCK_Q: gl.constexpr = M // PADDED_GROUP
+    # the heads of a request run beside each other: their rows are neighbours in memory
+    kv_head, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    low = 0
+    high = R
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(starts_ptr + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    request = low - 1
+    start = gl.load(starts_ptr + request)
+    count = gl.load(starts_ptr + request + 1) - start
+    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= count:
+        return
+    before = gl.load(lengths_ptr + request) - count
+    end = before + gl.minimum(first_row + BLOCK_Q, count)
+    begin = 0
+    if WINDOW > 0:
+        begin = gl.maximum(0, before + first_row - WINDOW + 1)
+    first_step = begin // (W * N)
+    last_step = (end + W * N - 1) // (W * N)
+    if SPLIT > 1:
+        steps = (last_step - first_step + SPLIT - 1) // SPLIT
+        first_step += part * steps
+        last_step = gl.minimum(last_step, first_step + steps)
+
+    # queries, in the order of the bytes of keys
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, RIGHT)))
+    i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, RIGHT)))
+    i = i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
+    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
+    q_row = first_row + m // PADDED_GROUP
+    q_rows = (start + q_row).to(gl.int64) * stride_qt
+    q_rows += (kv_head * GROUP + m % PADDED_GROUP) * stride_qh
+    q_real = (q_row < count) & (m % PADDED_GROUP < GROUP)
+    every = w[:, None][:, :, None] * 0 + i[:, None][None, :, :]
+    q_ptrs = q_ptr + q_rows[None, :][None, :, :] + every
+    q = gl.load(q_ptrs, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0)
+    q = (q.to(gl.float32) * SHRINK).to(gl.float16)
+
+    ROWS: gl.constexpr = gl.SliceLayout(2, PRODUCT)
+    HEADS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    row_w = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
+    row_n = gl.arange(0, N, layout=gl.SliceLayout(0, ROWS))
+    keys = row_w[:, None] * N + row_n[None, :]
+    row_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, PRODUCT)))
+    position = (before + first_row + row_m // PADDED_GROUP)[None, :][None, :, :]
+
+    table = tables_ptr + request.to(gl.int64) * stride_table
+    k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
+    k_scales_head = k_scales_ptr + kv_head * stride_ksj
+    v_scales_head = v_scales_ptr + kv_head * stride_vsj
+
+    largest = gl.full([W, M], float("-inf"), gl.float32, layout=HEADS)
+    weights = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+    values = gl.full([W, D, M], 0.0, gl.float32, layout=PRODUCT)
+    stop = gl.minimum(end, last_step * (W * N))
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # 16 bytes of a row of 128 trade places, so that the lanes of rows read different banks
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 128 // D, D // 16, [3, 2, 1, 0])
+    BYTES: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 128 // D, 8, [3, 2, 1, 0])
+    k_shared = gl.allocate_shared_memory(gl.int32, [STAGES, W, N // 16, 16, D // 4], WORDS)
+    even_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
+    odd_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
+    k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    shared = (k_shared, even_shared, odd_shared, k_scales_shared, v_scales_shared)
+    heads = (k_head, v_head, k_scales_head, v_scales_head)
+    strides = (stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb)
+    STEP: gl.constexpr = W * N
+    pages = _load_pages(table, first_step * STEP, begin, stop, B, W, N, KEYS, SLOTS)
+    for stage in gl.static_range(STAGES - 1):
+        first_key = (first_step + stage) * STEP
+        _copy_step(
+            shared,
+            stage,
+            heads,
+            pages,
+            first_key,
+            begin,
+            stop,
+            strides,
+            B,
+            D,
+            W,
+            N,
+            STRIDE_KB,
+            STRIDE_VB,
+            KEYS,
+            VALUES,
+            SLOTS,
+        )
+        # a step ahead of its copies, which would wait for it
+        pages = _load_pages(table, first_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
+    stage = 0
+    for step in range(first_step, last_step):
+        first_key = step * STEP
+        async_copy.wait_group(STAGES - 2)
+        k_codes = k_shared.index(stage).load(KEYS)
+        even = even_shared.index(stage).load(VALUES)
+        odd = odd_shared.index(stage).load(VALUES)
+        k_scale = k_scales_shared.index(stage).load(ROWS) * (scale / SHRINK)
+        v_scale = v_scales_shared.index(stage).load(ROWS)
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        next_key = first_key + (STAGES - 1) * STEP
+        _copy_step(
+            shared,
+            free,
+            heads,
+            pages,
+            next_key,
+            begin,
+            stop,
+            strides,
+            B,
+            D,
+            W,
+            N,
+            STRIDE_KB,
+            STRIDE_VB,
+            KEYS,
+            VALUES,
+            SLOTS,
+        )
+        pages = _load_pages(table, next_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+
+        k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
+        k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
+        score = mma_v2(
+            gl.convert_layout(k, LEFT), q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+        )
+        score *= k_scale[:, :, None]
+        if SOFT_CAP:
+            score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
+        key = (first_key + keys)[:, :, None]
+        visible = key <= position
+        if WINDOW > 0:
+            visible &= key > position - WINDOW
+        score = gl.where(visible, score, float("-inf"))
+        new_largest = gl.maximum(largest, gl.max(score, 1))
+        base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = gl.exp2(score - base[:, None, :])
+        shrink = gl.exp2(largest - base)[:, None, :]
+        weights = weights * shrink + weight
+        largest = new_largest
+
+        v = _halves(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
+        v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
+        v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
+        weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))
+        weight = weight.reshape([W, N // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([W, N, M])
+        values = mma_v2(
+            gl.convert_layout(v, LEFT), gl.convert_layout(weight, RIGHT), values * shrink
+        )
+
+    async_copy.wait_group(0)
+    # the warps' parts
+    all_largest = gl.max(largest, 0)
+    base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
+    shrink = gl.exp2(largest - base[None, :])
+    all_weights = gl.sum(gl.sum(weights, 1) * shrink, 0)
+    out = gl.sum(values * shrink[:, None, :], 0)
+    OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    all_weights = gl.convert_layout(all_weights, gl.SliceLayout(0, OUT))
+    all_largest = gl.convert_layout(all_largest, gl.SliceLayout(0, OUT))
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
+    n = gl.arange(0, D, layout=gl.SliceLayout(1, OUT))
+    d = n // (8 * CHUNK) * (8 * CHUNK) + n % 8 * CHUNK + n % (8 * CHUNK) // 8
+    row = first_row + m // PADDED_GROUP
+    real = (row < count) & (m % PADDED_GROUP < GROUP)
+    out_row = (start + row).to(gl.int64) * H + kv_head * GROUP + m % PADDED_GROUP
+    if SPLIT == 1:
+        out = out / gl.where(all_weights == 0, 1.0, all_weights)[None, :]
+        gl.store(
+            out_ptr + out_row[None, :] * D + d[:, None],
+            out.to(out_ptr.dtype.element_ty),
+            mask=real[None, :] & (d >= 0)[:, None],
+        )
+    else:
+        part_row = out_row * SPLIT + part
+        gl.store(
+            partials_ptr + part_row[None, :] * D + d[:, None],
+            out,
+            mask=(real & (all_weights > 0))[None, :] & (d >= 0)[:, None],
+        )
+        gl.store(sums_ptr + part_row, all_largest, mask=real)
+        gl.store(sums_ptr + T.to(gl.int64) * H * SPLIT + part_row, all_weights, mask=real)

@@ -1,0 +1,95 @@
+"""Why a tile cannot do a problem: what a kernel takes on trust, said once. Plain Python.
+
+Tiles come from tiles.py, which a test holds to these, or from a file, which is checked as it is
+read: a split that overran the workspace would write over other memory.
+"""
+
+from qkernels.tiles import (
+    ATTENTION_MAX_SPLIT,
+    LINEAR_COUNTERS,
+    LINEAR_TILE_N,
+    LINEAR_WORKSPACE_FLOATS,
+    AttentionTile,
+    Int8Tile,
+    LinearTile,
+    ceil_div,
+    linear_block_k,
+    linear_padded_n,
+    power_of_two,
+)
+
+MAX_STAGES = 8
+
+
+def linear_tile_fault(
+    tile: LinearTile, *, M: int, N: int, K: int, group: int, bits: int
+) -> str | None:
+    """None: the kernel can run it."""
+    padded_n = linear_padded_n(N)
+    if tile.block_n not in (LINEAR_TILE_N, 2 * LINEAR_TILE_N) or padded_n % tile.block_n:
+        return f"block_n must be 64 or 128 and divide {padded_n}, found {tile.block_n}"
+    tiles = padded_n // tile.block_n * ceil_div(M, max(1, tile.block_m))
+    return (
+        _launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)
+        or _split_fault(tile.split, K // linear_block_k(group), tiles, M * N)
+    )  # fmt: skip
+
+
+def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = True) -> str | None:
+    """None: the kernel can run it."""
+    least_left = 64  # rows of one warpgroup's product
+    left, right = tile.block_m, tile.block_n
+    if tile.weight_left:
+        left, right = right, left
+    if left < least_left:
+        return f"the left operand needs a block of {least_left} rows, found {left}"
+    if tile.block_k not in (64, 128, 256):
+        return f"block_k must be 64, 128 or 256, found {tile.block_k}"
+    if not integers and tile.block_k < 128:
+        return f"a float8 sum is emptied every 128 inputs: block_k is less, {tile.block_k}"
+    if tile.tiles_m_of_group < 1:
+        return f"tiles_m_of_group must be at least 1, found {tile.tiles_m_of_group}"
+    tiles = ceil_div(N, max(1, tile.block_n)) * ceil_div(M, max(1, tile.block_m))
+    return (
+        _launch_fault(left, tile.warps, tile.stages, least=64, most=256)
+        or _launch_fault(right, tile.warps, tile.stages, least=16, most=256)
+        or _split_fault(tile.split, ceil_div(K, tile.block_k), tiles, M * N)
+    )  # fmt: skip
+
+
+def attention_tile_fault(tile: AttentionTile, *, heads_per_kv_head: int, **_: object) -> str | None:
+    """None: the kernel can run it."""
+    group = power_of_two(heads_per_kv_head)
+    if tile.block_m != tile.block_q * group:
+        return f"block_m must be block_q times {group}, found {tile.block_m} and {tile.block_q}"
+    if tile.gluon:
+        return "gluon is for 8-bit pages, which no table is for"
+    if not _is_power(tile.keys, 16, 256):
+        return f"keys must be a power of two from 16 to 256, found {tile.keys}"
+    if not _is_power(tile.split, 1, ATTENTION_MAX_SPLIT):
+        return f"split must be a power of two up to {ATTENTION_MAX_SPLIT}, found {tile.split}"
+    return _launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)
+
+
+def _launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int) -> str | None:
+    if not _is_power(block_m, least, most):
+        return f"a block must be a power of two from {least} to {most}, found {block_m}"
+    if warps not in (1, 2, 4, 8, 16):
+        return f"warps must be 1, 2, 4, 8 or 16, found {warps}"
+    if not 1 <= stages <= MAX_STAGES:
+        return f"stages must be 1 to {MAX_STAGES}, found {stages}"
+    return None
+
+
+def _split_fault(split: int, steps: int, tiles: int, outputs: int) -> str | None:
+    if not 1 <= split <= steps:
+        return f"split must be 1 to {steps}, the steps of K, found {split}"
+    if split > 1 and split * outputs > LINEAR_WORKSPACE_FLOATS:
+        return f"split {split} of {outputs} outputs overruns the workspace"
+    if split > 1 and tiles > LINEAR_COUNTERS:
+        return f"{tiles} tiles cannot be split: there are {LINEAR_COUNTERS} counters"
+    return None
+
+
+def _is_power(n: int, least: int, most: int) -> bool:
+    return least <= n <= most and n == power_of_two(n)

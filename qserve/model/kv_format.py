@@ -1,0 +1,100 @@
+"""What KV pages hold: numbers of the activations' dtype, or 8-bit codes and their scales.
+
+Knows settings and checkpoints, not requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from formats.errors import CheckpointError, InputError
+from qserve.config import KV_CACHE_DTYPES
+from qserve.model.attention import Attention, LayerCache
+from qserve.model.decoder import Decoder
+
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SCALE_BYTES = 4  # float32, one for each slot and KV head
+FLAG = "--kv-cache-dtype"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFormat:
+    """How one key or value is stored."""
+
+    dtype: torch.dtype
+    static_scales: bool = False  # of 8-bit codes: the checkpoint's; else found on write
+
+    @property
+    def is_coded(self) -> bool:
+        return self.dtype in CODE_DTYPES.values()
+
+    def bytes_per_head(self, head_dim: int) -> int:
+        """Of one key or value of one KV head."""
+        has_scale = self.is_coded and not self.static_scales
+        return head_dim * self.dtype.itemsize + (SCALE_BYTES if has_scale else 0)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        if not self.is_coded:
+            return name
+        return f"{name}, scales {'of the checkpoint' if self.static_scales else 'found on write'}"
+
+
+def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvFormat:
+    """The format that `--kv-cache-dtype` asks for. Raises InputError or CheckpointError.
+
+    "auto" is 8-bit where the checkpoint was calibrated for it, else the activations' dtype.
+    """
+    if name not in KV_CACHE_DTYPES:
+        raise InputError(FLAG, f"expected one of {', '.join(KV_CACHE_DTYPES)}, found {name!r}")
+    quant = decoder.config.quant
+    calibrated = quant.kv_cache if quant is not None else None
+    has_scales = calibrated is not None and _has_scales(decoder)
+    if name == "auto":
+        if not has_scales:
+            return KvFormat(dtype=decoder.dtype)
+        name = calibrated
+    if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise InputError(
+            f"{FLAG} fp8",
+            "needs a GPU of compute capability 8.9 or later, found"
+            f" {'.'.join(map(str, torch.cuda.get_device_capability()))}",
+            f"use {FLAG} int8",
+        )
+    return KvFormat(dtype=CODE_DTYPES[name], static_scales=has_scales and name == calibrated)
+
+
+def new_cache(
+    attention: Attention, kv_format: KvFormat, shape: tuple[int, ...], device: torch.device
+) -> LayerCache:
+    """One layer's pages of `shape` [P, B, J, D], zeros."""
+    keys, values = (torch.zeros(shape, dtype=kv_format.dtype, device=device) for _ in range(2))
+    if not kv_format.is_coded:
+        return LayerCache(keys=keys, values=values)
+    P, B, J, _ = shape
+    if kv_format.static_scales:
+        scales = [scale.expand(P, B, J) for scale in (attention.k_scale, attention.v_scale)]
+    else:  # the scales of one head stand together: a kernel reads them at once
+        scales = [torch.zeros(P, J, B, device=device).transpose(1, 2) for _ in range(2)]
+    return LayerCache(
+        keys=keys,
+        values=values,
+        key_scales=scales[0],
+        value_scales=scales[1],
+        static_scales=kv_format.static_scales,
+    )
+
+
+def _has_scales(decoder: Decoder) -> bool:
+    """Whether the layers have a k_scale and a v_scale: all or none."""
+    having = [
+        layer.attention.k_scale is not None and layer.attention.v_scale is not None
+        for layer in decoder.layers
+    ]
+    if any(having) and not all(having):
+        raise CheckpointError(
+            f"model.layers.{having.index(False)}.self_attn",
+            "expected a k_scale and a v_scale, as other layers have, found one or none",
+            "calibrate again",
+        )
+    return all(having)

@@ -1,0 +1,244 @@
+"""The attention of chunks for sm_90 against float64, on such a GPU."""
+
+import pytest
+import torch
+
+from qkernels import dispatch, ops
+from qkernels.launch import workspace
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_HOPPER, reason="needs an sm_90 GPU"),
+]
+
+
+def exact(q, k, v, length, scale, window, soft_cap):
+    """One request in float64: q [T, H, D], k and v [length, J, D]."""
+    count, group = q.shape[0], q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    position = torch.arange(length - count, length, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)
+    visible = key <= position
+    if window is not None:
+        visible &= key > position - window
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.fixture
+def problem():
+    """Arguments of paged_attention, and each request's own keys and values."""
+
+    def make(counts, lengths, H, J, D, B, dtype, interleaved=False, seed=0):
+        generator = torch.Generator("cuda").manual_seed(seed + D + B + len(counts))
+        R, X = len(counts), max(1, -(-max(lengths) // B))
+        # pages and tails that belong to nobody hold NaN: reading one shows
+        pages = torch.full((R * X + 2, B, 2, J, D), float("nan"), device="cuda", dtype=dtype)
+        order = torch.randperm(R * X + 2, device="cuda", generator=generator)
+        tables = order[: R * X].view(R, X).int()
+        own = []
+        for r, length in enumerate(lengths):
+            kv = torch.randn(length, 2, J, D, device="cuda", generator=generator).to(dtype)
+            own.append(kv.unbind(1))
+            t = torch.arange(length, device="cuda")
+            pages[tables[r, t // B].long(), t % B] = kv
+            tables[r, -(-length // B) :] = -7  # stale
+        k_pages, v_pages = pages.unbind(2)
+        if not interleaved:
+            k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
+        T = sum(counts)
+        qkv = torch.randn(T, H + 2, D, device="cuda", generator=generator).to(dtype)
+        starts = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+        lengths = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+        return (qkv[:, :H], k_pages, v_pages, tables, starts, lengths), own
+
+    return make
+
+
+@pytest.fixture
+def check(problem, assert_close, tolerance, poison):
+    from qkernels import attention_hopper
+
+    def run(
+        counts, lengths, H, J, D, B, dtype, window=None, soft_cap=None, interleaved=False, **changes
+    ):
+        arguments, own = problem(counts, lengths, H, J, D, B, dtype, interleaved)
+        shared = {"scale": D**-0.5, "window": window, "soft_cap": soft_cap}
+        maxima = {"max_query_len": max(counts), "max_context_len": max(lengths)}
+        got = attention_hopper.paged_attention(*arguments, **shared, **maxima, **changes)
+        again = attention_hopper.paged_attention(*arguments, **shared, **maxima, **changes)
+        assert torch.equal(got, again), "equal inputs, equal bits"
+        assert not workspace(got.device)[1].any(), "the counter is left at zero"
+        rows = arguments[0].split(counts)
+        want = [
+            exact(q, k, v, length, **shared)
+            for q, (k, v), length in zip(rows, own, lengths, strict=True)
+        ]
+        assert_close("chunk attention", torch.cat(want), got, tolerance(dtype))
+        return got
+
+    return run
+
+
+@pytest.mark.parametrize("count", [1, 3, 17, 63, 118, 257])
+def test_odd_numbers_of_rows_and_keys(check, half, count):
+    check([count], [count], 8, 2, 128, 16, half)
+    check([count], [count + 1234], 8, 2, 128, 16, half)
+
+
+def test_chunks_and_decodes_in_one_batch(check, half):
+    check([1, 300, 1, 30, 2, 700], [40, 5000, 7, 70, 333, 700], 8, 2, 128, 16, half)
+
+
+def test_a_batch_of_many_requests(check, half):
+    """More tiles than SMs, and a search among many requests."""
+    counts = [1 + 37 * r % 90 for r in range(70)]
+    check(counts, [count + 13 * r for r, count in enumerate(counts)], 8, 2, 128, 16, half)
+
+
+@pytest.mark.parametrize("B", [16, 32, 64, 128])
+@pytest.mark.parametrize("past", [-1, 0, 1])
+def test_contexts_around_the_edges_of_pages_and_steps(check, half, B, past):
+    """What follows the last key in its page is NaN, as it is where nothing was written."""
+    lengths = [B + past, 128 + past, 3 * 128 + past, 128 + B + past]
+    check([9, 100, 130, 40], lengths, 8, 2, 128, B, half)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 127, 128, 129, 500, 5000])
+def test_windows(check, half, window):
+    """Also smaller than a page, and than a tile's rows."""
+    check([118, 257, 3, 1], [130, 1517, 1003, 2000], 8, 2, 128, 16, half, window)
+
+
+def test_pages_before_the_window_are_not_read(problem, half):
+    from qkernels import attention_hopper
+
+    (q, k, v, tables, starts, lengths), _ = problem([64], [2000], 8, 2, 128, 16, half)
+    shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}
+    want = attention_hopper.paged_attention(q, k, v, tables, starts, lengths, **shared)
+    freed = tables[0, : (2000 - 64 - 100) // 16].long()
+    k[freed], v[freed] = float("nan"), float("nan")
+    tables[0, : len(freed)] = -7
+    got = attention_hopper.paged_attention(q, k, v, tables, starts, lengths, **shared)
+    assert torch.isfinite(got).all() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("D", [16, 40, 64, 72, 80, 96])
+def test_head_dims(check, D):
+    check([118, 17], [130, 517], 8, 2, D, 16, torch.bfloat16)
+    check([118, 17], [130, 517], 8, 2, D, 16, torch.bfloat16, interleaved=True)
+
+
+@pytest.mark.parametrize("H, J", [(2, 2), (12, 4), (14, 2), (8, 1), (24, 1), (130, 1)])
+def test_query_heads_per_kv_head(check, H, J):
+    """A tile of 128 rows may begin within a token; the last group is wider than a tile."""
+    check([60, 1, 33], [300, 200, 33], H, J, 128, 16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize("window", [None, 90])
+def test_soft_cap(check, soft_cap, window):
+    check([118, 17], [130, 517], 8, 2, 128, 16, torch.bfloat16, window, soft_cap)
+
+
+@pytest.mark.parametrize("split", [2, 8])
+@pytest.mark.parametrize("window", [None, 300])
+def test_parts_of_a_context_merge(check, split, window):
+    """Contexts of one step to many: some parts are empty, some end before a row's last key."""
+    bf16 = torch.bfloat16
+    check([100, 1, 33, 40], [5000, 1, 33, 250], 8, 2, 128, 16, bf16, window, split=split)
+
+
+def test_few_tiles_split_their_context(check):
+    check([33], [20000], 8, 2, 128, 16, torch.float16)
+
+
+def test_requests_without_rows_or_keys(check, half):
+    """A captured graph's batch is padded with such requests."""
+    for split in (1, 2):
+        got = check([0, 200, 0, 1, 40, 0], [5, 300, 0, 0, 0, 9], 8, 2, 128, 16, half, split=split)
+        assert not got[200:].any(), "rows that see nothing are zero"
+
+
+def test_a_token_sees_the_same_alone_and_in_a_batch(check, half):
+    alone = check([40], [500], 8, 2, 128, 16, half)
+    assert torch.equal(alone, check([40], [500], 8, 2, 128, 16, half))
+
+
+def test_scores_that_float32_hardly_holds(problem, half):
+    """Each row's scores differ by thousands, so all its weight is on one key."""
+    from qkernels import attention_hopper
+
+    arguments, own = problem([200], [700], 8, 2, 128, 16, half)
+    got = attention_hopper.paged_attention(
+        *arguments, scale=100.0, window=None, max_query_len=200, max_context_len=700
+    )
+    (k, v), q = own[0], arguments[0]
+    want = exact(q, k, v, 700, 100.0, None, None)
+    assert ((got.double() - want).norm() / want.norm()) < 5e-2
+
+
+def test_a_captured_chunk_follows_its_inputs(problem, half):
+    """Rows, lengths and tables change between replays; only the maxima are frozen."""
+    small, _ = problem([1, 100, 99], [700, 600, 99], 8, 2, 128, 16, half, seed=1)
+    large, _ = problem([150, 49, 1], [150, 2000, 1000], 8, 2, 128, 16, half, seed=2)
+    shared = {"scale": 0.1, "window": None, "max_query_len": 200, "max_context_len": 2000}
+
+    def padded(arguments):
+        q, k, v, tables, starts, lengths = (t.clone() for t in arguments)
+        wide = torch.full((3, 125), -7, dtype=torch.int32, device="cuda")
+        wide[:, : tables.shape[1]] = tables
+        pages = torch.full((400, *k.shape[1:]), float("nan"), dtype=half, device="cuda")
+        k, v = (torch.cat([t, pages[len(t) :]]) for t in (k, v))
+        return q, k, v, wide, starts, lengths
+
+    frozen = padded(small)
+    want = [ops.paged_attention(*padded(case), **shared) for case in (small, large)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.paged_attention(*frozen, **shared)
+    for case, expected in zip((small, large, small), (*want, want[0]), strict=True):
+        for place, tensor in zip(frozen, padded(case), strict=True):
+            place.copy_(tensor)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("first, last", [(1, 129), (0, 128)])
+def test_queries_whose_rows_are_not_multiples_of_16_bytes(problem, half, first, last):
+    from qkernels import attention_hopper
+
+    (q, *rest), _ = problem([40, 1], [300, 99], 8, 2, 128, 16, half)
+    wide = torch.zeros(41, 8, 131, dtype=half, device="cuda")
+    wide[..., first:last] = q
+    shared = {"scale": 0.1, "window": None, "max_query_len": 40, "max_context_len": 300}
+    want = attention_hopper.paged_attention(q, *rest, **shared)
+    got = attention_hopper.paged_attention(wide[..., first:last], *rest, **shared)
+    assert torch.equal(got, want)
+
+
+def test_ops_takes_it_for_chunks_and_the_portable_kernel_for_the_rest(problem, half, monkeypatch):
+    taken = []
+    implementation = dispatch.implementation
+
+    def spy(op, problem):
+        taken.append(dispatch.choose(op, problem).name)
+        return implementation(op, problem)
+
+    monkeypatch.setattr(dispatch, "implementation", spy)
+    arguments, own = problem([40, 1], [300, 99], 8, 2, 128, 16, half)
+    shared = {"scale": 0.1, "window": None, "max_context_len": 300}
+    got = ops.paged_attention(*arguments, **shared, max_query_len=40)
+    want = exact(arguments[0][:40], *own[0], 300, 0.1, None, None)
+    assert ((got[:40].double() - want).norm() / want.norm()) < 5e-3
+    q, k, v, *rest = arguments
+    odd = torch.zeros(len(k), 16, 2, 132, dtype=half, device="cuda")[..., :128]  # 264 bytes a row
+    ops.paged_attention(q, odd, odd, *rest, **shared, max_query_len=40)
+    decode, _ = problem([1, 1], [300, 99], 8, 2, 128, 16, half)
+    ops.paged_attention(*decode, **shared, max_query_len=1)
+    assert taken == ["triton_hopper", "triton", "triton"]

@@ -1,0 +1,69 @@
+"""A row of the table of measured tiles is what a kernel runs, not the choice of tiles.py."""
+
+import torch
+
+from formats.scheme import CHANNEL, Scheme
+from formats.weights import with_activation
+from qkernels import launch, ops, paged_attention, w4a16, w8a8
+from qkernels.tile_table import TileRow
+from qkernels.tiles import AttentionTile, Int8Tile, LinearTile
+
+
+def row(op, problem, tile):
+    return TileRow(op=op, problem=problem, tile=tile, microseconds=1, default_microseconds=2)
+
+
+def no_default(*args, **kwargs):
+    raise AssertionError("tiles.py was asked, though the table has a row")
+
+
+def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
+    packed = make_weight(128, 256, 64)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    x = torch.randn(5, 256).to(device, half)
+    monkeypatch.setattr(w4a16, "linear_tile", no_default)
+    problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 16}
+    want = x.double() @ packed.dequantize(torch.float64).t()
+    for tile in (LinearTile(block_m=16, block_n=128, split=3), None):
+        with launch.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
+            assert_close("w4a16", want, w4a16.linear(x, weight), tolerance(half))
+
+
+def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):
+    packed = make_weight(64, 256, CHANNEL, bits=8)
+    packed = with_activation(packed, Scheme.parse("w8a8"), None)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w8a8")
+    x = torch.randn(5, 256).to(device, half)
+    codes, scales = ops.quantize_input(x, packed.activation)
+    monkeypatch.setattr(w8a8, "int8_tile", no_default)
+    problem = {"N": 64, "K": 256, "integers": True, "M": 16}
+    tile = Int8Tile(block_m=16, block_n=64, split=2)
+    want = codes.double() * scales.double() @ packed.dequantize(torch.float64).t()
+    with launch.tile_table_of(x.device).trying(row("w8a8", problem, tile)):
+        assert_close("w8a8", want, w8a8.linear_codes(codes, scales, weight), tolerance(half))
+
+
+def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
+    k, v = (torch.randn(4, 16, 1, 32).to(device, half) for _ in range(2))
+    q = torch.randn(1, 2, 32).to(device, half)
+    lengths = torch.tensor([40], dtype=torch.int32, device=device)
+    table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    arguments = (q, k, v, table, starts, lengths)
+    options = {"scale": 0.2, "window": None, "max_query_len": 1, "max_context_len": 48}
+    want = paged_attention.paged_attention(*arguments, **options)
+    monkeypatch.setattr(paged_attention, "attention_tile", no_default)
+    problem = {
+        "num_requests": 1,
+        "num_kv_heads": 1,
+        "heads_per_kv_head": 2,
+        "head_dim": 32,
+        "element_size": 2,
+        "max_query_len": 1,
+        "max_context_len": 48,
+        "window": None,
+    }
+    tile = AttentionTile(block_m=16, block_q=8, keys=16, split=2, warps=4, stages=2)
+    with launch.tile_table_of(q.device).trying(row("paged_attention", problem, tile)):
+        got = paged_attention.paged_attention(*arguments, **options)
+    assert_close("paged_attention", want, got, tolerance(half))

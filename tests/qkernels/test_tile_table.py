@@ -1,0 +1,208 @@
+"""The table of measured tiles: what is found, what is refused, and that no damage goes unsaid."""
+
+import dataclasses
+import json
+
+import pytest
+
+from qkernels import tile_faults, tile_table
+from qkernels.errors import KernelError
+from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
+from qkernels.tiles import (
+    AttentionTile,
+    Int8Tile,
+    LinearTile,
+    attention_tile,
+    int8_tile,
+    linear_tile,
+)
+
+GPU = "NVIDIA H200"
+LINEAR = {"N": 6144, "K": 4096, "group": 128, "bits": 4}
+INT8 = {"N": 4096, "K": 14336, "integers": True}
+ATTENTION = {
+    "num_kv_heads": 8,
+    "heads_per_kv_head": 4,
+    "head_dim": 128,
+    "element_size": 2,
+    "window": None,
+}
+
+
+def linear_row(M=16, **changes):
+    fields = {
+        "op": "w4a16",
+        "problem": LINEAR | {"M": M},
+        "tile": LinearTile(block_m=16, block_n=64, split=6),
+        "microseconds": 7.0,
+        "default_microseconds": 8.25,
+        "versions": "torch 1",
+    }
+    return TileRow(**fields | changes)
+
+
+@pytest.fixture
+def table():
+    table = TileTable(gpu=GPU)
+    table.add_(linear_row())
+    table.add_(linear_row(M=512, tile=None, default_microseconds=None))
+    table.add_(
+        linear_row(op="w8a8", problem=INT8 | {"M": 1}, tile=Int8Tile(block_m=16, block_n=64))
+    )
+    lengths = {"num_requests": 1, "max_query_len": 1, "max_context_len": 5000}
+    tile = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
+    table.add_(linear_row(op="paged_attention", problem=ATTENTION | lengths, tile=tile))
+    return table
+
+
+def test_a_file_gives_back_the_table(table, tmp_path):
+    path = tmp_path / "deep" / "table.json"
+    write(table, path)
+    assert read(path, GPU) == table
+    assert len(path.read_text().splitlines()) == len(table.rows) + 2, "a line for each row"
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_no_file_is_an_empty_table(tmp_path):
+    empty = read(tmp_path / "none.json", GPU)
+    assert empty.rows == {} and empty.find("w4a16", **LINEAR, M=1) is None
+    (tmp_path / "file").write_text("")
+    assert read(tmp_path / "file" / "below", GPU).rows == {}
+
+
+@pytest.mark.parametrize("M, found", [(1, False), (2, True), (16, True), (17, False), (400, True)])
+def test_rows_share_a_bucket(table, M, found):
+    assert (table.find("w4a16", **LINEAR, M=M) is not None) == found
+
+
+@pytest.mark.parametrize("field", LINEAR)
+def test_another_product_is_not_found(table, field):
+    other = LINEAR | {field: LINEAR[field] * 2}
+    assert table.find("w4a16", **other, M=16) is None
+    assert table.find("w8a8", **INT8, M=16) is None
+
+
+def test_attention_is_found_by_lengths(table):
+    lengths = {"num_requests": 1, "max_query_len": 1}
+    assert table.find("paged_attention", **ATTENTION, **lengths, max_context_len=8192)
+    assert not table.find("paged_attention", **ATTENTION, **lengths, max_context_len=8193)
+
+
+def test_buckets_grow():
+    assert [bucket(n) for n in (1, 2, 16, 17, 64, 65)] == [1, 16, 16, 32, 64, 128]
+
+
+def test_trying_a_row_leaves_nothing_behind(table):
+    before = dict(table.rows)
+    other = linear_row(tile=LinearTile(block_m=16, block_n=128, split=1))
+    with pytest.raises(ZeroDivisionError), table.trying(other):
+        assert table.find("w4a16", **LINEAR, M=9).tile == other.tile
+        raise ZeroDivisionError
+    assert table.rows == before
+
+
+def test_the_file_is_named_by_the_gpu():
+    assert default_path("NVIDIA A100-SXM4/80GB ").name == "NVIDIA-A100-SXM4-80GB.json"
+
+
+def damaged(change):
+    """The text of a table of one row that `change` has had."""
+    row = {
+        "op": "w4a16",
+        "problem": LINEAR | {"M": 16},
+        "tile": tile_table.tile_to_dict(LinearTile(block_m=16, block_n=64, split=6)),
+        "microseconds": 7.0,
+        "default_microseconds": 8.0,
+        "versions": "",
+    }
+    stored = {"format": 1, "gpu": GPU, "rows": [row]}
+    change(stored, row)
+    return json.dumps(stored)
+
+
+DAMAGE = {
+    "another format": lambda s, row: s.update(format=2),
+    "another GPU": lambda s, row: s.update(gpu="NVIDIA L4"),
+    "no rows": lambda s, row: s.pop("rows"),
+    "rows are no list": lambda s, row: s.update(rows=3),
+    "a row is no object": lambda s, row: s.update(rows=["x"]),
+    "unknown operation": lambda s, row: row.update(op="w3a16"),
+    "no tile": lambda s, row: row.pop("tile"),
+    "tile is text": lambda s, row: row.update(tile="small"),
+    "another kernel's tile": lambda s, row: row["tile"].update(kind="Int8Tile"),
+    "no kind": lambda s, row: row["tile"].pop("kind"),
+    "unknown field": lambda s, row: row["tile"].update(colour=1),
+    "missing field": lambda s, row: row["tile"].pop("block_m"),
+    "field of another type": lambda s, row: row["tile"].update(split="2"),
+    "a bool for a number": lambda s, row: row["tile"].update(split=True),
+    "problem lacks M": lambda s, row: row["problem"].pop("M"),
+    "split overruns the workspace": lambda s, row: row["problem"].update(M=512),
+    "split without steps": lambda s, row: row["tile"].update(split=33),
+    "block of 48": lambda s, row: row["tile"].update(block_m=48),
+    "block_n of 256": lambda s, row: row["tile"].update(block_n=256),
+    "time is text": lambda s, row: row.update(microseconds="fast"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_clear_error(tmp_path, name):
+    path = tmp_path / "table.json"
+    path.write_text(damaged(lambda stored, row: None))
+    assert len(read(path, GPU).rows) == 1
+    path.write_text(damaged(DAMAGE[name]))
+    with pytest.raises(KernelError, match="table.json.*--tune"):
+        read(path, GPU)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "\x00"])
+def test_no_json_is_one_clear_error(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(KernelError, match="table.json.*--tune"):
+        read(path, GPU)
+
+
+def test_faults_of_int8_and_attention_tiles():
+    fits = Int8Tile(block_m=16, block_n=64, block_k=256, split=4)
+    problem = {"M": 16, "N": 4096, "K": 14336}
+    assert tile_faults.int8_tile_fault(fits, **problem) is None
+    for change in ({"block_n": 32}, {"weight_left": False}, {"block_k": 96}, {"split": 0}):
+        tile = dataclasses.replace(fits, **change)
+        assert tile_faults.int8_tile_fault(tile, **problem) is not None, change
+    narrow = dataclasses.replace(fits, block_k=64)
+    assert tile_faults.int8_tile_fault(narrow, **problem) is None
+    assert "128" in tile_faults.int8_tile_fault(narrow, **problem, integers=False)
+    fits = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
+    assert tile_faults.attention_tile_fault(fits, heads_per_kv_head=3) is None
+    for change in ({"block_q": 8}, {"keys": 48}, {"split": 3}, {"warps": 3}, {"stages": 0}):
+        tile = dataclasses.replace(fits, **change)
+        assert tile_faults.attention_tile_fault(tile, heads_per_kv_head=3) is not None, change
+
+
+@pytest.mark.parametrize("sm_count", [4, 46, 132])
+@pytest.mark.parametrize("M", [1, 16, 17, 64, 128, 256, 1024, 4096])
+def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
+    for N in (8, 1000, 6144, 28672, 151936):
+        for K in (128, 4096, 14336):
+            tile = linear_tile(M, N, K, 128, sm_count)
+            problem = {"M": M, "N": N, "K": K}
+            if tile is not None:
+                fault = tile_faults.linear_tile_fault(tile, group=128, bits=4, **problem)
+                assert fault is None, f"{problem}: {fault}"
+            tile = int8_tile(M, N, K, sm_count)
+            assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
+    for heads in (1, 3, 4, 16):
+        problem = ATTENTION | {
+            "heads_per_kv_head": heads,
+            "num_requests": 1 + M // 256,
+            "max_query_len": M,
+            "max_context_len": 8192,
+        }
+        tile = attention_tile(**problem, sm_count=sm_count)
+        assert tile_faults.attention_tile_fault(tile, **problem) is None, problem
+
+
+def test_every_operation_has_its_fields():
+    for op in OPS.values():
+        assert op.tiles and set(op.exact).isdisjoint(op.bucketed)
+    assert OPS["w4a16"].can_be_none and not OPS["w8a8"].can_be_none

@@ -1,0 +1,206 @@
+"""The search of --tune, with times that are made up; the measuring itself needs a GPU."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from qkernels import launch, tile_table
+from qkernels.bench import tune as tune_module
+from qkernels.bench.table import run_tune, select
+from qkernels.bench.tune import (
+    DEFAULTS,
+    OPTIONS,
+    NotTaken,
+    Tuned,
+    format_tuned,
+    neighbours,
+    search,
+    starts,
+)
+from qkernels.errors import KernelError
+from qkernels.tiles import AttentionTile, LinearTile
+
+START = LinearTile(block_m=16, block_n=64, split=2)
+PROBLEM = {"M": 16, "N": 6144, "K": 4096, "group": 128, "bits": 4}
+
+
+def never():
+    return False
+
+
+def test_neighbours_differ_in_one_field():
+    for tile in neighbours(START):
+        changed = [f for f in OPTIONS[LinearTile] if getattr(tile, f) != getattr(START, f)]
+        assert len(changed) == 1
+    assert len(set(neighbours(START))) == sum(len(v) - 1 for v in OPTIONS[LinearTile].values())
+    attention = AttentionTile(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
+    assert all(tile.block_m == 4 * tile.block_q for tile in neighbours(attention))
+
+
+def test_options_name_fields_of_the_tile():
+    for cls, options in OPTIONS.items():
+        assert set(options) <= {field.name for field in dataclasses.fields(cls)}
+    assert set(DEFAULTS) == set(tile_table.OPS)
+
+
+def test_search_finds_what_takes_two_steps():
+    def time_of(tile):
+        return 10 - (tile.split == 8) - (tile.split == 8 and tile.stages == 4)
+
+    times = search([START], lambda tile: True, time_of, never)
+    assert min(times, key=times.get) == dataclasses.replace(START, split=8, stages=4)
+
+
+def test_search_tries_no_tile_twice_and_none_that_is_not_allowed():
+    tried = []
+
+    def time_of(tile):
+        tried.append(tile)
+        return float(tile.stages)
+
+    search([START, START], lambda tile: tile.split < 4, time_of, never)
+    assert len(tried) == len(set(tried)) > 5
+    assert all(tile.split < 4 for tile in tried)
+
+
+def test_a_start_that_fails_does_not_end_the_search():
+    times = search(
+        [START], lambda tile: True, lambda tile: math.inf if tile == START else 5.0, never
+    )
+    assert times[START] == math.inf and min(times.values()) == 5
+
+
+def test_the_library_may_win():
+    times = search([START, None], lambda tile: True, lambda tile: 1.0 if tile is None else 2, never)
+    assert min(times, key=times.get) is None
+
+
+def test_out_of_time_keeps_what_was_measured():
+    times = search([START], lambda tile: True, lambda tile: 3.0, lambda: True)
+    assert times == {START: 3.0}
+
+
+def test_the_default_choice_starts():
+    for m in (1, 16, 300, 4096):
+        first = starts("w4a16", PROBLEM | {"M": m}, 132)
+        assert first[0] == DEFAULTS["w4a16"](sm_count=132, **PROBLEM | {"M": m})
+        assert (None in first) == (m >= 256)
+
+
+@pytest.fixture
+def tuning(monkeypatch):
+    """tune_case with made-up times; the tile is what a kernel would find in the table."""
+
+    def run(time_of, wrong=(), is_read=True):
+        table = launch.TileTable(gpu="made up")
+
+        def tile():
+            return table.find("w4a16", **PROBLEM).tile
+
+        def check(case):
+            if is_read and tile() in wrong:
+                raise KernelError("w4a16", "is wrong on this GPU")
+
+        monkeypatch.setattr(tune_module, "check", check)
+        monkeypatch.setattr(tune_module, "time_calls", lambda calls, replays: time_of(tile()))
+        (case,) = [SimpleCase()]
+        return table, tune_module.tune_case(case, table, 132, "torch 1", never)
+
+    return run
+
+
+class SimpleCase:
+    op, shape, m, calls = "w4a16", "qkv", 16, ()
+    tuned = ("w4a16", PROBLEM)
+
+
+def test_a_faster_tile_is_kept_and_found(tuning):
+    table, tuned = tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0)
+    assert tuned.is_faster and (tuned.microseconds, tuned.default_microseconds) == (5.0, 6.0)
+    row = table.find("w4a16", **PROBLEM)
+    assert row.tile.stages == 4 and row.versions == "torch 1"
+    assert "stages 4" in format_tuned(tuned) and "1.20x" in format_tuned(tuned)
+
+
+def test_a_tile_that_is_as_fast_is_not_kept(tuning):
+    table, tuned = tuning(lambda tile: 5.95 if tile.stages == 4 else 6.0)
+    assert not table.rows and not tuned.is_faster
+    assert tuned.microseconds == 6.0 and "default kept" in format_tuned(tuned)
+
+
+def test_a_wrong_tile_is_reported_and_never_kept(tuning):
+    default = DEFAULTS["w4a16"](sm_count=132, **PROBLEM)
+    bad = dataclasses.replace(default, stages=4)
+    table, tuned = tuning(lambda tile: 1.0 if tile == bad else 6.0, wrong=(bad,))
+    assert not table.rows and tuned.wrong == (bad,) and tuned.refused == 0
+    assert "WRONG" in format_tuned(tuned)
+
+
+def test_a_default_that_cannot_run_gives_way(tuning):
+    default = DEFAULTS["w4a16"](sm_count=132, **PROBLEM)
+
+    def time_of(tile):
+        if tile == default:
+            raise RuntimeError("out of resource: shared memory")
+        return 6.0
+
+    table, tuned = tuning(time_of)
+    assert tuned.refused == 1 and table.find("w4a16", **PROBLEM).default_microseconds is None
+
+
+def test_tiles_that_no_kernel_reads_are_not_timed(tuning):
+    """Times would differ by noise alone, and the best of them would be kept."""
+    with pytest.raises(NotTaken):
+        tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0, is_read=False)
+
+
+def test_a_lost_context_ends_the_run(tuning):
+    def lost(tile):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        tuning(lost)
+
+
+def test_shapes_in_numbers():
+    chosen = select("w4a16", "896x4864,qkv", "1", "none")
+    assert [(shape, ms) for _, shape, ms, _ in chosen] == [("896x4864", (1,)), ("qkv", (1,))]
+    assert [shape for _, shape, _, _ in select("paged_attention", "999x3", None, "none")] == [
+        "999x3"
+    ]
+    for bad in ("0x128", "896", "1x2x3", "ax128"):
+        with pytest.raises(KernelError, match="--shape"):
+            select("w4a16", bad, None, "none")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(KernelError, match="torch sees none"):
+        run_tune(seconds=1, show=print)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a GPU")
+@pytest.mark.parametrize(
+    "op, shape, m",
+    [("w4a16", "4096x512", 16), ("w8a8", "4096x512", 16), ("paged_attention", "256x1", 2)],
+)
+def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, shape, m):
+    path = tmp_path / "table.json"
+    monkeypatch.setattr(tile_table, "default_path", lambda gpu: path)
+    path.write_text("damaged")
+    launch.tile_table_of.cache_clear()
+    found: list[Tuned] = []
+    try:
+        run_tune(op=op, shape=shape, m=str(m), seconds=12, show=found.append)
+        gpu = torch.cuda.get_device_name()
+        stored = tile_table.read(path, gpu)
+        assert (tmp_path / "table.damaged").exists()
+        assert not found[0].wrong and found[0].tried > 1
+        assert len(stored.rows) == found[0].is_faster
+        launch.tile_table_of.cache_clear()
+        assert launch.tile_table_of(torch.device("cuda", 0)).rows == stored.rows
+    finally:
+        launch.tile_table_of.cache_clear()
