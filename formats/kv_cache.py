@@ -61,7 +61,8 @@ def read_kv_scheme(value: Any, where: str) -> str | None:
     found["strategy"] = found.get("strategy") or "tensor"
     names = {kind: name for name, kind in KV_CACHES.items()}
     kind = found.get("type", "int")
-    if any(found.get(key) != value for key, value in wanted.items()) or kind not in names:
+    known = isinstance(kind, str) and kind in names
+    if any(found.get(key) != value for key, value in wanted.items()) or not known:
         raise CheckpointError(
             where,
             f"expected 8 symmetric bits with one static scale for each layer, found {value!r}",

@@ -159,16 +159,10 @@ def magnitude_bits(x):
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
     """The float32 scale of a row from its magnitude bits: NaN where it has one, not to lose it."""
-    magnitude = tl.max(bits, -1).to(tl.float32, bitcast=True)
+    magnitude = tl.max(bits, len(bits.shape) - 1).to(tl.float32, bitcast=True)
     # not `/`, which is off by a bit on a GPU
     scale = tl.div_rn(magnitude, tl.full(magnitude.shape, LARGEST, tl.float32))
     return tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
-
-
-@triton.jit
-def row_scale(x, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """The float32 scale of each row, by scale_of."""
-    return scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
 
 
 @triton.jit
@@ -178,8 +172,8 @@ def encode(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     DTYPE: tl.constexpr,
+    OWN_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    OWN_SCALE: tl.constexpr = False,
 ):
     """Values to codes of DTYPE: exact division in float32, clamped, rounded half to even.
 
@@ -264,7 +258,7 @@ def _quantize_rows(
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
     for i in tl.static_range(CHUNKS):
         k = i * CHUNK + c
-        codes = encode(x[i], scale, SMALLEST, LARGEST, DTYPE, INTERPRETED, DYNAMIC)
+        codes = encode(x[i], scale, SMALLEST, LARGEST, DTYPE, DYNAMIC, INTERPRETED)
         tl.store(codes_ptr + row * K + k, codes, mask=k < K)
     tl.store(scales_ptr + row, scale)
 
@@ -294,7 +288,7 @@ def _quantize_groups(
     x = tl.load(x_ptr + row * stride_x + k, mask=mask, other=0.0)
     scales = scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
-    codes = encode(x, scales[:, None], SMALLEST, LARGEST, DTYPE, INTERPRETED, True)
+    codes = encode(x, scales[:, None], SMALLEST, LARGEST, DTYPE, True, INTERPRETED)
     tl.store(codes_ptr + row * groups * SIZE + k, codes, mask=mask)
     tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
 

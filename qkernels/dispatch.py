@@ -17,7 +17,8 @@ import torch
 
 from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
-from qkernels.tiles import LINEAR_MIN_BLOCK_K, linear_block_k
+from qkernels.launch import lacks_hopper_body
+from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_MIN_BLOCK_K, linear_block_k
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
@@ -56,6 +57,7 @@ class Kernel:
     module: str
     priority: int
     supports: Callable[[Problem], str | None]  # None, or why not
+    note: Callable[[Problem], str] | None = None  # what `explain` adds where it is supported
 
 
 class Choice(NamedTuple):
@@ -115,6 +117,17 @@ def _supports_triton_weight_only(problem: Problem, bits: int) -> str | None:
     if problem.out_features * problem.in_features * bits // 32 >= 2**31:
         return "the weight's words cannot be counted in 32 bits"
     return None
+
+
+def _note_w4a16_body(problem: Problem) -> str:
+    """Which body runs where tiles.py prefers the Hopper one: it chooses by the number of rows."""
+    lacks = lacks_hopper_body(torch.device(problem.device))
+    group = problem.spec.group_length(problem.in_features)
+    if lacks is None and linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
+    if lacks is None:
+        return "many rows take the Hopper body"
+    return f"all rows take the portable body; the Hopper body: {lacks}"
 
 
 def _supports_triton_w8a8(problem: Problem) -> str | None:
@@ -344,14 +357,19 @@ def _supports_all(problem: Problem) -> str | None:
     return None
 
 
-def _rows(op: str, module: str, supports: Callable[[Problem], str | None]) -> tuple[Kernel, ...]:
+def _rows(
+    op: str,
+    module: str,
+    supports: Callable[[Problem], str | None],
+    reference: str = "qkernels.reference",
+) -> tuple[Kernel, ...]:
     """A triton row and the plain torch row under it."""
     return (
         Kernel(op=op, name="triton", module=module, priority=20, supports=supports),
         Kernel(
             op=op,
             name="reference",
-            module="qkernels.reference",
+            module=reference,
             priority=10,
             supports=_supports_all,
         ),
@@ -366,6 +384,7 @@ KERNELS: tuple[Kernel, ...] = (
             module="qkernels.w4a16",
             priority=30,
             supports=functools.partial(_supports_triton_weight_only, bits=bits),
+            note=_note_w4a16_body if bits == 4 else None,
         )
         for bits in (4, 8)
     ),
@@ -433,6 +452,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("apply_rope", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
     *_rows("rope_write_kv_", "qkernels.kv_cache", _supports_triton_kv_write),
+    *_rows("sample_", "qkernels.sampling", _needs_triton_on_gpu, "qkernels.reference_sampling"),
 )
 
 
@@ -459,7 +479,11 @@ def explain(op: str, **problem: object) -> Explanation:
             explanation.append(Choice(row.name, False, reason))
             continue
         taken = taken or reason is None
-        explanation.append(Choice(row.name, reason is None, reason or "supported"))
+        if reason is None:
+            note = "" if row.note is None else f"; {row.note(asked)}"
+            explanation.append(Choice(row.name, True, f"supported{note}"))
+        else:
+            explanation.append(Choice(row.name, False, reason))
     return explanation
 
 

@@ -8,8 +8,28 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import on_device
+from qkernels.launch import has_dependent_launch, on_device
 from qkernels.tiles import ceil_div, power_of_two
+
+# Up to so many rows a kernel may start while the one before it ends: more fill the GPU anyway.
+EARLY_MAX_ROWS = 128
+
+
+def _early(x: torch.Tensor, rows: int) -> dict[str, bool]:
+    """The launch options of a kernel that may start early (_start_early)."""
+    early = rows <= EARLY_MAX_ROWS and has_dependent_launch(x.device)
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
+
+
+@triton.jit
+def _start_early():
+    """Let the next kernel start, then wait for the one before.
+
+    In this order the next one's blocks stand ready while both others run: a decode step of an 8B at
+    one row takes 2.36 ms, 2.42 when they are let in after the wait, 2.60 without.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 
 
 def _warps(block: int) -> int:
@@ -40,18 +60,42 @@ def _norm(
     block = power_of_two(C)
     if x.numel():
         with on_device(x):
-            _rms_norm[(x.numel() // C,)](
-                x, residual, weight_C, out, total, C, eps, BLOCK=block, num_warps=_warps(block)
+            rows = x.numel() // C
+            _rms_norm[(rows,)](
+                x,
+                residual,
+                weight_C,
+                out,
+                total,
+                C,
+                eps,
+                BLOCK=block,
+                num_warps=_warps(block),
+                **_early(x, rows),
             )
     return out, total
 
 
 @triton.jit
-def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, C, eps, BLOCK: tl.constexpr):
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    C,
+    eps,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * C
     c = tl.arange(0, BLOCK)
     mask = c < C
+    weight = tl.load(weight_ptr + c, mask=mask, other=0.0)
+    if EARLY:
+        # after the weight, which never changes; x is the previous kernel's until it ends
+        _start_early()
     x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
@@ -60,8 +104,9 @@ def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, C, eps, BLOCK
         tl.store(total_ptr + row + c, rounded, mask=mask)
         x = rounded.to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(DTYPE)
-    weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row + c, (weight * normed.to(tl.float32)).to(DTYPE), mask=mask)
+    tl.store(
+        out_ptr + row + c, (weight.to(tl.float32) * normed.to(tl.float32)).to(DTYPE), mask=mask
+    )
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -72,15 +117,24 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     block = min(1024, power_of_two(width))
     if out.numel():
         with on_device(x):
-            _silu_and_mul[(out.numel() // width, ceil_div(width, block))](
-                x, out, width, BLOCK=block, num_warps=4
+            rows = out.numel() // width
+            _silu_and_mul[(rows, ceil_div(width, block))](
+                x, out, width, BLOCK=block, num_warps=4, **_early(x, rows)
             )
     return out
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, I, BLOCK: tl.constexpr):  # noqa: E741  I: the legend's name
+def _silu_and_mul(
+    x_ptr,
+    out_ptr,
+    I,  # noqa: E741  the legend's name
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    if EARLY:
+        _start_early()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * I + c, mask=c < I, other=0.0).to(tl.float32)

@@ -166,7 +166,7 @@ def _rms_norm_quantize(
     y = (weight * normed).to(DTYPE)
     DYNAMIC: tl.constexpr = scale_ptr is None
     scale = scale_of(magnitude_bits(y), LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
-    codes = encode(y, scale, SMALLEST, LARGEST, codes_ptr.dtype.element_ty, INTERPRETED, DYNAMIC)
+    codes = encode(y, scale, SMALLEST, LARGEST, codes_ptr.dtype.element_ty, DYNAMIC, INTERPRETED)
     tl.store(codes_ptr + row + c, codes, mask=mask)
     tl.store(scales_ptr + place, scale)
 
@@ -225,6 +225,6 @@ def _silu_and_mul_quantize(
     scale = scale_of(bits, LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
     CODE: tl.constexpr = codes_ptr.dtype.element_ty
     for i in tl.static_range(CHUNKS):
-        codes = encode(ys[i], scale, SMALLEST, LARGEST, CODE, INTERPRETED, DYNAMIC)
+        codes = encode(ys[i], scale, SMALLEST, LARGEST, CODE, DYNAMIC, INTERPRETED)
         tl.store(codes_ptr + place * I + i * CHUNK + c, codes, mask=i * CHUNK + c < I)
     tl.store(scales_ptr + place, scale)

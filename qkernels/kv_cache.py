@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from formats.activation import MIN_INPUT_SCALE
-from qkernels.act_quant import CODE_RANGE, encode, row_scale
+from qkernels.act_quant import CODE_RANGE, encode, magnitude_bits, scale_of
 from qkernels.launch import INTERPRETED, on_device
 from qkernels.tiles import ceil_div, power_of_two
 
@@ -266,6 +266,6 @@ def _encoded(
     if STATIC:
         scale = tl.load(scales, mask=exists, other=1.0)
     else:
-        scale = row_scale(x, LARGEST, MIN_SCALE)
+        scale = scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
         tl.store(scales, scale, mask=exists)
-    return encode(x, scale[:, None], SMALLEST, LARGEST, DTYPE, INTERPRETED)
+    return encode(x, scale[:, None], SMALLEST, LARGEST, DTYPE, not STATIC, INTERPRETED)

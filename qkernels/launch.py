@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 
@@ -13,6 +14,9 @@ from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
 
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# The first triton whose Gluon has what the Hopper bodies use.
+GLUON_TRITON = (3, 6)
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
 INTERPRETER_SM_COUNT = 4
@@ -57,6 +61,20 @@ def has_gluon(device: torch.device) -> bool:
         and torch.cuda.get_device_capability(device)[0] == 9
         and importlib.util.find_spec("triton.experimental.gluon") is not None
     )
+
+
+@functools.cache
+def lacks_hopper_body(device: torch.device) -> str | None:
+    """Why a body in Gluon for sm_90 cannot run on `device`; None: it can."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return "no GPU here"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"written for sm_90, not sm_{capability[0]}{capability[1]}"
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < GLUON_TRITON:
+        return f"written for triton {GLUON_TRITON[0]}.{GLUON_TRITON[1]} and later, not {version}"
+    return None
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -2,9 +2,9 @@
 
 Knows no kernel. Legend: M rows of x, K inputs, N outputs, G groups, T tokens of a step, R requests,
 H query heads, J KV heads, D head dim, P pages, B tokens of a page, X pages of a block table, C
-channels, I intermediate size. On a GPU no operation waits for the device, so all may be captured in
-a CUDA graph (the plain torch `paged_attention`, taken where triton is missing, is the one
-exception).
+channels, I intermediate size, S sampled rows, V vocabulary, W rows of the history table. On a GPU
+no operation waits for the device, so all may be captured in a CUDA graph (the plain torch
+`paged_attention`, taken where triton is missing, is the one exception).
 """
 
 import math
@@ -18,6 +18,7 @@ from qkernels import dispatch
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
+from qkernels.sample_settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
 from qkernels.tiles import ATTENTION_FEW_ROWS
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -405,6 +406,37 @@ def paged_attention(
         k_scales_PBJ=k_scales_PBJ,
         v_scales_PBJ=v_scales_PBJ,
     )
+
+
+def sample_(
+    logits_SV: torch.Tensor,
+    settings: SampleSettings,
+    history_WV: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> Samples:
+    """Draw a token from each row of logits [S, V], as `settings` says (sample_settings.py).
+
+    `settings` are on the logits' device. `history` [W, V] int32 holds, for each row with penalties,
+    2 * (times in the output) + (in the prompt) of every token; drawn tokens are added in place. A
+    row's draw depends on nothing but that row. INVALID_TOKEN stands for a row that holds NaN.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    _check_float("sample_ logits", logits_SV)
+    rows, vocabulary = _expect_ndim("sample_ logits", logits_SV, 2)
+    if not 0 < vocabulary < 2**31 - 1:
+        raise KernelError("sample_ logits", f"expected at least one column, found {vocabulary}")
+    int64 = (torch.int64,)
+    _check("sample_ settings", settings.words_SP, (rows, NUM_WORDS), int64, logits_SV)
+    _check("sample_ bias", settings.bias_E, (None,), int64, logits_SV)
+    if settings.num_logprobs > MAX_LOGPROBS:
+        found = settings.num_logprobs
+        raise KernelError("sample_ num_logprobs", f"expected at most {MAX_LOGPROBS}, found {found}")
+    if history_WV is not None:
+        _check("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
+        if not history_WV.is_contiguous():
+            raise KernelError("sample_ history", "expected a contiguous table")
+    problem = Problem(device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel)
+    return dispatch.implementation("sample_", problem)(logits_SV, settings, history_WV)
 
 
 def _run(op: str, x: torch.Tensor):

@@ -123,7 +123,7 @@ def scale_sums(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Exact int32 sums [M, N], less x's zero points, times both scales, plus bias, rounded once."""
+    """Exact int32 sums [M, N] less those of x's zero points, times both scales, plus bias."""
     if zeros_M1 is not None:
         sums_MN = sums_MN - zeros_M1 * weight.tensors["int8"].sum(1, dtype=torch.int32)
     y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()

@@ -19,6 +19,7 @@ from qkernels.tiles import (
 )
 
 MAX_STAGES = 8
+WARPGROUP_ROWS = 64  # of the left operand of one product
 
 
 def linear_tile_fault(
@@ -37,12 +38,9 @@ def linear_tile_fault(
 
 def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = True) -> str | None:
     """None: the kernel can run it."""
-    least_left = 64  # rows of one warpgroup's product
     left, right = tile.block_m, tile.block_n
     if tile.weight_left:
         left, right = right, left
-    if left < least_left:
-        return f"the left operand needs a block of {least_left} rows, found {left}"
     if tile.block_k not in (64, 128, 256):
         return f"block_k must be 64, 128 or 256, found {tile.block_k}"
     if not integers and tile.block_k < 128:
@@ -51,7 +49,7 @@ def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = 
         return f"tiles_m_of_group must be at least 1, found {tile.tiles_m_of_group}"
     tiles = ceil_div(N, max(1, tile.block_n)) * ceil_div(M, max(1, tile.block_m))
     return (
-        _launch_fault(left, tile.warps, tile.stages, least=64, most=256)
+        _launch_fault(left, tile.warps, tile.stages, least=WARPGROUP_ROWS, most=256)
         or _launch_fault(right, tile.warps, tile.stages, least=16, most=256)
         or _split_fault(tile.split, ceil_div(K, tile.block_k), tiles, M * N)
     )  # fmt: skip

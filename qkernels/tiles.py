@@ -5,6 +5,7 @@ cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096], 
 4096], down [4096, 14336].
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 # The private weight layout stores tiles of this many outputs: one warpgroup's share of a wgmma.
@@ -33,6 +34,19 @@ class LinearTile:
     stages: int = 3
     bulk: bool = False  # x through the bulk copy engine
     early: bool = False  # start while the kernel before it ends
+
+
+LINEAR_HOPPER_BLOCK_M, LINEAR_HOPPER_BLOCK_N = 256, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHopperTile:
+    """How one W4A16 product is cut for the Hopper body. Each block makes several whole tiles."""
+
+    blocks: int  # of the grid: at most one for each SM
+    block_m: int = LINEAR_HOPPER_BLOCK_M
+    block_n: int = LINEAR_HOPPER_BLOCK_N
+    stages: int = 4  # slices of 64 inputs of x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +116,7 @@ def linear_padded_n(N: int) -> int:
     return ceil_div(N, LINEAR_TILE_N) * LINEAR_TILE_N
 
 
+@functools.lru_cache(maxsize=4096)
 def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile | None:
     """The tile for M >= 1 rows; None: dequantize and use the library's GEMM."""
     N = linear_padded_n(N)
@@ -133,6 +148,39 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
         bulk=row.bulk,
         early=row.early,
     )
+
+
+# us of one wave of blocks and 128 inputs: the Hopper body (128 x 256, one block on an SM) took 43
+# to 50 for a wave of 4096 inputs, the portable one (64 x 128, two blocks on an SM) 26 to 29.
+_LINEAR_HOPPER_STEP = 1.4
+_PORTABLE_STEP = 0.83
+_LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
+_DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
+
+
+# Measured, us for qkv / o / gate_up / down, in brackets the portable body or the library:
+# M = 256   42 (27) / 42 (21) / 91 (115) / 151 (53)
+# M = 512   43 (53) / 43 (27) / 174 (207) / 138 (93)
+# M = 1024  91 (80) / 47 (53) / 349 (419) / 159 (187)
+# M = 4096  265 (311) / 177 (203) / 1391 (1501) / 645 (693)
+@functools.lru_cache(maxsize=4096)
+def linear_hopper_tile(
+    M: int, N: int, K: int, group: int, sm_count: int
+) -> LinearHopperTile | None:
+    """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        return None
+    steps = K / LINEAR_MAX_BLOCK_K
+    tiles = ceil_div(N, LINEAR_HOPPER_BLOCK_N) * ceil_div(M, LINEAR_HOPPER_BLOCK_M)
+    hopper = ceil_div(tiles, sm_count) * steps * _LINEAR_HOPPER_STEP
+    portable = linear_tile(M, N, K, group, sm_count)
+    if portable is None:
+        other = 2e-6 * M * N * K / _LIBRARY_RATE + 2.5e-6 * N * K / _DEQUANTIZE_RATE
+    else:
+        blocks = linear_padded_n(N) // portable.block_n * ceil_div(M, portable.block_m)
+        waves = ceil_div(blocks * portable.split, 2 * sm_count)
+        other = waves * steps / portable.split * _PORTABLE_STEP
+    return LinearHopperTile(blocks=min(tiles, sm_count)) if hopper < other else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,12 +260,12 @@ def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_
     return next(fits, 1)
 
 
-HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
-_HOPPER_SHARED = 227 * 1024
+INT8_HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
+_INT8_HOPPER_SHARED = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopperTile:
+class Int8HopperTile:
     """How w8a8_hopper.py cuts one product. The grid is as many blocks as run at once."""
 
     parts: int  # warpgroups that multiply, each its own rows of the left operand
@@ -244,8 +292,8 @@ class HopperTile:
     def stages(self) -> int:
         """As many as shared memory holds beside the pieces of the result and the barriers."""
         stores = self.parts * self.stores * self.part * self.store_width * 2
-        stage = (self.block_left + self.block_right) * HOPPER_BLOCK_K + 16
-        shared = (_HOPPER_SHARED + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
+        stage = (self.block_left + self.block_right) * INT8_HOPPER_BLOCK_K + 16
+        shared = (_INT8_HOPPER_SHARED + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
         return min(self.max_stages, (shared - 512 - stores) // stage)
 
     @property
@@ -281,13 +329,13 @@ class HopperTile:
 # 256 x 128, x left                                                  44.5 / 23.4 / 157 / 72.7
 # 192 x 256                                                          35.4 / 33.1 / 180 / 109
 # At 4096 rows the power limit decides, and all large tiles are within 5 percent.
-_HOPPER_TILES = {
+_INT8_HOPPER_TILES = {
     "int": (
-        (HopperTile(parts=1, block_right=128), 0.7),
-        (HopperTile(parts=2, block_right=128), 1.08),
-        (HopperTile(parts=2, block_right=256), 2.0),
+        (Int8HopperTile(parts=1, block_right=128), 0.7),
+        (Int8HopperTile(parts=2, block_right=128), 1.08),
+        (Int8HopperTile(parts=2, block_right=256), 2.0),
         (
-            HopperTile(
+            Int8HopperTile(
                 parts=2,
                 part=128,
                 block_right=128,
@@ -297,14 +345,14 @@ _HOPPER_TILES = {
             ),
             1.98,
         ),
-        (HopperTile(parts=3, block_right=256), 3.06),
+        (Int8HopperTile(parts=3, block_right=256), 3.06),
     ),
     # a float8 sum takes twice the registers: qkv / gate_up at 4096 rows 164 / 794. A step's sum is
     # waited for, so two warpgroups take turns: qkv at 128 rows 11.3, with one of 128 columns 13.1
     "float": (
-        (HopperTile(parts=2, block_right=64, steps_of_sum=1), 0.7),
+        (Int8HopperTile(parts=2, block_right=64, steps_of_sum=1), 0.7),
         (
-            HopperTile(
+            Int8HopperTile(
                 parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
             ),
             1.08,
@@ -313,9 +361,9 @@ _HOPPER_TILES = {
     # with the weight left, each thread would load a scale for a quarter of x's rows in every step:
     # qkv at 128 rows 40.7
     "blocks": (
-        (HopperTile(parts=2, block_right=64, weight_left=False, steps_of_sum=1), 0.7),
+        (Int8HopperTile(parts=2, block_right=64, weight_left=False, steps_of_sum=1), 0.7),
         (
-            HopperTile(
+            Int8HopperTile(
                 parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
             ),
             1.08,
@@ -325,28 +373,28 @@ _HOPPER_TILES = {
 
 
 # three warpgroups have no registers left for zero points
-_HOPPER_TILES["asymmetric"] = _HOPPER_TILES["int"][:-1]
+_INT8_HOPPER_TILES["asymmetric"] = _INT8_HOPPER_TILES["int"][:-1]
 
 
-def hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> HopperTile:
+def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> Int8HopperTile:
     """The tile for M >= 1 rows.
 
     `kind`: "int", "asymmetric" where x has zero points, "float", or "blocks" of float8 with scales
     of their own.
     """
     if M <= 64:
-        return _hopper_tile_of_few_rows(M, N, sm_count, kind)
+        return _int8_hopper_tile_of_few_rows(M, N, sm_count, kind)
 
-    def time(row: tuple[HopperTile, float]) -> float:
+    def time(row: tuple[Int8HopperTile, float]) -> float:
         tile, cost = row
         return ceil_div(tile.tiles(M, N), sm_count) * cost
 
     # gate_up at 256 rows, rounding included: 54.5 in 256 x 128, 52.3 in 128 x 256
-    rows = [row for row in _HOPPER_TILES[kind] if row[0].part == 64 or M > 256]
+    rows = [row for row in _INT8_HOPPER_TILES[kind] if row[0].part == 64 or M > 256]
     tile, _ = min(rows, key=time)
     # down at 128 rows: 22.6 us in 2 parts, 23.5 in one; o, of fewer steps, 10.0 and 8.0
     halves = replace(tile, split=2)
-    worth = ceil_div(K, HOPPER_BLOCK_K) >= 56 and 2 * tile.tiles(M, N) <= sm_count
+    worth = ceil_div(K, INT8_HOPPER_BLOCK_K) >= 56 and 2 * tile.tiles(M, N) <= sm_count
     return halves if worth and halves.fits_workspace(M, N) else tile
 
 
@@ -357,12 +405,14 @@ def hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> Hop
 #          two, two blocks an SM - / - / 32.0 / -  one, 4 parts, two blocks 10.3 / 7.8 / - / 20.2
 # M = 32   two 10.3 / 8.7 / 32.6 / 22.4            one 9.2 / 8.3 / 34.7 / 20.5, two blocks 32.0
 # M = 64   two 11.0 / 9.2 / 33.3 / 25.1            one 10.1 / 8.3 / 34.9 / 20.5, two blocks 33.6
-def _hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> HopperTile:
+def _int8_hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> Int8HopperTile:
     if kind == "blocks":
-        if M > 16:  # see _HOPPER_TILES: with the weight left qkv takes 15.0 us at 64 rows, int8 8.8
-            return HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
-        return HopperTile(parts=2, block_right=16, steps_of_sum=1)
-    tile = HopperTile(
+        if (
+            M > 16
+        ):  # see _INT8_HOPPER_TILES: with the weight left qkv takes 15.0 us at 64 rows, int8 8.8
+            return Int8HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
+        return Int8HopperTile(parts=2, block_right=16, steps_of_sum=1)
+    tile = Int8HopperTile(
         parts=1,
         block_right=max(16, power_of_two(M)),
         # one step of float8 would be waited for before the next begins

@@ -16,6 +16,7 @@ from formats.packed import PackedWeight
 from qkernels.launch import (
     INTERPRETED,
     has_dependent_launch,
+    lacks_hopper_body,
     on_device,
     sm_count,
     tile_table_of,
@@ -24,9 +25,11 @@ from qkernels.launch import (
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
+    LinearHopperTile,
     LinearTile,
     ceil_div,
     linear_block_k,
+    linear_hopper_tile,
     linear_padded_n,
     linear_tile,
 )
@@ -91,9 +94,9 @@ def prepare_weight(
     bits = packed.spec.bits
     order = fragment_order if bits == 4 else byte_order
     words_NW = _pad_rows(order(packed.codes()))
-    words = words_NW.unflatten(1, (-1, block_k * bits // 32)).unflatten(0, (-1, LINEAR_TILE_N))
+    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, LINEAR_TILE_N))
     tensors = {
-        "words": words.transpose(1, 2).contiguous(),  # [N/64, K/BK, 64, BK * bits / 32]
+        "words": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
         "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
     }
     if not packed.spec.symmetric:
@@ -125,7 +128,7 @@ def linear(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
     *,
-    tile: LinearTile | None = None,
+    tile: LinearTile | LinearHopperTile | None = None,
 ) -> torch.Tensor:
     """x [..., K] to [..., N]; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -137,19 +140,24 @@ def linear(
         return x.new_empty(*x.shape[:-1], N)
     group, bits = weight.spec.group_length(K), weight.spec.bits
     if tile is None:
-        row = tile_table_of(x.device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)
-        tile = row.tile if row else linear_tile(M, N, K, group, sm_count(x.device))
+        tile = _chosen_tile(x.device, M, N, K, group, bits)
     if tile is None:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
+    offset = VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero
+    if isinstance(tile, LinearHopperTile):
+        from qkernels import w4a16_hopper
+
+        y_MN = w4a16_hopper.linear(
+            _aligned(x_MK), weight, bias, tile, magic_word=MAGIC_WORD[x.dtype], offset=offset
+        )
+        return y_MN.view(*x.shape[:-1], N)
     y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partials, counters = workspace(x.device)
     block_k = linear_block_k(group)
     grid = (linear_padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
     early = tile.early and has_dependent_launch(x.device)
     if tile.bulk:
-        if x_MK.data_ptr() % BULK_COPY_ALIGNMENT:
-            x_MK = x_MK.clone()
-        x_MK = TensorDescriptor.from_tensor(x_MK, [tile.block_m, block_k])
+        x_MK = TensorDescriptor.from_tensor(_aligned(x_MK), [tile.block_m, block_k])
     with on_device(x):
         _w4a16[grid](
             x_MK,
@@ -165,7 +173,7 @@ def linear(
             K,
             STEPS_OF_GROUP=group // block_k,
             MAGIC=MAGIC_WORD[x.dtype],
-            OFFSET=VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero,
+            OFFSET=offset,
             BITS=bits,
             BM=tile.block_m,
             BN=tile.block_n,
@@ -180,6 +188,23 @@ def linear(
             **({"launch_pdl": True} if early else {}),
         )
     return y_MN.view(*x.shape[:-1], N)
+
+
+def _chosen_tile(
+    device: torch.device, M: int, N: int, K: int, group: int, bits: int
+) -> LinearTile | LinearHopperTile | None:
+    """A tile measured on this GPU, else the choice of tiles.py; None: the library multiplies."""
+    row = tile_table_of(device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)
+    if row:
+        return row.tile
+    tile = None
+    if bits == 4 and lacks_hopper_body(device) is None:
+        tile = linear_hopper_tile(M, N, K, group, sm_count(device))
+    return tile or linear_tile(M, N, K, group, sm_count(device))
+
+
+def _aligned(x_MK: torch.Tensor) -> torch.Tensor:
+    return x_MK.clone() if x_MK.data_ptr() % BULK_COPY_ALIGNMENT else x_MK
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:
@@ -271,9 +296,9 @@ def _unpack(
     if BITS == 8:
         e0 = _byte_pair(words, MAGIC, DTYPE, INTERPRETED)
         e1 = _byte_pair(words >> 8, MAGIC, DTYPE, INTERPRETED)
-        # [BN, BK/16, t, e, h] -> [BN, BK/16, h, t, e]
-        values = tl.join(e0, e1).reshape(BN, BK // 16, 4, 2, 2)
-        return values.trans(0, 1, 4, 2, 3).reshape(BN, BK)
+        # [BN, t, BK/16, e, h] -> [BN, BK/16, h, t, e]
+        values = tl.join(e0, e1).reshape(BN, 4, BK // 16, 2, 2)
+        return values.trans(0, 2, 4, 1, 3).reshape(BN, BK)
     else:
         p0 = _pair(words, MAGIC, INTERPRETED)
         p1 = _pair(words >> 4, MAGIC, INTERPRETED)
@@ -281,9 +306,9 @@ def _unpack(
         p3 = _pair(words >> 12, MAGIC, INTERPRETED)
         i0 = tl.join(_halves(p0, DTYPE), _halves(p1, DTYPE))
         i1 = tl.join(_halves(p2, DTYPE), _halves(p3, DTYPE))
-        # [BN, BK/32, t, e, h, i] -> [BN, BK/32, i, h, t, e]
-        values = tl.join(i0, i1).reshape(BN, BK // 32, 4, 2, 2, 2)
-        return values.trans(0, 1, 5, 4, 2, 3).reshape(BN, BK)
+        # [BN, t, BK/32, e, h, i] -> [BN, BK/32, i, h, t, e]
+        values = tl.join(i0, i1).reshape(BN, 4, BK // 32, 2, 2, 2)
+        return values.trans(0, 2, 5, 4, 1, 3).reshape(BN, BK)
 
 
 @triton.jit

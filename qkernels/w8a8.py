@@ -87,7 +87,6 @@ def linear_codes(
     if M == 0:
         return y_MN
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
-    blocks = weight.tensors["scales"].ndim == 2
     if tile is None:
         row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
         if row is None:
@@ -95,6 +94,7 @@ def linear_codes(
             tile = fitted(tile, shared_bytes(device))
         else:
             tile = row.tile
+    blocks = weight.tensors["scales"].ndim == 2
     if blocks:
         tile = replace(tile, block_k=BLOCK)
     early = tile.early and has_dependent_launch(device)

@@ -29,7 +29,7 @@ from qkernels import w8a8
 from qkernels.act_quant import quantize_input
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import HOPPER_BLOCK_K, HopperTile, hopper_tile
+from qkernels.tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 
 # named differently in triton 3.6 and 3.9
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -68,7 +68,7 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
     *,
-    tile: HopperTile | None = None,
+    tile: Int8HopperTile | None = None,
 ) -> torch.Tensor:
     """As ops.linear_codes; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
     (M, K), N = codes_MK.shape, weight.out_features
@@ -78,7 +78,7 @@ def linear_codes(
         return y_MN
     blocks = weight.tensors["scales"].ndim == 2
     kind = "blocks" if blocks else weight.activation.type if zeros_M1 is None else "asymmetric"
-    tile = tile or hopper_tile(M, N, K, sm_count(device), kind)
+    tile = tile or int8_hopper_tile(M, N, K, sm_count(device), kind)
     codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
     left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
     scales_N = weight.tensors["scales"]
@@ -89,8 +89,8 @@ def linear_codes(
     with on_device(codes_MK):
         places = sm_count(device) * tile.blocks_per_sm
         _w8a8_hopper[(min(places, tile.tiles(M, N) * tile.split),)](
-            _descriptor(left, [tile.part, HOPPER_BLOCK_K]),
-            _descriptor(right, [tile.block_right, HOPPER_BLOCK_K]),
+            _descriptor(left, [tile.part, INT8_HOPPER_BLOCK_K]),
+            _descriptor(right, [tile.block_right, INT8_HOPPER_BLOCK_K]),
             _descriptor(y_MN, y_block),
             scales_M1.contiguous(),
             scales_N,
@@ -427,7 +427,7 @@ def _w8a8_hopper(
     M,
     N,
     K,
-    TILE: gl.constexpr,  # a HopperTile
+    TILE: gl.constexpr,  # a Int8HopperTile
     HAS_BIAS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     BLOCKS: gl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.engine.request import RequestEvent
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 from qserve.text import TextStream, Tokenizer
 
@@ -27,6 +27,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    logprobs: list[TokenLogprobs] | None = None  # of each of token_ids, where asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,8 @@ class LLM:
         if event.finish_reason == "error":
             raise RuntimeError(f"request {event.request_id} failed: {event.error}")
         completion.token_ids += event.token_ids
+        if event.logprobs:
+            completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
         if stream is None:
             completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_token
             return

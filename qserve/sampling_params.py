@@ -7,6 +7,8 @@ from formats.errors import InputError
 
 MAX_STOP_STRINGS = 4
 MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024  # entries
 
 
 class ParameterError(InputError):
@@ -17,9 +19,10 @@ class ParameterError(InputError):
 class SamplingParams:
     """How to pick tokens and when to stop. temperature 0 is greedy. Raises ParameterError.
 
-    Filters apply to the probabilities after temperature, in the order min_p, top_k, top_p. With a
-    `seed` the random numbers depend on the seed and the token's position alone, whatever else is
-    in the batch; output i of `n` uses seed + i.
+    Logits are biased, then penalized, then divided by the temperature. Filters apply to the
+    probabilities after temperature, in the order min_p, top_k, top_p. Log probabilities are the
+    model's own, before all of that. With a `seed` the random numbers depend on the seed and the
+    token's position alone, whatever else is in the batch; output i of `n` uses seed + i.
     """
 
     n: int = 1
@@ -27,6 +30,11 @@ class SamplingParams:
     top_p: float = 1.0  # keep the likeliest tokens until their probabilities sum to this
     top_k: int = 0  # keep the k likeliest; 0 or -1: all
     min_p: float = 0.0  # drop tokens less likely than this share of the likeliest
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # subtracted once for each time a token is in the output
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits; prompt too
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit), or a dict
+    logprobs: int | None = None  # report the token's log probability and so many alternatives
     seed: int | None = None
     max_tokens: int | None = 16  # None: up to the model's limit
     min_tokens: int = 0  # no stop token or end token before so many
@@ -41,6 +49,9 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bias = self.logit_bias or ()
+        entries = bias.items() if isinstance(bias, dict) else bias
+        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in entries))
         self._require("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
         self._require(
             "temperature", math.isfinite(self.temperature) and 0 <= self.temperature <= 2, "0 to 2"
@@ -50,6 +61,26 @@ class SamplingParams:
         )
         self._require("top_k", self.top_k >= -1, "-1 or more")
         self._require("min_p", math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(name, -2 <= getattr(self, name) <= 2, "-2 to 2")
+        self._require(
+            "repetition_penalty",
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "more than 0",
+        )
+        self._require(
+            "logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} tokens"
+        )
+        self._require(
+            "logit_bias",
+            all(token >= 0 and -100 <= value <= 100 for token, value in self.logit_bias),
+            "ids of 0 or more, and values of -100 to 100",
+        )
+        self._require(
+            "logprobs",
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            f"0 to {MAX_LOGPROBS}",
+        )
         self._require(
             "seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"
         )
@@ -63,6 +94,10 @@ class SamplingParams:
         self._require(
             "stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "ids of 0 or more"
         )
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

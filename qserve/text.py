@@ -12,7 +12,7 @@ import jinja2
 from transformers import AutoTokenizer
 
 from formats.errors import InputError
-from qserve.engine.request import RequestEvent
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are not, or not yet, a character
@@ -200,6 +200,7 @@ class TextDelta:
     token_ids: tuple[int, ...]  # tokens generated, those of hidden or held text included
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: of token_ids, less a hidden end
 
 
 class TextStream:
@@ -234,13 +235,14 @@ class TextStream:
             text, stop = self._take(self._detokenizer.push((token,)))
             shown.append(text)
             if stop is not None:
-                return self._end_at(stop, shown, event.token_ids[: index + 1])
+                return self._end_at(stop, shown, event, index + 1)
+        logprobs = event.logprobs[:num_visible]
         if event.finish_reason is None:
-            return TextDelta(text="".join(shown), token_ids=event.token_ids)
+            return TextDelta(text="".join(shown), token_ids=event.token_ids, logprobs=logprobs)
         text, stop = self._take(self._detokenizer.flush())
         shown.append(text)
         if stop is not None and event.finish_reason != "error":
-            return self._end_at(stop, shown, event.token_ids)
+            return self._end_at(stop, shown, event, len(event.token_ids))
         shown.append(self._held)
         self.finished = True
         return TextDelta(
@@ -248,12 +250,18 @@ class TextStream:
             token_ids=event.token_ids,
             finish_reason=event.finish_reason,
             stop_reason=event.stop_token,
+            logprobs=logprobs,
         )
 
-    def _end_at(self, stop: str, shown: list[str], token_ids: tuple[int, ...]) -> TextDelta:
+    def _end_at(self, stop: str, shown: list[str], event: RequestEvent, count: int) -> TextDelta:
+        """The last delta, with the first `count` tokens of the event."""
         self.finished = True
         return TextDelta(
-            text="".join(shown), token_ids=token_ids, finish_reason="stop", stop_reason=stop
+            text="".join(shown),
+            token_ids=event.token_ids[:count],
+            finish_reason="stop",
+            stop_reason=stop,
+            logprobs=event.logprobs[:count],
         )
 
     def _take(self, new: str) -> tuple[str, str | None]:

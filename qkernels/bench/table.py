@@ -11,13 +11,19 @@ from pathlib import Path
 import torch
 
 from qkernels import launch
-from qkernels.bench import attention, elementwise, float8, fused_quant, host, linear
+from qkernels.bench import attention, elementwise, float8, fused_quant, host, linear, sampling
 from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Case, Result, measure
 from qkernels.bench.tune import Tuned, tune
 from qkernels.errors import KernelError
 
 OPS: dict[str, BenchedOp] = (
-    linear.OPS | float8.OPS | attention.OPS | elementwise.OPS | fused_quant.OPS | host.OPS
+    linear.OPS
+    | float8.OPS
+    | attention.OPS
+    | elementwise.OPS
+    | fused_quant.OPS
+    | sampling.OPS
+    | host.OPS
 )
 
 # Baselines that need a package: used only where it is installed, unless asked for by name.

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from qserve.engine.request import Request
-from qserve.engine.sampler import SamplingRows
 from qserve.engine.scheduler import StepPlan
 from qserve.engine.transfer import to_device
 
@@ -42,7 +41,6 @@ class HostBatch:
     max_context_len: int
     pending_index: np.ndarray  # places in token_ids_T that hold tokens of the step in flight
     pending_row: np.ndarray  # and the rows of that step's samples they come from
-    sampling: SamplingRows
 
     def to(self, device: torch.device) -> Batch:
         """Copy to the device without waiting for it."""
@@ -94,5 +92,4 @@ def build(plan: StepPlan, page_size: int, rows_in_flight: dict[Request, int]) ->
         max_context_len=max(chunk.end for chunk in chunks),
         pending_index=np.array(pending_index, np.int64),
         pending_row=np.array(pending_row, np.int64),
-        sampling=SamplingRows.of([chunk for chunk in chunks if chunk.samples]),
     )

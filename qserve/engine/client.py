@@ -27,7 +27,7 @@ from qserve.engine.messages import (
     StartFailed,
 )
 from qserve.engine.process import ENGINE
-from qserve.engine.request import RequestEvent
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
@@ -47,6 +47,7 @@ class _Output:
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._last: RequestEvent | None = None
         self._refusal: RefusedError | None = None
         self._changed = asyncio.Event()
@@ -55,6 +56,7 @@ class _Output:
         if self._last is not None and self._last.finish_reason is not None:
             return
         self._token_ids += event.token_ids
+        self._logprobs += event.logprobs
         self._last = event
         self._changed.set()
 
@@ -68,6 +70,7 @@ class _Output:
         if self._refusal is not None:
             raise self._refusal
         last, token_ids, self._token_ids = self._last, tuple(self._token_ids), []
+        logprobs, self._logprobs = tuple(self._logprobs), []
         return RequestEvent(
             request_id=last.request_id,
             token_ids=token_ids,
@@ -75,6 +78,7 @@ class _Output:
             stop_token=last.stop_token,
             ended_by_token=last.ended_by_token,
             error=last.error,
+            logprobs=logprobs,
         )
 
 

@@ -112,6 +112,12 @@ class Engine:
         for token in prompt_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise InputError(subject, f"token id {token} is not in 0..{self.vocab_size - 1}")
+        for token, _ in params.logit_bias:
+            if token >= self.vocab_size:
+                raise InputError(
+                    f"{subject} logit_bias",
+                    f"token id {token} is not in 0..{self.vocab_size - 1}",
+                )
         room = self.max_model_len - length
         seed = params.seed
         if seed is None:
@@ -150,7 +156,7 @@ class Engine:
         due = self._max_in_flight if plan.chunks else 0
         while len(self._in_flight) > due:
             handle = self._in_flight.popleft()
-            events += self.scheduler.update(handle.plan, handle.result())
+            events += self.scheduler.update(handle.plan, handle.result(), handle.logprobs())
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request_id, None)

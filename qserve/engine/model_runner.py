@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import InputError
+from qkernels import ops
+from qkernels.sample_settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch, HostBatch, build
-from qserve.engine.cuda_graphs import DecodeGraphs
-from qserve.engine.request import Request
-from qserve.engine.sampler import INVALID_TOKEN, sample
+from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.request import Request, TokenLogprobs
+from qserve.engine.sampler import TokenHistory, sample_row
 from qserve.engine.scheduler import StepPlan, whole_chunk
 from qserve.engine.transfer import HostCopy, to_device
 from qserve.model.attention import LayerCache
@@ -35,6 +37,8 @@ class StepHandle:
 
     plan: StepPlan
     tokens: HostCopy | None  # None: no row of the step samples
+    # of the drawn tokens, of the likeliest, and these; None: nobody asked
+    log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
 
     def result(self) -> list[int | str]:
         """Wait; then one token for each sampling chunk, or the reason why there is none."""
@@ -43,6 +47,17 @@ class StepHandle:
         return [
             "the model's logits contain NaN" if token == INVALID_TOKEN else token
             for token in self.tokens.wait().tolist()
+        ]
+
+    def logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Wait; then one for each sampling chunk, None where its request did not ask."""
+        if self.log_probabilities is None:
+            return None
+        drawn, tops, tokens = (copy.wait().tolist() for copy in self.log_probabilities)
+        asked = [chunk.request.params.logprobs for chunk in self.plan.chunks if chunk.samples]
+        return [
+            None if count is None else TokenLogprobs(one, tuple(ids[:count]), tuple(top[:count]))
+            for count, one, top, ids in zip(asked, drawn, tops, tokens, strict=True)
         ]
 
 
@@ -57,7 +72,8 @@ class ModelRunner:
         self.caches: list[LayerCache] = []
         self._last_samples: torch.Tensor | None = None
         self._last_rows: dict[Request, int] = {}
-        self._graphs: DecodeGraphs | None = None
+        self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
+        self._graphs: StepGraphs | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -90,10 +106,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture decode steps as CUDA graphs. The KV pages must stand where they will stay."""
-        self._graphs = DecodeGraphs(
+        """Capture steps as CUDA graphs. The KV pages must stand where they will stay."""
+        self._graphs = StepGraphs(
             self._sampling_logits,
             max_num_seqs=max_num_seqs,
+            max_num_tokens=self.config.max_num_batched_tokens,
             max_model_len=max_model_len,
             page_size=self.config.block_size,
             device=self.device,
@@ -103,26 +120,39 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
         host = build(plan, self.config.block_size, self._last_rows)
-        if self._graphs is not None and host.max_query_len == 1:
-            count = len(plan.chunks)
-            size, inputs = self._graphs.inputs(host.arrays)
-            self._fill_pending(host, inputs["token_ids_T"])
-            logits_SV = self._graphs.replay(size, count)
-            if not all(chunk.samples for chunk in plan.chunks):
-                logits_SV = logits_SV[to_device(host.arrays["logits_rows_S"], self.device)]
+        kind = None
+        if self._graphs is not None:
+            kind = self._graphs.kind_for(host.arrays, host.max_query_len)
+        if kind is not None:
+            self._fill_pending(host, self._graphs.fill_(kind, host.arrays))
+            logits_SV = self._graphs.replay(kind)
+            rows = host.arrays["logits_rows_S"]
+            if not kind.is_chunk and len(rows) < len(plan.chunks):
+                logits_SV = logits_SV[to_device(rows, self.device)]
+            logits_SV = logits_SV[: len(rows)]
         else:
             batch = host.to(self.device)
             self._fill_pending(host, batch.token_ids_T)
             logits_SV = self._sampling_logits(batch)
-        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
         if not sampling:
             self._last_samples, self._last_rows = None, {}
             return StepHandle(plan=plan, tokens=None)
-        samples_S = sample(logits_SV, host.sampling)
+        settings = SampleSettings.of([sample_row(chunk, self._history) for chunk in sampling])
+        samples = ops.sample_(logits_SV, settings.to(self.device), self._history.table)
         # A failed row's request may be in the next step already: its token must be a valid index.
-        self._last_samples = samples_S.clamp(min=0)
-        self._last_rows = {request: row for row, request in enumerate(sampling)}
-        return StepHandle(plan=plan, tokens=HostCopy(samples_S))
+        self._last_samples = samples.tokens_S.clamp(min=0)
+        self._last_rows = {chunk.request: row for row, chunk in enumerate(sampling)}
+        log_probabilities = None
+        if settings.num_logprobs >= 0:
+            log_probabilities = (
+                HostCopy(samples.logprobs_S),
+                HostCopy(samples.top_logprobs_SN),
+                HostCopy(samples.top_tokens_SN),
+            )
+        return StepHandle(
+            plan=plan, tokens=HostCopy(samples.tokens_S), log_probabilities=log_probabilities
+        )
 
     def _sampling_logits(self, batch: Batch) -> torch.Tensor:
         """Logits [S, V] of the rows that sample."""

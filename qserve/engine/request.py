@@ -2,8 +2,17 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from qserve.sampling_params import SamplingParams
+
+
+class TokenLogprobs(NamedTuple):
+    """The model's log probabilities where one token was drawn; the likeliest tokens come first."""
+
+    logprob: float  # of the drawn token
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +25,7 @@ class RequestEvent:
     stop_token: int | None = None  # the one of params.stop_token_ids that ended it
     ended_by_token: bool = False  # the last of token_ids is an end or stop token: not shown
     error: str = ""  # the reason, where finish_reason is "error"
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
 
 
 class Status(Enum):
@@ -67,7 +77,7 @@ class Request:
             return 0
         return self.num_tokens - self.num_computed
 
-    def append(self, token_id: int) -> RequestEvent:
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestEvent:
         """Take a sampled token that has reached the host. Returns the event, final or not."""
         self.token_ids.append(token_id)
         self.num_pending -= 1
@@ -85,4 +95,5 @@ class Request:
             finish_reason=reason,
             stop_token=stop_token,
             ended_by_token=by_token,
+            logprobs=() if logprobs is None else (logprobs,),
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.request import Request, RequestEvent, Status
+from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 
@@ -127,17 +127,23 @@ class Scheduler:
             budget -= count
         return StepPlan(chunks=tuple(chunks), preempted=tuple(preempted))
 
-    def update(self, plan: StepPlan, sampled: list[int | str]) -> list[RequestEvent]:
+    def update(
+        self,
+        plan: StepPlan,
+        sampled: list[int | str],
+        logprobs: list[TokenLogprobs | None] | None = None,
+    ) -> list[RequestEvent]:
         """Take the tokens a step sampled, one for each of its sampling chunks, in order.
 
         A string in place of a token is the reason why that row failed: its request ends with it.
+        `logprobs`, where any request asked for them, are as many.
         """
         events = []
-        rows = iter(sampled)
+        rows = zip(sampled, logprobs or [None] * len(sampled), strict=True)
         for chunk in plan.chunks:
             if not chunk.samples:
                 continue
-            token = next(rows)
+            token, token_logprobs = next(rows)
             request = chunk.request
             if request.status is Status.FINISHED:
                 continue  # aborted, or ended by an earlier step while this one was in flight
@@ -149,7 +155,7 @@ class Scheduler:
                     error=token,
                 )
             else:
-                event = request.append(token)
+                event = request.append(token, token_logprobs)
             if event.finish_reason is not None:
                 self.finish(request)
             events.append(event)

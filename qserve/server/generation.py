@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from qserve.engine.request import RequestEvent
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.server.errors import ApiError, engine_dead
 from qserve.server.job import Job
 from qserve.server.service import Service
@@ -29,10 +29,14 @@ class Output:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # with log probabilities
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
         self.num_tokens += len(delta.token_ids)
+        self.token_ids += delta.token_ids[: len(delta.logprobs)]
+        self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             self.text = "".join(self.pieces)

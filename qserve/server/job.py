@@ -97,6 +97,7 @@ def _check(service: Service, request: GenerationRequest, num_prompts: int) -> No
             "n",
         )
     _check_vocabulary(service, params.stop_token_ids, "stop_token_ids")
+    _check_vocabulary(service, [token for token, _ in params.logit_bias], "logit_bias")
 
 
 def _job(

@@ -44,6 +44,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _unless_false(value: Any) -> Any:
+    return None if value is False else value
+
+
 def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -92,6 +96,10 @@ class GenerationRequest(_Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -113,6 +121,7 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
+    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -121,6 +130,8 @@ class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], ONE_ERROR]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -154,7 +165,13 @@ def _check(request: GenerationRequest) -> None:
             request.stream_options.model_extra, unsupported.STREAM_OPTIONS, "stream_options."
         )
     if not is_chat:
+        if request.echo and request.logprobs is not None:
+            raise ApiError(
+                400, "logprobs: expected without echo; prompts have none here yet.", "logprobs"
+            )
         return
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs: expected only with logprobs: true.", "top_logprobs")
     if not request.messages:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(request.messages):

@@ -3,9 +3,11 @@
 import time
 from dataclasses import dataclass, field
 
+from qserve.engine.request import TokenLogprobs
 from qserve.server.generation import Output
 from qserve.server.job import Job
-from qserve.text import TextDelta
+from qserve.server.logprobs import chat_logprobs, completion_logprobs
+from qserve.text import TextDelta, Tokenizer
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict:
@@ -32,14 +34,23 @@ class Reply:
 
     job: Job
     model: str
+    tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
+
+    # characters that a choice's tokens made so far, where a stream tells of log probabilities
+    offsets: dict[int, int] = field(default_factory=dict)
 
     whole_object = chunk_object = ""
 
     def whole(self, outputs: list[Output]) -> dict:
         """The reply that is not streamed."""
         choices = [
-            {"index": index, **self._whole(index, output), "logprobs": None, **_ending(output)}
+            {
+                "index": index,
+                **self._whole(index, output),
+                "logprobs": self._logprobs(index, output),
+                **_ending(output),
+            }
             for index, output in enumerate(outputs)
         ]
         num_tokens = sum(output.num_tokens for output in outputs)
@@ -61,9 +72,17 @@ class Reply:
         return self._envelope(self.chunk_object, []) | {"usage": counts}
 
     def _chunk(self, index: int, fields: dict, delta: TextDelta) -> dict:
-        choice = {"index": index, **fields, "logprobs": None, **_ending(delta)}
+        logprobs = self._logprobs(index, delta)
+        choice = {"index": index, **fields, "logprobs": logprobs, **_ending(delta)}
         chunk = self._envelope(self.chunk_object, [choice])
         return chunk | {"usage": None} if self.job.streams_usage else chunk
+
+    def _logprobs(self, index: int, part: Output | TextDelta) -> dict | None:
+        """OpenAI's log probabilities of a part's tokens; None where it has none."""
+        if not part.logprobs:
+            return None
+        tokens = list(zip(part.token_ids, part.logprobs, strict=False))
+        return self._format(index, tokens)
 
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
         return {
@@ -88,6 +107,12 @@ class CompletionReply(Reply):
     def _delta(self, delta: TextDelta) -> dict:
         return {"text": delta.text}
 
+    def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
+        offset = self.offsets.get(index, 0)
+        formatted = completion_logprobs(self.tokenizer, tokens, offset)
+        self.offsets[index] = formatted["text_offset"][-1] + len(formatted["tokens"][-1])
+        return formatted
+
 
 class ChatReply(Reply):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
@@ -100,6 +125,9 @@ class ChatReply(Reply):
 
     def _delta(self, delta: TextDelta) -> dict:
         return {"delta": {"content": delta.text} if delta.text else {}}
+
+    def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
+        return chat_logprobs(self.tokenizer, tokens)
 
 
 def _ending(part: Output | TextDelta) -> dict:

@@ -52,7 +52,7 @@ async def _answer(
     if not service.client.is_alive:
         raise engine_dead()
     job = await asyncio.to_thread(make_job, service, body)
-    reply = kind(job=job, model=service.model_name)
+    reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, job, reply))
     outputs = await while_connected(request.receive, generation.run(service, job))
@@ -70,7 +70,7 @@ async def _chunks(service: Service, job: Job, reply: Reply) -> AsyncGenerator[di
                 opening = reply.opening(index)
                 if opening is not None:
                     yield opening
-            if delta.text or delta.finish_reason is not None:
+            if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield reply.chunk(index, delta)
     if job.streams_usage:
         yield reply.usage_chunk(num_tokens)

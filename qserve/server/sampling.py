@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 from formats.errors import InputError
-from qserve.sampling_params import ParameterError, SamplingParams
+from qserve.sampling_params import MAX_LOGPROBS, ParameterError, SamplingParams
 from qserve.server.protocol import ChatCompletionRequest, GenerationRequest
 
 FILE = "generation_config.json"
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p")  # the fields that the file may set
+# the fields that the file may set
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 COMPLETION_MAX_TOKENS = 16  # of OpenAI's completions route; a chat gets all the room
 
 
@@ -32,19 +33,30 @@ def sampling_params(
     request: GenerationRequest, defaults: dict[str, float], room: int
 ) -> SamplingParams:
     """The parameters for a prompt that leaves `room` tokens. Raises ParameterError."""
-    max_tokens = request.max_tokens
+    max_tokens, logprobs = request.max_tokens, None
     if isinstance(request, ChatCompletionRequest):
         if request.max_completion_tokens is not None:
             max_tokens = request.max_completion_tokens
         if max_tokens is None:
             max_tokens = room
-    elif max_tokens is None:
-        max_tokens = COMPLETION_MAX_TOKENS
+        if request.logprobs:
+            logprobs = request.top_logprobs or 0
+            if not 0 <= logprobs <= MAX_LOGPROBS:
+                raise ParameterError(
+                    "top_logprobs", f"expected 0 to {MAX_LOGPROBS}, found {logprobs}"
+                )
+    else:
+        logprobs = request.logprobs
+        if max_tokens is None:
+            max_tokens = COMPLETION_MAX_TOKENS
     fields = {
         name: getattr(request, name)
         for name in (
             *DEFAULTED,
             "n",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
             "seed",
             "min_tokens",
             "stop",
@@ -54,5 +66,6 @@ def sampling_params(
             "skip_special_tokens",
         )
     }
+    fields["logprobs"] = logprobs
     given = {name: value for name, value in fields.items() if value is not None}
     return SamplingParams(**(defaults | given), max_tokens=min(max_tokens, room))

@@ -12,19 +12,15 @@ from qserve.server.errors import ApiError
 _COMMON: dict[str, tuple] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprob_token_ids": ([],),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -35,7 +31,6 @@ _COMMON: dict[str, tuple] = {
 }
 COMPLETION = _COMMON | {
     "best_of": (1,),
-    "logprobs": (False,),
     "prompt_embeds": (),
     "suffix": ("",),
 }
@@ -48,14 +43,12 @@ CHAT = _COMMON | {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
     "return_prompt_text": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 MESSAGE = {"function_call": (), "tool_calls": ([],)}
 STREAM_OPTIONS = {"continuous_usage_stats": (False,)}

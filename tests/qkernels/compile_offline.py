@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import triton
+from sass import overwritten_in_flight
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -22,20 +23,34 @@ from qkernels import (
     act_quant,
     attention_hopper,
     coded_decode,
+    elementwise,
     fused_quant,
     kv_cache,
     paged_attention,
+    sampling,
     w4a16,
+    w4a16_hopper,
     w8a8,
     w8a8_hopper,
 )
-from qkernels.tiles import HOPPER_BLOCK_K, attention_tile, hopper_tile, int8_tile, linear_tile
+from qkernels.tiles import (
+    INT8_HOPPER_BLOCK_K,
+    LinearHopperTile,
+    attention_tile,
+    int8_hopper_tile,
+    int8_tile,
+    linear_tile,
+)
 
 BF16 = "*bf16"
 LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
 
 
 def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict) -> dict:
+    return facts(compiled_kernel(kernel, pointers, scalars, constants, options))
+
+
+def compiled_kernel(kernel, pointers: dict, scalars: dict, constants: dict, options: dict):
     """`pointers` and `scalars` map argument names to types; constants includes absent pointers."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -46,8 +61,7 @@ def compile_kernel(kernel, pointers: dict, scalars: dict, constants: dict, optio
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_of(kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return facts(compiled)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def facts(compiled) -> dict:
@@ -56,13 +70,8 @@ def facts(compiled) -> dict:
         "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
         "local_in_ptx": bool(re.search(r"\.local\s", compiled.asm["ptx"])),
     }
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if cuobjdump.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            usage = _run(cuobjdump, "--dump-resource-usage", file.name)
-            sass = _run(cuobjdump, "--dump-sass", file.name)
+    usage, sass = dump(compiled, "--dump-resource-usage"), dump(compiled, "--dump-sass")
+    if sass is not None:
         found["registers"] = int(re.search(r"REG:(\d+)", usage).group(1))
         found["local"] = int(re.search(r"LOCAL:(\d+)", usage).group(1))
         found["stack"] = int(re.search(r"STACK:(\d+)", usage).group(1))
@@ -89,6 +98,17 @@ def spills_in_product_loops(sass: str) -> int:
         if not inner and any("GMMA" in text for text in body):
             spills += sum(bool(re.search(r"\b(STL|LDL)\b", text)) for text in body)
     return spills
+
+
+def dump(compiled, what: str) -> str | None:
+    """What cuobjdump says of the machine code; None: this triton came without it."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not cuobjdump.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return _run(cuobjdump, what, file.name)
 
 
 def _run(*command) -> str:
@@ -134,6 +154,43 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
     return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
 
 
+def hopper_linear_case(dtype: str = "bf16", symmetric: bool = True, group: int = 128) -> dict:
+    """The Hopper body of W4A16, at its one tile."""
+    tile = LinearHopperTile(blocks=132)
+    element = gl.bfloat16 if dtype == "bf16" else gl.float16
+    pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "bias_ptr": f"*{dtype}"}
+    for name, block in (
+        ("x_desc", [tile.block_m, w4a16_hopper.SLICE]),
+        ("y_desc", [tile.block_m, tile.block_n]),
+    ):
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        pointers[name] = f"tensordesc<{dtype}[{block[0]}, {block[1]}],{layout!r}>"
+    constants = {
+        "STEPS_OF_GROUP": group // 128,
+        "MAGIC": 0x43004300 if dtype == "bf16" else 0x64006400,
+        "OFFSET": 0x43084308 if dtype == "bf16" else 0x64086408,
+        "BM": tile.block_m,
+        "BK": 128,
+        "SK": w4a16_hopper.SLICE,
+        "TILE_N": 64,
+        "STAGES": tile.stages,
+    }
+    if symmetric:
+        constants["offsets_ptr"] = None
+    else:
+        pointers["offsets_ptr"] = f"*{dtype}"
+    scalars = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_warps": tile.block_n // 16}
+    kernel = w4a16_hopper._w4a16_hopper
+    compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
+    sass = dump(compiled, "--dump-sass")
+    in_flight = {}
+    if sass is not None:
+        in_flight["waits_for_one"] = sass.count("DEPBAR.LE gsb0, 0x1")
+        in_flight["overwritten_in_flight"] = overwritten_in_flight(sass)
+    return facts(compiled) | in_flight
+
+
 def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
     tile = replace(int8_tile(M, N, K, 132, dtype == "i8"), **changes)
     pointers = {
@@ -165,10 +222,12 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
     return compile_kernel(w8a8._w8a8, pointers, scalars, constants, options)
 
 
-def hopper_product_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False) -> dict:
+def hopper_int8_case(
+    M: int, N: int, K: int, dtype: str = "i8", blocks: bool = False, **changes
+) -> dict:
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
     kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
-    tile = hopper_tile(M, N, K, 132, kind)
+    tile = int8_hopper_tile(M, N, K, 132, kind)
 
     def descriptor(dtype: str, block: list[int], element: object) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
@@ -177,8 +236,8 @@ def hopper_product_case(M: int, N: int, K: int, dtype: str = "i8", blocks: bool 
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     pointers = {
-        "left": descriptor(dtype, [tile.part, HOPPER_BLOCK_K], gl.int8),
-        "right": descriptor(dtype, [tile.block_right, HOPPER_BLOCK_K], gl.int8),
+        "left": descriptor(dtype, [tile.part, INT8_HOPPER_BLOCK_K], gl.int8),
+        "right": descriptor(dtype, [tile.block_right, INT8_HOPPER_BLOCK_K], gl.int8),
         "y": descriptor("bf16", y_block, gl.bfloat16),
         "input_scales_ptr": "*fp32",
         "scales_ptr": "*fp32",
@@ -334,7 +393,7 @@ def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> di
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
-def hopper_case(
+def chunk_attention_case(
     D: int = 128, group: int = 4, page: int = 16, dtype: str = "bf16", split: int = 1, **changes
 ) -> dict:
     kernel = attention_hopper._chunk_attention
@@ -390,6 +449,32 @@ def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int =
     return compile_kernel(kernel, pointers, scalars | {"eps": "fp32"}, constants, options)
 
 
+def sampling_case(kernel) -> dict:
+    types = {"_tokens_ptr": "*i64", "floats": "*fp32", "ints": "*i32", "logits": BF16}
+    types |= {"words": "*i64", "bias": "*i64", "history": "*i32", "group_max": "*fp32"}
+    types |= {"group_list": "*i32", "value_tokens": "*i32", "values": "*fp32", "logprobs": "*fp32"}
+    pointers, scalars = {}, {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            # the longest fitting name: value_tokens_ptr is no _tokens_ptr
+            pointers[name] = types[max((t for t in types if t in name), key=len)]
+        elif name not in ("PADDED_CHUNKS", "INTERPRETED"):
+            scalars[name] = "i32"
+    constants = {"INTERPRETED": False}
+    if "PADDED_CHUNKS" in kernel.arg_names:
+        constants["PADDED_CHUNKS"] = 128
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return compile_kernel(kernel, pointers, scalars, constants, options)
+
+
+def norm_case(block: int) -> dict:
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "total_ptr"), BF16)
+    options = {"num_warps": 8, "launch_pdl": True}
+    constants = {"BLOCK": block, "EARLY": True}
+    scalars = {"C": "i32", "eps": "fp32"}
+    return compile_kernel(elementwise._rms_norm, pointers, scalars, constants, options)
+
+
 CASES = {
     "linear M=1": lambda: linear_case(1, 4096, 4096, 128, True),
     "linear M=1 asymmetric": lambda: linear_case(1, 4096, 4096, 128, False),
@@ -401,20 +486,25 @@ CASES = {
     "linear M=256 asymmetric": lambda: linear_case(256, 4096, 14336, 128, False),
     "linear M=1 8 bits": lambda: linear_case(1, 4096, 4096, 128, True, bits=8),
     "linear M=256 8 bits": lambda: linear_case(256, 4096, 4096, 128, False, bits=8),
+    "linear hopper": hopper_linear_case,
+    "linear hopper float16": lambda: hopper_linear_case("fp16", group=256),
+    "linear hopper asymmetric": lambda: hopper_linear_case(symmetric=False),
     "linear int8 M=1": lambda: int8_case(1, 4096, 4096),
     "linear int8 M=128": lambda: int8_case(128, 4096, 4096),
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),
     "linear float8 M=1": lambda: int8_case(1, 4096, 4096, "fp8e4nv"),
     "linear float8 M=4096": lambda: int8_case(4096, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 int8 M=1, split": lambda: hopper_product_case(1, 4096, 4096),
-    "linear sm_90 int8 M=16, wide": lambda: hopper_product_case(16, 28672, 4096),
-    "linear sm_90 int8 M=128, split": lambda: hopper_product_case(128, 4096, 14336),
-    "linear sm_90 int8 M=1024": lambda: hopper_product_case(1024, 6144, 4096),
-    "linear sm_90 int8 M=4096": lambda: hopper_product_case(4096, 4096, 4096),
-    "linear sm_90 float8 M=64": lambda: hopper_product_case(64, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 float8 M=4096": lambda: hopper_product_case(4096, 4096, 4096, "fp8e4nv"),
-    "linear sm_90 blocks M=1": lambda: hopper_product_case(1, 4096, 4096, "fp8e4nv", True),
-    "linear sm_90 blocks M=4096": lambda: hopper_product_case(4096, 4096, 4096, "fp8e4nv", True),
+    "linear sm_90 int8 M=1, split": lambda: hopper_int8_case(1, 4096, 4096),
+    "linear sm_90 int8 M=16, wide": lambda: hopper_int8_case(16, 28672, 4096),
+    "linear sm_90 int8 M=128, split": lambda: hopper_int8_case(128, 4096, 14336),
+    "linear sm_90 int8 M=1024": lambda: hopper_int8_case(1024, 6144, 4096),
+    "linear sm_90 int8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096),
+    "linear sm_90 float8 M=64": lambda: hopper_int8_case(64, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 float8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096, "fp8e4nv"),
+    "linear sm_90 blocks M=1": lambda: hopper_int8_case(
+        1, 4096, 4096, "fp8e4nv", True, steps_of_sum=1
+    ),
+    "linear sm_90 blocks M=4096": lambda: hopper_int8_case(4096, 4096, 4096, "fp8e4nv", True),
     "quantize": lambda: quantize_case(4096),
     "quantize, widest": lambda: quantize_case(2**15),
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
@@ -442,9 +532,16 @@ CASES = {
     "attention chunk, page 128": lambda: attention_case(2, 2048, 128, 4, page=128),
     "attention chunk, head 256, window": lambda: attention_case(2, 2048, 256, 2, 1024),
     "attention chunk, head 80": lambda: attention_case(2, 2048, 80, 7),
-    "attention hopper": hopper_case,
-    "attention hopper, parts": lambda: hopper_case(D=80, group=7, page=64, dtype="fp16", split=4),
-    "attention hopper, window, soft cap": lambda: hopper_case(WINDOWED=True, SOFT_CAP=True),
+    "attention hopper": chunk_attention_case,
+    "attention hopper, parts": lambda: chunk_attention_case(
+        D=80, group=7, page=64, dtype="fp16", split=4
+    ),
+    "attention hopper, window, soft cap": lambda: chunk_attention_case(
+        WINDOWED=True, SOFT_CAP=True
+    ),
+    "sampling, first": lambda: sampling_case(sampling._scan_chunks),
+    "sampling, second": lambda: sampling_case(sampling._pick),
+    "norm, early": lambda: norm_case(4096),
     "attention float32": lambda: attention_case(2, 2048, 128, 4, dtype="*fp32"),
 }
 

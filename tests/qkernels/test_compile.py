@@ -54,6 +54,16 @@ def test_products_use_the_warpgroup_instruction(compiled):
             assert facts["wgmma"] and facts.get("hgmma", 1), name
 
 
+def test_the_next_slice_is_unpacked_while_a_product_runs(compiled):
+    """Each product is waited for after the next one began, and nobody writes what it reads."""
+    found = [facts for name, facts in compiled.items() if name.startswith("linear hopper")]
+    assert len(found) == 3
+    for facts in found:
+        if "hgmma" in facts:
+            assert facts["waits_for_one"] == 2
+            assert not facts["overwritten_in_flight"]
+
+
 def test_few_requests_split_the_context(compiled):
     assert compiled["attention decode, split"]["split"] > 1
     assert compiled["attention decode, many"]["split"] == 1

@@ -8,7 +8,7 @@ from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
 from qkernels.launch import workspace
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import HopperTile, hopper_tile
+from qkernels.tiles import Int8HopperTile, int8_hopper_tile
 
 hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
 
@@ -21,17 +21,17 @@ pytestmark = [
 ]
 
 TILES = {
-    "one warpgroup": HopperTile(parts=1, block_right=16),
-    "two": HopperTile(parts=2, block_right=32),
-    "three": HopperTile(parts=3, block_right=256),
-    "two parts of K": HopperTile(parts=1, block_right=128, split=2),
-    "three parts of K": HopperTile(parts=2, block_right=64, split=3),
-    "x left": HopperTile(parts=2, block_right=128, weight_left=False, left_of_group=2),
-    "x left, tall": HopperTile(
+    "one warpgroup": Int8HopperTile(parts=1, block_right=16),
+    "two": Int8HopperTile(parts=2, block_right=32),
+    "three": Int8HopperTile(parts=3, block_right=256),
+    "two parts of K": Int8HopperTile(parts=1, block_right=128, split=2),
+    "three parts of K": Int8HopperTile(parts=2, block_right=64, split=3),
+    "x left": Int8HopperTile(parts=2, block_right=128, weight_left=False, left_of_group=2),
+    "x left, tall": Int8HopperTile(
         parts=2, part=128, block_right=128, weight_left=False, left_of_group=16, stores=1
     ),
-    "x left, 4 parts of K": HopperTile(parts=2, block_right=64, weight_left=False, split=4),
-    "wide": HopperTile(parts=2, block_right=256),
+    "x left, 4 parts of K": Int8HopperTile(parts=2, block_right=64, weight_left=False, split=4),
+    "wide": Int8HopperTile(parts=2, block_right=256),
 }
 # the last: many tiles for each block, and fewer steps than stages
 SHAPES = [(1, 8, 512), (3, 24, 544), (63, 200, 1056), (118, 1000, 992), (257, 392, 4096)]
@@ -143,7 +143,7 @@ def test_float8_sums(assert_close, tolerance, half, poison, split):
     ]
     scales_M1, scales_N = torch.rand(M, 1, device="cuda"), torch.rand(N, device="cuda") / 64
     weight = prepared(codes[1], scales_N, half, "w8a8-fp8")
-    tile = HopperTile(parts=2, block_right=64, split=split, steps_of_sum=1)
+    tile = Int8HopperTile(parts=2, block_right=64, split=split, steps_of_sum=1)
     got = hopper.linear_codes(codes[0], scales_M1, weight, tile=tile)
     want = exact(codes[0].double(), scales_M1.double(), codes[1], scales_N.double())
     assert_close("float8", want, got, tolerance(half))
@@ -200,7 +200,7 @@ def test_a_chain_in_a_cuda_graph_follows_its_inputs(half, M):
 def test_tiles_of_real_shapes_fit_the_gpu(half):
     for M in (1, 16, 64, 128, 256, 1024, 4096):
         for N, K in ((6144, 4096), (28672, 4096), (4096, 14336)):
-            tile = hopper_tile(M, N, K, 132)
+            tile = int8_hopper_tile(M, N, K, 132)
             codes_MK, codes_NK = random_codes(M, K), random_codes(N, K)
             scales = torch.ones(max(M, N), 1, device="cuda") / 2**17
             weight = prepared(codes_NK, scales[:N, 0].contiguous(), half)

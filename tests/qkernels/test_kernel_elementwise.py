@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qkernels import elementwise, reference
+from formats.scheme import ActivationSpec
+from qkernels import elementwise, fused_quant, reference
 
 
 @pytest.fixture
@@ -21,6 +22,38 @@ def test_rms_norm(randn, assert_close, tolerance, dtype, poison, shape):
     want, want_total = reference.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
     assert_close("add_rms_norm", want, got, tolerance(dtype))
     assert torch.equal(total, want_total)
+
+
+def test_the_norm_sees_the_sum_as_it_is_stored(half, device):
+    """Rounded to the model's dtype: normed unrounded, every fourth element would differ."""
+    generator = torch.Generator().manual_seed(1)
+    x, residual = (torch.randn(16, 512, generator=generator).to(device, half) for _ in range(2))
+    weight = torch.ones(512, device=device, dtype=half)
+    got, total = elementwise.add_rms_norm(x, residual, weight, 1e-5)
+    stored, unrounded = (x + residual).float(), x.float() + residual.float()
+    assert torch.equal(total.float(), stored)
+    shares = []
+    for seen in (stored, unrounded):
+        want = (seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + 1e-5)).to(half)
+        shares.append(float((got != want).float().mean()))
+    # the inverse root's last bit moves few elements over a rounding boundary
+    assert shares[0] < 0.02 and shares[1] > 0.1, shares
+
+
+def test_the_quantized_norm_sees_the_sum_as_it_is_stored(half, device):
+    generator = torch.Generator().manual_seed(1)
+    x, residual = (torch.randn(64, 512, generator=generator).to(device, half) for _ in range(2))
+    weight = torch.ones(512, device=device, dtype=half)
+    got = fused_quant.add_rms_norm_quantize(x, residual, weight, 1e-5, ActivationSpec())
+    assert torch.equal(got[2], x + residual)
+    unrounded = x.float() + residual.float()
+    shares = []
+    for seen in (got[2].float(), unrounded):
+        normed = seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + 1e-5)
+        scales = reference.quantize_input(normed.to(half), ActivationSpec())[1]
+        shares.append(float((got[1] != scales).float().mean()))
+    # a scale is the row's largest value, rounded; the inverse root's last bit moves few of them
+    assert shares[0] < 0.1 and shares[1] > 0.2, shares
 
 
 def test_rms_norm_of_a_slice(randn, assert_close, tolerance, dtype):

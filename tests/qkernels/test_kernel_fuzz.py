@@ -19,8 +19,20 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import elementwise, ops, paged_attention, reference, tile_table, w4a16, w8a8
+from qkernels import (
+    elementwise,
+    kv_cache,
+    ops,
+    paged_attention,
+    reference,
+    reference_sampling,
+    sampling,
+    tile_table,
+    w4a16,
+    w8a8,
+)
 from qkernels.bench.tune import OPTIONS
+from qkernels.sample_settings import SampleRow, SampleSettings
 from qkernels.tiles import LINEAR_MAX_ROWS, Int8Tile, LinearTile
 from tests.qkernels import fuzz
 from tests.qkernels.fuzz import FuzzedOp
@@ -241,22 +253,39 @@ def fuzz_apply_rope(*, T, H, J, D, width, index, dtype, seed):
         assert_near(f"rope {name}", want, got, bound)
 
 
-def fuzz_write_kv(*, T, J, D, B, index, interleaved, dtype, seed):
-    kv = rows((T, 2 * J, D), dtype, seed)
+def fuzz_write_kv(*, T, J, D, B, codes, index, interleaved, dtype, seed):
+    kv = rows((T, 2 * J, D), dtype, seed, spread=6)
     slots = torch.randperm(4 * T * B, generator=generator(seed))[:T]
     slots[torch.rand(T, generator=generator(seed)) < 0.2] = -1
-    slots = slots.to(DEVICE, getattr(torch, index))
-    pages = rows((4 * T, 2, B, J, D), dtype, seed + 1)
+    slots = slots.to(getattr(torch, index))
+    pages = torch.ones(4 * T, 2, B, J, D).to(getattr(torch, codes or dtype))
     if not interleaved:
         pages = pages.transpose(0, 1).contiguous().transpose(0, 1)
-    want = pages.clone()
-    reference.write_kv_(kv[:, :J], kv[:, J:], want[:, 0], want[:, 1], slots)
-    elementwise.write_kv_(kv[:, :J], kv[:, J:], pages[:, 0], pages[:, 1], slots)
-    assert torch.equal(pages, want)
+    scales = [torch.full((4 * T, B, J), 7.0) for _ in range(2)] if codes else []
+    want = [*pages.clone().unbind(1), *(each.clone() for each in scales)]
+    got = [*pages.to(DEVICE).unbind(1), *(each.to(DEVICE) for each in scales)]
+    kv_host = kv.cpu()
+    reference.write_kv_(kv_host[:, :J], kv_host[:, J:], *want[:2], slots, *want[2:])
+    kv_cache.write_kv_(kv[:, :J], kv[:, J:], *got[:2], slots.to(DEVICE), *got[2:])
+    for name, a, b in zip(("keys", "values", "k scales", "v scales"), got, want, strict=False):
+        assert torch.equal(a.cpu().float(), b.float()), f"{name} differ from the reference's"
 
 
 def fuzz_paged_attention(
-    *, R, max_count, max_length, J, group, D, B, window, interleaved, dtype, seed
+    *,
+    R,
+    max_count,
+    max_length,
+    J,
+    group,
+    D,
+    B,
+    window,
+    soft_cap,
+    codes,
+    interleaved,
+    dtype,
+    seed,
 ):
     rng = random.Random(seed)
     lengths = [rng.choice((0, 1, B, rng.randint(1, max_length))) for _ in range(R)]
@@ -271,7 +300,14 @@ def fuzz_paged_attention(
         kv = torch.randn(length, 2, J, D, generator=generator(seed + r))
         pages[tables[r, t // B].long(), t % B] = kv
         tables[r, -(-length // B) :] = -7  # stale
-    pages = pages.to(DEVICE, getattr(torch, dtype))
+    scales = {}
+    if codes:  # of size 1 after the scale, which is NaN where nothing was written
+        step = {"int8": 40, "float8_e4m3fn": 8}[codes]
+        written = torch.where(pages.isnan().any((2, 4)), torch.nan, 1 / step).to(DEVICE)
+        scales = {"k_scales_PBJ": written.clone(), "v_scales_PBJ": written}
+        pages = (pages.nan_to_num(1) * step).clamp(-128, 127)
+        pages = pages.round() if codes == "int8" else pages
+    pages = pages.to(getattr(torch, codes or dtype)).to(DEVICE)
     k_pages, v_pages = pages.unbind(2)
     if not interleaved:
         k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
@@ -282,17 +318,53 @@ def fuzz_paged_attention(
         "window": window,
         "max_query_len": max(counts),
         "max_context_len": max(lengths),
+        "soft_cap": soft_cap,
+        **scales,
     }
     arguments = (tables.to(DEVICE), starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
     got = paged_attention.paged_attention(q, k_pages, v_pages, *arguments, **shared)
-    in_float32 = (each.float() for each in (q, k_pages, v_pages))
-    want = reference.paged_attention(*in_float32, *arguments, **shared)
+    twin = (q, k_pages, v_pages) if codes else (q, k_pages.float(), v_pages.float())
+    want = reference.paged_attention(q.float(), *twin[1:], *arguments, **shared)
     # the kernel rounds probabilities to the pages' dtype; values are of size 1
     bound = EPS[dtype] * want.abs() + (2 * EPS[dtype] if dtype != "float32" else 1e-5)
     assert_near("paged_attention", want, got, bound)
 
 
+def fuzz_sample(*, S, V, temperature, top_k, top_p, min_p, spread, dtype, seed):
+    logits = rows((S, V), dtype, seed) * spread
+    made = [
+        SampleRow(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed + i,
+            position=i,
+        )
+        for i in range(S)
+    ]
+    settings = SampleSettings.of(made).to(DEVICE)
+    got = sampling.sample_(logits, settings).tokens_S
+    want = reference_sampling.sample_(logits, settings).tokens_S
+    assert torch.equal(got, want), f"drew {got.tolist()}, the twin {want.tolist()}"
+
+
 OPS: dict[str, FuzzedOp] = {
+    "sample": FuzzedOp(
+        run=fuzz_sample,
+        fields={
+            "S": (1, 2, 3, 17, 64),
+            "V": (8, 33, 1000, 2100, 5001, 128256, 151936),
+            "temperature": (0.0, 1.0, 0.3, 2.0),
+            "top_k": (0, 1, 7, 50, 10**9),
+            "top_p": (1.0, 0.9, 0.5, 1e-6),
+            "min_p": (0.0, 0.05, 1.0),
+            "spread": (3, 1, 30),
+            "dtype": FLOAT,
+        },
+        dynamic=("S", "temperature", "top_k", "top_p", "min_p", "spread"),
+        cost=lambda *, S, V, **_: S * V * 100,
+    ),
     "linear": FuzzedOp(
         run=fuzz_linear,
         fields={
@@ -386,6 +458,7 @@ OPS: dict[str, FuzzedOp] = {
             "J": (1, 2, 8),
             "D": (16, 24, 64, 80, 128, 256),
             "B": (16, 32, 64, 128),
+            "codes": ("", "int8", "float8_e4m3fn"),
             "index": ("int64", "int32"),
             "interleaved": BOOLS,
             "dtype": FLOAT,
@@ -404,6 +477,8 @@ OPS: dict[str, FuzzedOp] = {
             "D": (16, 32, 64, 80, 128, 256),
             "B": (16, 32, 64, 128),
             "window": (None, 1, 7, 64, 100, 1000),
+            "soft_cap": (None, None, 5.0),
+            "codes": ("", "", "int8", "float8_e4m3fn"),
             "interleaved": BOOLS,
             "dtype": FLOAT,
         },

@@ -158,3 +158,15 @@ def test_private_order_golden_words():
     assert [w & 0xFFFFFFFF for w in words] == [0xC840C840, 0xD951D951, 0xEA62EA62, 0xFB73FB73]
     words = w4a16.byte_order(7 * k)[0].tolist()
     assert [w & 0xFFFFFFFF for w in words[:4]] == [0x3F073800, 0x4D15460E, 0x5B23541C, 0x6931622A]
+
+
+def test_words_of_one_thread_lie_side_by_side(make_weight, device, half):
+    """Word t of every 32 inputs of a step: 16 bytes where the step is 128."""
+    for bits, order in ((4, w4a16.fragment_order), (8, w4a16.byte_order)):
+        packed = make_weight(72, 256, 128, bits=bits)
+        weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
+        words_NKct = order(packed.codes()).view(72, 2, -1, 4)
+        words = weight.tensors["words"]
+        assert words.shape == (2, 2, 64, 4, bits)
+        assert torch.equal(words[0, :, 5], words_NKct[5].transpose(1, 2))
+        assert torch.equal(words[1, :, 7], words_NKct[71].transpose(1, 2))

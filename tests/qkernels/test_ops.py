@@ -51,12 +51,24 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
     assert taken(explanation) == ["triton_w4a16"]
     names = [choice.name for choice in explanation]
-    triton, cpu = (
-        [f"{kind}_{scheme}" for scheme in ("w4a16", "w8a16", "w8a8")] for kind in ("triton", "cpu")
-    )
-    assert names == [*triton[:2], "hopper_w8a8", triton[2], *cpu, "dense", "reference"]
+    weight_only = ["triton_w4a16", "triton_w8a16"]
+    cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
+    assert names == [*weight_only, "hopper_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
     assert all(choice.reason for choice in explanation)
-    assert str(explanation).splitlines()[0] == "-> triton_w4a16: supported"
+    assert str(explanation).splitlines()[0].startswith("-> triton_w4a16: supported; ")
+
+
+def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
+    def note(group):
+        spec = QuantSpec(bits=4, symmetric=True, group_size=group)
+        return explain("linear", **linear_problem(spec=spec, in_features=256))[0].reason
+
+    monkeypatch.setattr(dispatch, "lacks_hopper_body", lambda device: None)
+    assert note(128).endswith("many rows take the Hopper body")
+    assert note(256).endswith("many rows take the Hopper body")
+    assert note(64).endswith("takes groups divisible by 128, not 64")
+    monkeypatch.setattr(dispatch, "lacks_hopper_body", lambda device: "written for sm_90")
+    assert note(128).endswith("all rows take the portable body; the Hopper body: written for sm_90")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from qkernels import tile_faults, tile_table
 from qkernels.errors import KernelError
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
 from qkernels.tiles import (
+    LINEAR_COUNTERS,
+    LINEAR_WORKSPACE_FLOATS,
     AttentionTile,
     Int8Tile,
     LinearTile,
@@ -200,6 +202,45 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
         }
         tile = attention_tile(**problem, sm_count=sm_count)
         assert tile_faults.attention_tile_fault(tile, **problem) is None, problem
+
+
+def test_what_a_split_and_a_wide_block_need():
+    tile = LinearTile(block_m=16, block_n=64, split=2)
+    problem = {"M": 1, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+
+    def fault(**changes):
+        fields = {f: changes.pop(f) for f in ("split", "block_n") if f in changes}
+        changed = dataclasses.replace(tile, **fields)
+        return tile_faults.linear_tile_fault(changed, **problem | changes)
+
+    assert fault() is None
+    rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
+    assert fault(M=rows) is None and "workspace" in fault(M=rows + 1)
+    assert fault(M=2 * rows, split=1) is None
+    many = LINEAR_COUNTERS * 64
+    assert fault(N=many) is None and "counters" in fault(N=many + 64)
+    assert fault(N=many + 64, split=1) is None
+    assert fault(N=128, block_n=128) is None and "block_n" in fault(N=64, block_n=128)
+
+
+def test_a_tile_must_fit_the_whole_bucket():
+    """Measured at 33 rows, it will be found at 64."""
+    N = LINEAR_WORKSPACE_FLOATS // (2 * 40) // 64 * 64
+    tile = LinearTile(block_m=64, block_n=64, split=2)
+    problem = {"M": 33, "N": N, "K": 4096, "group": 128, "bits": 4}
+    assert tile_faults.linear_tile_fault(tile, **problem) is None
+    assert "workspace" in OPS["w4a16"].fault(tile, problem)
+
+
+def test_a_row_counts_as_taken_once_it_was_found(table):
+    row = linear_row()
+    assert table.find("w4a16", **LINEAR, M=3) == row and row.key in table.taken
+    with table.trying(row):
+        assert row.key not in table.taken
+        table.find("w4a16", **LINEAR, M=17)
+        assert row.key not in table.taken
+        table.find("w4a16", **LINEAR, M=16)
+        assert row.key in table.taken
 
 
 def test_every_operation_has_its_fields():

@@ -14,9 +14,10 @@ from qkernels.tiles import (
     ceil_div,
     chunk_split,
     fitted,
-    hopper_tile,
+    int8_hopper_tile,
     int8_tile,
     linear_block_k,
+    linear_hopper_tile,
     linear_padded_n,
     linear_tile,
     power_of_two,
@@ -64,6 +65,33 @@ def test_every_choice_fits_its_workspace(N, group, sm_count):
                 assert tiles <= LINEAR_COUNTERS
 
 
+# shape -> M -> whether the Hopper body was the fastest of ours
+MEASURED_LINEAR_HOPPER = {
+    "qkv": {128: False, 256: False, 512: True, 1024: False, 4096: True},
+    "o": {128: False, 256: False, 512: False, 1024: True, 4096: True},
+    "gate_up": {128: False, 256: True, 512: True, 1024: True, 4096: True},
+    "down": {128: False, 256: False, 512: False, 1024: True, 4096: True},
+}
+
+
+@pytest.mark.parametrize(
+    "shape, M", [(s, M) for s in MEASURED_LINEAR_HOPPER for M in MEASURED_LINEAR_HOPPER[s]]
+)
+def test_the_measured_choices_of_the_hopper_body(shape, M):
+    N, K = SHAPES[shape]
+    tile = linear_hopper_tile(M, N, K, 128, H200_SMS)
+    assert (tile is not None) == MEASURED_LINEAR_HOPPER[shape][M]
+    if tile is not None:
+        tiles = ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m)
+        assert tile.blocks == min(tiles, H200_SMS)
+
+
+def test_the_hopper_body_takes_steps_of_128_inputs_only():
+    N, K = SHAPES["gate_up"]
+    assert linear_hopper_tile(1024, N, K, 256, H200_SMS) is not None
+    assert linear_hopper_tile(1024, N, K, 64, H200_SMS) is None
+
+
 def test_many_rows_go_to_the_library():
     assert linear_tile(LINEAR_MAX_ROWS, 4096, 4096, 128, H200_SMS) is not None
     assert linear_tile(LINEAR_MAX_ROWS + 1, 4096, 4096, 128, H200_SMS) is None
@@ -85,7 +113,7 @@ def test_the_measured_int8_tiles(shape, M):
 
 
 # (warpgroups, rows of each, block_right, split, blocks of an SM, weight left)
-MEASURED_HOPPER = {
+MEASURED_INT8_HOPPER = {
     "qkv": {
         **{1: (2, 64, 16, 1, 1, True), 16: (1, 64, 16, 1, 1, True), 64: (1, 64, 64, 1, 1, True)},
         **{128: (1, 64, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
@@ -106,12 +134,12 @@ MEASURED_HOPPER = {
 
 
 @pytest.mark.parametrize(
-    "shape, M", [(shape, M) for shape in MEASURED_HOPPER for M in MEASURED_HOPPER[shape]]
+    "shape, M", [(shape, M) for shape in MEASURED_INT8_HOPPER for M in MEASURED_INT8_HOPPER[shape]]
 )
 def test_the_measured_hopper_tiles(shape, M):
-    tile = hopper_tile(M, *SHAPES[shape], H200_SMS)
+    tile = int8_hopper_tile(M, *SHAPES[shape], H200_SMS)
     found = (tile.parts, tile.part, tile.block_right, tile.split, tile.blocks_per_sm)
-    assert (*found, tile.weight_left) == MEASURED_HOPPER[shape][M]
+    assert (*found, tile.weight_left) == MEASURED_INT8_HOPPER[shape][M]
 
 
 @pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
@@ -120,7 +148,7 @@ def test_the_measured_hopper_tiles(shape, M):
 def test_every_hopper_choice_fits(N, sm_count, kind):
     for M in (1, 3, 16, 17, 33, 64, 65, 200, 1025, 70000):
         for K in (32, 4096, 14336, 2**15):
-            tile = hopper_tile(M, N, K, sm_count, kind)
+            tile = int8_hopper_tile(M, N, K, sm_count, kind)
             assert tile.split == 1 or tile.fits_workspace(M, N)
             stages = tile.stages * (tile.block_left + tile.block_right) * 128
             stores = tile.parts * tile.stores * tile.part * tile.store_width * 2

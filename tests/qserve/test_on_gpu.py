@@ -117,3 +117,50 @@ def test_server_answers_64_requests_at_once(quantized_5m, start_server):
     assert len(answers) == 64
     assert all(text and usage.completion_tokens == 64 for text, usage in answers)
     assert server.stop() == 0
+
+
+def test_penalties_and_filters_count_the_step_in_flight(quantized_5m):
+    """One request in graphs with a step in flight, and eagerly without: the same tokens."""
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.95,
+        frequency_penalty=0.7,
+        repetition_penalty=1.2,
+        seed=11,
+        logprobs=3,
+        max_tokens=40,
+        ignore_eos=True,
+    )
+    ahead = make(quantized_5m)
+    behind = make(quantized_5m)
+    behind.engine._max_in_flight = 0
+    outputs = [
+        llm.generate(PROMPTS[7], params, use_tqdm=False)[0].outputs[0] for llm in (ahead, behind)
+    ]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].logprobs == outputs[1].logprobs
+    # the third way to count: what the host saw
+    counts = ahead.engine.runner._history.table[0].cpu()
+    ids = outputs[0].token_ids
+    want = torch.bincount(torch.tensor(ids), minlength=len(counts))
+    assert torch.equal((counts >> 1).long(), want)
+
+
+@pytest.mark.parametrize("count", [3, 17, 300])
+def test_prompts_run_in_graphs_of_padded_size(quantized_5m, count):
+    """Padding changes nothing but the last bits; what is longer than any graph runs eagerly."""
+    prompt = [(7 * i) % 8000 for i in range(count)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
+    found = []
+    for settings in ({}, {"enforce_eager": True}):
+        llm = make(quantized_5m, max_num_batched_tokens=192, **settings)
+        llm.generate([5] * 150, params, use_tqdm=False)  # what a smaller step must not read
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        found.append(output.outputs[0])
+        if not settings:
+            graphs = llm.engine.runner._graphs
+            assert max(k.num_tokens for k in graphs._kinds if k.is_chunk) == 192
+    first = [completion.logprobs[0] for completion in found]
+    assert first[0].top_tokens[0] == first[1].top_tokens[0]
+    assert first[0].logprob == pytest.approx(first[1].logprob, abs=0.05)

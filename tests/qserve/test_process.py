@@ -15,8 +15,8 @@ import pytest
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine import messages
-from qserve.engine.client import EngineClient, RefusedError
-from qserve.engine.request import RequestEvent
+from qserve.engine.client import EngineClient, RefusedError, _Output
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
@@ -68,6 +68,11 @@ def is_running(pid: int) -> bool:
             prompt_token_ids=[0, 1, 2**31],
             params=SamplingParams(stop=("a", "\u4e16"), seed=-(2**63), max_tokens=None),
         ),
+        messages.Add(
+            request_id="r",
+            prompt_token_ids=[1],
+            params=SamplingParams(logit_bias={5: -2.5}, logprobs=0, frequency_penalty=0.5),
+        ),
         messages.Abort(request_id="r"),
     ],
 )
@@ -77,6 +82,36 @@ def test_messages_to_the_engine_survive_the_trip(message):
     assert messages.decode(frame[4:], messages.ToEngine) == message
     with pytest.raises(messages.MessageError):
         messages.decode(frame[4:], messages.FromEngine)
+
+
+def event_of(token, logprob, top_logprob):
+    found = TokenLogprobs(logprob, (token, 3), (logprob, top_logprob))
+    return RequestEvent(request_id="r", token_ids=(token,), logprobs=(found,))
+
+
+def test_events_with_logprobs_survive_the_trip():
+    event = event_of(7, -0.5, -float("inf"))
+    (got,) = messages.decode(
+        messages.encode(messages.Events(events=[event]))[4:], messages.FromEngine
+    ).events
+    assert got == event and isinstance(got.logprobs[0], TokenLogprobs)
+
+
+def test_events_taken_slowly_keep_every_logprob():
+    events = [event_of(token, -token / 2, -9.0) for token in range(3)]
+
+    async def merged():
+        output = _Output()
+        for event in events:
+            output.put(event)
+        first = await output.take()
+        output.put(events[0])
+        return first, await output.take()
+
+    first, second = asyncio.run(merged())
+    assert first.token_ids == (0, 1, 2)
+    assert first.logprobs == tuple(event.logprobs[0] for event in events)
+    assert second.logprobs == events[0].logprobs
 
 
 def test_events_survive_the_trip():

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from qserve.engine.request import RequestEvent
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 from qserve.text import IncrementalDetokenizer, TextError, TextStream, Tokenizer
 
@@ -351,3 +351,17 @@ def test_folder_without_a_tokenizer_is_one_clear_line(tmp_path):
     with pytest.raises(TextError, match="no tokenizer that transformers can load") as caught:
         Tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_logprobs_end_with_the_tokens_that_are_shown(tokenizer):
+    """Neither those after a stop string nor a hidden end token's are given out."""
+    token_ids = tokenizer.encode("one two three four")
+    logprobs = tuple(TokenLogprobs(-float(i), (), ()) for i in range(len(token_ids)))
+    stopped = TextStream(tokenizer, SamplingParams(stop=(" two",), logprobs=0))
+    delta = stopped.push(event(*token_ids, logprobs=logprobs))
+    assert delta.logprobs == logprobs[: len(delta.token_ids)] and len(delta.logprobs) < len(
+        logprobs
+    )
+    fields = {"logprobs": logprobs, "finish_reason": "stop", "ended_by_token": True}
+    ended = TextStream(tokenizer, SamplingParams(logprobs=0)).push(event(*token_ids, **fields))
+    assert ended.logprobs == logprobs[:-1] and ended.token_ids == tuple(token_ids)

@@ -1,133 +1,102 @@
-"""The sampler: filters against a slow reference, and the statistics and repeatability of draws."""
+"""What rows ask of the sampler, and the token counts of requests with penalties."""
 
-import numpy as np
+import math
+
 import pytest
 import torch
 
-from qserve.engine.sampler import (
-    INVALID_TOKEN,
-    SamplingRows,
-    filter_logits,
-    gumbel_noise,
-    sample,
-)
+from qserve.engine.request import Request, Status
+from qserve.engine.sampler import TokenHistory, sample_row
+from qserve.engine.scheduler import Chunk
+from qserve.sampling_params import ParameterError, SamplingParams
+
+CPU = torch.device("cpu")
 
 
-def rows(size, **values):
-    fields = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 0,
-        "position": 0,
-    }
-    dtypes = {"top_k": np.int64, "seed": np.int64, "position": np.int64}
-    arrays = {
-        name: np.broadcast_to(
-            np.asarray(values.get(name, default), dtypes.get(name, np.float32)), (size,)
-        ).copy()
-        for name, default in fields.items()
-    }
-    banned = values.get("banned", [])
-    return SamplingRows(
-        **arrays,
-        banned_row=np.array([row for row, _ in banned], np.int64),
-        banned_token=np.array([token for _, token in banned], np.int64),
+def request(prompt, output=(), **params):
+    return Request(
+        request_id="r",
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        max_tokens=9,
+        params=SamplingParams(max_tokens=9, **params),
+        seed=5,
+        stop_token_ids=frozenset(params.get("stop_token_ids", ())),
+        eos_token_ids=frozenset({1}),
+        status=Status.RUNNING,
     )
 
 
-def slow_kept(logits, min_p, top_k, top_p):
-    """The token ids that survive, by sorting one row in plain Python."""
-    probabilities = torch.tensor(logits, dtype=torch.float64).softmax(-1).tolist()
-    order = sorted(range(len(logits)), key=lambda i: -logits[i])
-    order = [i for i in order if probabilities[i] >= min_p * probabilities[order[0]]]
-    if top_k > 0:
-        order = order[:top_k]
-    total = sum(probabilities[i] for i in order)
-    kept, mass = [], 0.0
-    for i in order:
-        if mass >= top_p and top_p < 1:
-            break
-        kept.append(i)
-        mass += probabilities[i] / total
-    return set(kept)
+def row_after(asking, history=None):
+    chunk = Chunk(request=asking, start=0, count=asking.num_tokens, samples=True)
+    return sample_row(chunk, history or TokenHistory(2, 8, CPU))
+
+
+def test_end_tokens_are_forbidden_until_min_tokens():
+    params = {"min_tokens": 2, "stop_token_ids": [3], "logit_bias": {4: 1.5}}
+    forbidden = ((4, 1.5), (1, -math.inf), (3, -math.inf))
+    assert row_after(request([7, 7], [5], **params)).bias == forbidden
+    assert row_after(request([7, 7], [5, 5], **params)).bias == ((4, 1.5),)
+
+
+def test_the_draw_depends_on_seed_and_position():
+    row = row_after(request([7, 7], [5]))
+    assert (row.seed, row.position) == (5, 3)
+
+
+def test_history_counts_prompt_and_output():
+    history = TokenHistory(2, 8, CPU)
+    row = row_after(request([7, 7, 2], [5, 2, 5], presence_penalty=1.0), history)
+    assert row.history_row == 0
+    assert history.table.tolist() == [[0, 0, 3, 0, 0, 4, 0, 1], [0] * 8]
+
+
+def test_a_request_without_penalties_has_no_history():
+    history = TokenHistory(2, 8, CPU)
+    assert row_after(request([7]), history).history_row == -1
+    assert history.table is None
+
+
+def test_a_row_is_filled_once_and_kept():
+    """Between steps the sampler counts on the device; the host must not count again."""
+    history = TokenHistory(2, 8, CPU)
+    asking = request([7], frequency_penalty=1.0)
+    row_after(asking, history)
+    history.table[0, 6] += 2
+    asking.token_ids.append(6)
+    assert row_after(asking, history).history_row == 0
+    assert history.table[0].tolist() == [0, 0, 0, 0, 0, 0, 2, 1]
+
+
+def test_rows_of_ended_and_preempted_requests_are_reused():
+    history = TokenHistory(2, 8, CPU)
+    first, second, third = (request([n], [4], repetition_penalty=1.1) for n in (1, 2, 3))
+    assert [history.row_of(r) for r in (first, second)] == [0, 1]
+    first.status = Status.WAITING
+    assert history.row_of(third) == 0
+    assert history.table[0].tolist() == [0, 0, 0, 1, 2, 0, 0, 0]
+    second.status, first.status = Status.FINISHED, Status.RUNNING
+    first.token_ids.append(4)
+    assert history.row_of(first) == 1
+    assert history.table[1].tolist() == [0, 1, 0, 0, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("min_p", "top_k", "top_p"),
-    [(0, 0, 1), (0.1, 0, 1), (0, 3, 1), (0, 0, 0.5), (0.02, 7, 0.8), (1, 0, 1), (0, 1, 0.1)],
+    "field, value",
+    [
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("logprobs", 21),
+        ("logprobs", -1),
+    ],
 )
-def test_filters_keep_what_a_slow_sort_keeps(min_p, top_k, top_p):
-    torch.manual_seed(0)
-    logits = torch.randn(8, 33) * 2
-    filtered = filter_logits(
-        logits,
-        torch.full((8,), float(min_p)),
-        torch.full((8,), top_k),
-        torch.full((8,), float(top_p)),
-    )
-    for row, got in zip(logits.tolist(), filtered, strict=True):
-        kept = set(got.isfinite().nonzero().flatten().tolist())
-        assert kept == slow_kept(row, min_p, top_k, top_p)
-        assert all(got[i] == row[i] for i in kept)
-
-
-def test_draws_follow_the_softmax():
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(20_000, 4)
-    tokens = sample(logits, rows(20_000, seed=np.arange(20_000), temperature=0.7))
-    expected = (logits[0] / 0.7).softmax(-1)
-    share = torch.bincount(tokens, minlength=4) / 20_000
-    # four standard deviations of a share
-    assert ((share - expected).abs() < 4 * (expected * (1 - expected) / 20_000).sqrt()).all()
-
-
-@pytest.mark.parametrize("vary", ["seed", "position"])
-def test_draws_do_not_repeat_when_only_one_key_changes(vary):
-    logits = torch.zeros(512, 64)
-    tokens = sample(logits, rows(512, **{vary: np.arange(512)}))
-    assert len(tokens.unique()) > 55
-    # neighbours are independent: as many equal pairs as chance gives
-    assert 0 <= (tokens[1:] == tokens[:-1]).sum() < 25
-
-
-def test_a_row_draws_the_same_in_any_batch():
-    torch.manual_seed(1)
-    logits = torch.randn(5, 100)
-    alone = sample(logits[3:4], rows(1, seed=42, position=17))
-    settings = {"seed": [1, 2, 3, 42, 5], "position": [9, 9, 9, 17, 9]}
-    together = sample(logits, rows(5, **settings, top_p=[0.3, 1, 1, 1, 0.9]))
-    assert together[3] == alone[0]
-
-
-def test_noise_is_finite_for_extreme_seeds():
-    seeds = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
-    noise = gumbel_noise(seeds, torch.tensor([0, 1, 2**31, 5]), 5000)
-    assert noise.isfinite().all()
-    assert abs(noise.mean() - 0.5772) < 0.03  # Gumbel's mean is Euler's constant
-    assert abs(noise.var() - np.pi**2 / 6) < 0.1
-
-
-def test_greedy_rows_beside_random_ones_stay_greedy():
-    torch.manual_seed(2)
-    logits = torch.randn(64, 50)
-    temperature = np.array([0.0, 1.5] * 32)
-    tokens = sample(logits, rows(64, temperature=temperature, seed=np.arange(64)))
-    assert torch.equal(tokens[::2], logits[::2].argmax(-1))
-    assert not torch.equal(tokens[1::2], logits[1::2].argmax(-1))
-
-
-def test_nan_row_is_marked_and_others_are_not():
-    logits = torch.zeros(3, 8)
-    logits[:, 5] = 1
-    logits[1, 2] = torch.nan
-    for temperature in (0.0, 0.01):
-        tokens = sample(logits, rows(3, temperature=temperature))
-        assert tokens.tolist() == [5, INVALID_TOKEN, 5]
-
-
-def test_banned_tokens_are_never_drawn():
-    logits = torch.zeros(2, 4)
-    logits[:, 2] = 50
-    tokens = sample(logits, rows(2, temperature=0, banned=[(1, 2)]))
-    assert tokens[0] == 2 and tokens[1] != 2
+def test_out_of_range_parameters_are_refused(field, value):
+    with pytest.raises(ParameterError, match=field):
+        SamplingParams(**{field: value})

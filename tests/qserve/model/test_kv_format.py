@@ -116,6 +116,29 @@ def test_auto_takes_the_checkpoints_scales(calibrated, kind, name):
     assert wrong > 3 * (LIMITS["int8"] + LIMITS["fp8"])
 
 
+@pytest.mark.parametrize("name", LIMITS)
+def test_scales_that_quantize_writes_are_used(docs_5m, tmp_path, name):
+    """Perplexity apart, the cache of the written folder is what its config says."""
+    quantize_checkpoint(
+        docs_5m,
+        tmp_path / "model",
+        scheme=Scheme.parse("w8a8"),
+        output_format="compressed-tensors",
+        recipe="rtn",
+        kv_cache=name,
+        samples=2,
+        sequence_length=256,
+        progress=False,
+    )
+    llm = make(tmp_path / "model")
+    assert llm.engine.runner.kv_format == kv_format.KvFormat(
+        dtype=kv_format.CODE_DTYPES[name], static_scales=True
+    )
+    other = make(tmp_path / "model", kv_cache_dtype="fp8" if name == "int8" else "int8")
+    want = other.logits(tokens(other))
+    assert change(llm, want) < LIMITS["int8"] + LIMITS["fp8"]
+
+
 def test_a_layer_without_scales_is_named(calibrated):
     folder = calibrated("int", leave_out=["model.layers.2.self_attn.v_scale"])
     with pytest.raises(CheckpointError, match=r"layers.2.self_attn.*k_scale and a v_scale"):

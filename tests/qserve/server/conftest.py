@@ -12,11 +12,17 @@ import uvicorn
 
 from qserve.config import ServerConfig
 from qserve.engine.client import RefusedError
-from qserve.engine.request import RequestEvent
+from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.server.app import build_app
 from qserve.text import Tokenizer
 
 END = 2  # the bundled tokenizer's end token
+
+
+def logprobs(token: int, count: int) -> TokenLogprobs:
+    """The script's log probabilities: a token comes second, after the token before it."""
+    tops = ((token - 1, -0.5), (token, -1.25), (token + 1, float("-inf")))[:count]
+    return TokenLogprobs(-1.25, tuple(t for t, _ in tops), tuple(p for _, p in tops))
 
 
 class ScriptedClient:
@@ -74,6 +80,7 @@ class ScriptedClient:
                     finish_reason=reason,
                     stop_token=token if is_stop else None,
                     ended_by_token=is_end or is_stop,
+                    logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
                 if reason:
                     return

@@ -235,10 +235,6 @@ def test_unknown_route_or_method(server, error, path, method, status):
 @pytest.mark.parametrize(
     ("field", "refused", "neutral"),
     [
-        ("logit_bias", {"5": 100}, {}),
-        ("frequency_penalty", 0.1, 0),
-        ("presence_penalty", -1, 0.0),
-        ("repetition_penalty", 1.1, 1.0),
         ("guided_json", {"type": "object"}, None),
         ("guided_regex", "a+", None),
         ("structured_outputs", {"choice": ["a"]}, None),
@@ -248,7 +244,6 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("prompt_logprobs", 0, None),
         ("truncate_prompt_tokens", 5, None),
         ("allowed_token_ids", [1], None),
-        ("logprobs", True, False),
         ("unknown_field", None, {"anything": [1]}),
     ],
 )
@@ -262,21 +257,20 @@ def test_what_is_not_supported_is_refused_by_name(server, error, field, refused,
 
 
 def test_what_is_not_supported_on_one_route(server, error):
-    for field, value in {"best_of": 2, "suffix": "x", "logprobs": 0}.items():
+    for field, value in {"best_of": 2, "suffix": "x"}.items():
         assert error(server.complete(**{field: value}), 400)["param"] == field
     assert server.complete(best_of=1, suffix="").status_code == 200
     tools = [{"type": "function", "function": {"name": "f"}}]
     for field, value in {
         "tools": tools,
         "tool_choice": "auto",
-        "top_logprobs": 3,
         "functions": [{"name": "f"}],
         "chat_template": "{{ 1 }}",
         "chat_template_kwargs": {"tokenize": True},
     }.items():
         assert error(server.chat(**{field: value}), 400)["param"] == field
     assert server.chat(tools=tools, tool_choice="none").status_code == 200
-    assert server.chat(tools=None, tool_choice=None, top_logprobs=0).status_code == 200
+    assert server.chat(tools=None, tool_choice=None).status_code == 200
     options = {"continuous_usage_stats": True}
     body = error(server.chat(stream=True, stream_options=options), 400)
     assert body["param"] == "stream_options.continuous_usage_stats"

@@ -229,12 +229,15 @@ def test_models_own_defaults_stand_between_request_and_openai(tokenizer, tmp_pat
     from qserve.server.sampling import load_defaults
 
     path = tmp_path / "generation_config.json"
-    path.write_text('{"temperature": 0.6, "top_k": 20, "top_p": null, "eos_token_id": 2}')
+    path.write_text(
+        '{"temperature": 0.6, "top_k": 20, "top_p": null, "repetition_penalty": 1.5, "pad": 2}'
+    )
     service = server.app.state.service
     object.__setattr__(service, "defaults", load_defaults(tmp_path))
     server.post("/v1/completions", {"prompt": "a", "top_k": 5})
     params = server.client.requests[0][2]
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 5, 1.0, 0.0)
+    assert params.repetition_penalty == 1.5
 
 
 def test_ids_are_unique(server):

@@ -1,0 +1,65 @@
+"""Log probabilities in OpenAI's two forms. Pure: tokens in, dicts out."""
+
+from collections.abc import Iterable, Sequence
+
+from qserve.engine.request import TokenLogprobs
+from qserve.text import REPLACEMENT, Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON has not; vLLM's number
+
+Token = tuple[int, TokenLogprobs]
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict:
+    """The `logprobs` of a chat's choice."""
+    content = [
+        _entry(tokenizer, token, found.logprob)
+        | {
+            "top_logprobs": [
+                _entry(tokenizer, other, logprob) for other, logprob in _alternatives(found)
+            ]
+        }
+        for token, found in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], offset: int) -> dict:
+    """The `logprobs` of a completion's choice whose first token begins at character `offset`.
+
+    The alternatives of a token are keyed by text and always hold the token itself.
+    """
+    texts, offsets, tops = [], [], []
+    for token, found in tokens:
+        text = _text(tokenizer, token)
+        top = {_text(tokenizer, other): _finite(value) for other, value in _alternatives(found)}
+        top.setdefault(text, _finite(found.logprob))
+        texts.append(text)
+        offsets.append(offset)
+        tops.append(top)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_finite(found.logprob) for _, found in tokens],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _alternatives(found: TokenLogprobs) -> Iterable[tuple[int, float]]:
+    return zip(found.top_tokens, found.top_logprobs, strict=True)
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
+    text = _text(tokenizer, token)
+    # A token that is part of a character has bytes that its text does not tell.
+    data = None if REPLACEMENT in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": data}
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.decode((token,), skip_special_tokens=False)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,123 @@
+"""Log probabilities in replies, penalties and bias in requests: the forms, and what is refused."""
+
+import pytest
+
+TEXT = "Hello there, general reader."
+
+
+def script(server):
+    return server.tokenizer.encode(TEXT)
+
+
+def text_of(server, token):
+    return server.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def test_chat_logprobs(server):
+    """The end token is not shown, and so are its log probabilities."""
+    choice = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]
+    assert set(choice["logprobs"]) == {"content", "refusal"}
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [text_of(server, t) for t in script(server)]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    for entry, token in zip(content, script(server), strict=True):
+        text, before = text_of(server, token), text_of(server, token - 1)
+        assert entry["logprob"] == -1.25 and bytes(entry["bytes"]).decode() == text
+        tops = [(top["token"], top["logprob"]) for top in entry["top_logprobs"]]
+        assert tops == [(before, -0.5), (text, -1.25)]
+
+
+def test_minus_infinity_is_a_number_in_json(server):
+    choice = server.chat(logprobs=True, top_logprobs=3, max_tokens=1).json()["choices"][0]
+    assert choice["logprobs"]["content"][0]["top_logprobs"][2]["logprob"] == -9999.0
+
+
+def test_part_of_a_character_has_no_bytes(server):
+    server.client.text = "\U0001f995"
+    content = server.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert len(content) > 1
+    assert all(entry["bytes"] is None for entry in content if "\ufffd" in entry["token"])
+    assert any(entry["bytes"] is None for entry in content)
+
+
+@pytest.mark.parametrize(("asked", "entries"), [(0, 1), (1, 2), (2, 2)])
+def test_completion_logprobs(server, asked, entries):
+    """The token itself is always among the alternatives."""
+    choice = server.complete(logprobs=asked, max_tokens=100).json()["choices"][0]
+    found = choice["logprobs"]
+    assert set(found) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert "".join(found["tokens"]) == choice["text"] == TEXT
+    for text, logprob, top, offset in zip(*(found[k] for k in found), strict=True):
+        assert choice["text"][offset:].startswith(text)
+        assert logprob == top[text] == -1.25 and len(top) == entries
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"), [(TEXT, None), (TEXT, "eral re"), ("a \U0001f995 b", None)]
+)
+def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, text, stop):
+    """Offsets too, also where a stop string, or half a character, holds text back."""
+    server.client.text = text
+    fields = {"logprobs": 1, "max_tokens": 100, "stop": stop}
+    whole = server.complete(**fields).json()["choices"][0]["logprobs"]
+    parts = [
+        chunk["choices"][0]["logprobs"]
+        for chunk in chunks(server.complete(stream=True, **fields))
+        if chunk["choices"][0]["logprobs"]
+    ]
+    assert {name: sum((part[name] for part in parts), []) for name in whole} == whole
+
+
+def test_streamed_chat_logprobs_are_those_of_the_whole(server, chunks):
+    fields = {"logprobs": True, "top_logprobs": 1, "n": 2}
+    whole = server.chat(**fields).json()["choices"]
+    streamed = {0: [], 1: []}
+    for chunk in chunks(server.chat(stream=True, **fields)):
+        (choice,) = chunk["choices"]
+        if choice["logprobs"]:
+            streamed[choice["index"]] += choice["logprobs"]["content"]
+    assert all(streamed[c["index"]] == c["logprobs"]["content"] for c in whole)
+
+
+def test_nobody_asks(server):
+    for fields in ({}, {"logprobs": False}, {"logprobs": None}):
+        assert server.chat(**fields).json()["choices"][0]["logprobs"] is None
+        assert server.complete(**fields).json()["choices"][0]["logprobs"] is None
+    assert all(params.logprobs is None for _, _, params in server.client.requests)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("complete", {"logprobs": 21}, "logprobs"),
+        ("complete", {"logprobs": -1}, "logprobs"),
+        ("complete", {"logprobs": True}, "logprobs"),
+        ("complete", {"logprobs": 1, "echo": True}, "logprobs"),
+        ("chat", {"logprobs": 3}, "logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"presence_penalty": 2.5}, "presence_penalty"),
+        ("chat", {"frequency_penalty": "1"}, "frequency_penalty"),
+        ("complete", {"repetition_penalty": 0}, "repetition_penalty"),
+        ("complete", {"logit_bias": {"8192": 1}}, "logit_bias"),
+        ("complete", {"logit_bias": {"-1": 1}}, "logit_bias"),
+        ("complete", {"logit_bias": {"5": 200}}, "logit_bias"),
+        ("complete", {"logit_bias": [5]}, "logit_bias"),
+    ],
+)
+def test_out_of_range(server, error, route, fields, param):
+    assert error(getattr(server, route)(**fields), 400)["param"] == param
+
+
+def test_a_bias_whose_key_is_no_token(server, error):
+    assert error(server.complete(logit_bias={"x": 1}), 400)["param"].startswith("logit_bias")
+
+
+def test_penalties_and_bias_reach_the_engine(server):
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.25}
+    for call in (server.complete, server.chat):
+        assert call(**fields, logit_bias={"5": -100, "7": 2.5}).status_code == 200
+    for _, _, params in server.client.requests:
+        assert {name: getattr(params, name) for name in fields} == fields
+        assert params.logit_bias == ((5, -100.0), (7, 2.5))

@@ -1,0 +1,134 @@
+"""Penalties, bias and log probabilities through the whole engine, against the model's logits."""
+
+import pytest
+import torch
+
+from formats.errors import InputError
+from qserve import LLM, SamplingParams
+
+PROMPTS = ["A process is a process is", "The standard library", "the " * 20]
+PENALTIES = {
+    "frequency": {"frequency_penalty": 0.9},
+    "presence": {"presence_penalty": 2.0},
+    "repetition": {"repetition_penalty": 1.8},
+    "all, and a bias": {
+        "frequency_penalty": -0.2,
+        "presence_penalty": 1.0,
+        "repetition_penalty": 1.3,
+        "logit_bias": {11: 3.0, 13: -100.0},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm(docs_5m):
+    return LLM(docs_5m, device="cpu", max_num_batched_tokens=64, max_num_seqs=8)
+
+
+def run(llm, params, prompts=PROMPTS):
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def greedy(**fields):
+    return SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **fields)
+
+
+def by_hand(llm, prompt, params):
+    """Greedy decoding in plain Python, one token after the other."""
+    ids = llm.get_tokenizer().encode(prompt)
+    output = []
+    for _ in range(params.max_tokens):
+        logits = llm.logits(ids + output)[-1].tolist()
+        for token, value in params.logit_bias:
+            logits[token] += value
+        for token in {*ids, *output}:
+            x, repetition = logits[token], params.repetition_penalty
+            x = x / repetition if x > 0 else x * repetition
+            count = output.count(token)
+            logits[token] = x - params.frequency_penalty * count
+            logits[token] -= params.presence_penalty * (count > 0)
+        output.append(max(range(len(logits)), key=logits.__getitem__))
+    return output
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_are_what_their_definition_says(llm, name):
+    params = greedy(**PENALTIES[name])
+    want = [by_hand(llm, prompt, params) for prompt in PROMPTS]
+    plain = [completion.token_ids for completion in run(llm, greedy())]
+    assert [completion.token_ids for completion in run(llm, params)] == want != plain
+
+
+def test_a_step_in_flight_is_counted(llm):
+    """The host learns a token one step late; the penalties must know it at once."""
+    params = [greedy(), *(greedy(**fields) for fields in PENALTIES.values())]
+    prompts = [PROMPTS[0]] * len(params)
+    want = [completion.token_ids for completion in run(llm, params, prompts)]
+    llm.engine._max_in_flight = 1
+    try:
+        assert [completion.token_ids for completion in run(llm, params, prompts)] == want
+    finally:
+        llm.engine._max_in_flight = 0
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_preempted_requests_keep_their_counts(llm, docs_5m, in_flight):
+    params = greedy(frequency_penalty=0.9)
+    want = [completion.token_ids for completion in run(llm, params, PROMPTS * 2)]
+    small = LLM(
+        docs_5m, device="cpu", max_num_batched_tokens=64, max_num_seqs=6, num_gpu_blocks_override=9
+    )
+    small.engine._max_in_flight = in_flight
+    preempted = []
+    schedule = small.engine.scheduler.schedule
+
+    def counting():
+        plan = schedule()
+        preempted.extend(plan.preempted)
+        return plan
+
+    small.engine.scheduler.schedule = counting
+    assert [completion.token_ids for completion in run(small, params, PROMPTS * 2)] == want
+    assert preempted
+
+
+def test_more_requests_than_rows_of_history(llm):
+    """Rows go from request to request, clean."""
+    params = greedy(presence_penalty=2.0)
+    want = [completion.token_ids for completion in run(llm, params)]
+    assert [completion.token_ids for completion in run(llm, params, PROMPTS * 8)] == want * 8
+
+
+def test_logprobs_are_the_models(llm):
+    params = SamplingParams(
+        temperature=1.5, seed=3, max_tokens=6, ignore_eos=True, logprobs=3, presence_penalty=1.0
+    )
+    (completion,) = run(llm, params, PROMPTS[:1])
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    want = llm.logits(ids + completion.token_ids).log_softmax(-1)[len(ids) - 1 :]
+    assert len(completion.logprobs) == 6
+    for token, found, row in zip(completion.token_ids, completion.logprobs, want, strict=False):
+        values, tokens = row.topk(3)
+        assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert found.top_tokens == tuple(tokens.tolist())
+        torch.testing.assert_close(torch.tensor(found.top_logprobs), values, atol=1e-4, rtol=0)
+
+
+def test_only_who_asks_gets_logprobs(llm):
+    params = [greedy(), greedy(logprobs=0), greedy(logprobs=2)]
+    without, none, two = run(llm, params, [PROMPTS[0]] * 3)
+    assert without.logprobs is None
+    assert all(found.top_tokens == () for found in none.logprobs)
+    assert [found.logprob for found in none.logprobs] == [found.logprob for found in two.logprobs]
+    assert [found.top_tokens[0] for found in two.logprobs] == two.token_ids
+
+
+def test_a_forced_token(llm):
+    (completion,) = run(llm, greedy(logit_bias={77: 100.0}), PROMPTS[:1])
+    assert set(completion.token_ids) == {77}
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(llm):
+    with pytest.raises(InputError, match="logit_bias: token id 8192 is not in 0..8191"):
+        run(llm, greedy(logit_bias={8192: 1.0}))
+    assert not llm.engine.has_work()
