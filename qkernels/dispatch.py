@@ -177,23 +177,13 @@ def _supports_hopper_w8a8(problem: Problem) -> str | None:
     reason = _supports_triton_w8a8(problem)
     if reason is not None:
         return reason
-    if problem.device != "cuda" or not _has_warpgroups():
-        return "needs an sm_90 GPU"
+    if problem.device != "cuda" or not _is_hopper():
+        return "made for the tensor core of sm_90"
     if problem.dtype not in HALF_DTYPES:
         return f"gives float16 and bfloat16, not {problem.dtype}"
     if not _has_gluon():
-        return "this triton has no gluon for sm_90"
+        return "this triton has no Gluon for sm_90"
     return None
-
-
-@functools.cache
-def _has_warpgroups() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
 
 
 def _refuses_activation(activation: ActivationSpec) -> str | None:

@@ -95,7 +95,7 @@ def w8a8_problem(**changes):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
-    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: sm_90)
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
@@ -107,13 +107,13 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
     "sm_90, gluon, changes, reason",
     [
         (False, True, {}, "sm_90"),
-        (True, False, {}, "gluon"),
+        (True, False, {}, "Gluon"),
         (True, True, {"dtype": torch.float32}, "float32"),
         (True, True, {"in_features": 48}, "divisible by 32"),
     ],
 )
 def test_the_sm_90_row_says_why_it_cannot(monkeypatch, sm_90, gluon, changes, reason):
-    monkeypatch.setattr(dispatch, "_has_warpgroups", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: sm_90)
     monkeypatch.setattr(dispatch, "_has_gluon", lambda: gluon)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "hopper_w8a8")
