@@ -131,5 +131,5 @@ def test_every_operation_can_be_measured(name):
     shape = next(iter(op.shapes))
     for each in op.cases(shape, (2,), frozenset(op.baselines) - {"gemlite"}):
         measured = measure(each, H200)
-        assert measured.microseconds > 0 and measured.error < each.allowed_error
+        assert measured.microseconds > 0 and measured.error <= each.allowed_error
         assert all(time > 0 for time in measured.baselines.values())

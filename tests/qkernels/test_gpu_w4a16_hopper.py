@@ -75,7 +75,7 @@ def test_padded_outputs_are_not_written(check, make_weight, half, poison, N):
 @pytest.mark.parametrize("K", [128, 384, 1152])
 def test_a_block_goes_on_with_the_next_tile(check, make_weight, half, poison, K, blocks):
     """12 tiles; 128 inputs are fewer slices than x is loaded ahead."""
-    check(make_weight(500, K, 128, spread=8), random_x(600, K, half), blocks=blocks)
+    check(make_weight(504, K, 128, spread=8), random_x(600, K, half), blocks=blocks)
 
 
 def test_the_weights_have_the_bits_of_packed(make_weight, half):

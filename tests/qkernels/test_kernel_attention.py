@@ -126,6 +126,8 @@ def check(assert_close, tolerance, device, poison):
         ]
         # the bend of a score near zero is a difference of two numbers as large as the cap
         allowed = tolerance(dtype) + (5e-6 if soft_cap else 0)
+        # a score as large as the scales is rounded in float32 before it becomes a power
+        allowed += 2**-24 * max(1, spread)
         for gluon, got in zip(bodies, results, strict=True):
             assert_close(f"paged attention, gluon {gluon}", torch.cat(want), got, allowed)
         return results[-1]
