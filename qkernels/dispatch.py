@@ -10,14 +10,13 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
-from qkernels.launch import lacks_hopper_body
+from qkernels.launch import lacks_gluon
 from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_MIN_BLOCK_K, linear_block_k
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -121,7 +120,7 @@ def _supports_triton_weight_only(problem: Problem, bits: int) -> str | None:
 
 def _note_w4a16_body(problem: Problem) -> str:
     """Which body runs where tiles.py prefers the Hopper one: it chooses by the number of rows."""
-    lacks = lacks_hopper_body(torch.device(problem.device))
+    lacks = lacks_gluon(torch.device(problem.device))
     group = problem.spec.group_length(problem.in_features)
     if lacks is None and linear_block_k(group) != LINEAR_MAX_BLOCK_K:
         lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
@@ -177,13 +176,9 @@ def _supports_hopper_w8a8(problem: Problem) -> str | None:
     reason = _supports_triton_w8a8(problem)
     if reason is not None:
         return reason
-    if problem.device != "cuda" or not _is_hopper():
-        return "made for the tensor core of sm_90"
     if problem.dtype not in HALF_DTYPES:
         return f"gives float16 and bfloat16, not {problem.dtype}"
-    if not _has_gluon():
-        return "this triton has no Gluon for sm_90"
-    return None
+    return lacks_gluon(torch.device(problem.device))
 
 
 def _refuses_activation(activation: ActivationSpec) -> str | None:
@@ -315,29 +310,10 @@ def _supports_triton_kv_write(problem: Problem) -> str | None:
     return reason or _refuses_pages(problem)
 
 
-@functools.cache
-def _is_hopper() -> bool:
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == 9
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    """Whether this triton can write Hopper's own instructions; looked up without importing it."""
-    spec = importlib.util.find_spec("triton")
-    inside = "experimental/gluon/language/nvidia/hopper"
-    return any((Path(path) / inside).is_dir() for path in spec.submodule_search_locations or ())
-
-
 def _supports_hopper_attention(problem: Problem) -> str | None:
-    reason = _needs_triton(problem)
+    reason = _needs_triton(problem) or lacks_gluon(torch.device(problem.device))
     if reason is not None:
         return reason
-    if problem.device != "cuda":
-        return "triton's interpreter knows no Gluon"
-    if not _is_hopper():
-        return "made for the tensor core of sm_90"
-    if not _has_gluon():
-        return "this triton has no Gluon for sm_90"
     if not problem.chunk:
         return "made for the many rows of a prompt chunk"
     if problem.dtype not in HALF_DTYPES:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import os
 
 import torch
@@ -15,7 +14,7 @@ from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# The first triton whose Gluon has what the Hopper bodies use.
+# The first triton whose Gluon has what the kernels for Hopper use.
 GLUON_TRITON = (3, 6)
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
@@ -54,23 +53,19 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @functools.cache
-def has_gluon(device: torch.device) -> bool:
-    """Whether kernels with explicit layouts run: on Hopper, with a triton that has them."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == 9
-        and importlib.util.find_spec("triton.experimental.gluon") is not None
-    )
+def lacks_gluon(device: torch.device) -> str | None:
+    """Why kernels in Gluon for Hopper cannot run on `device`; None: they can.
 
-
-@functools.cache
-def lacks_hopper_body(device: torch.device) -> str | None:
-    """Why a body in Gluon for sm_90 cannot run on `device`; None: it can."""
-    if INTERPRETED or not torch.cuda.is_available():
-        return "no GPU here"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"written for sm_90, not sm_{capability[0]}{capability[1]}"
+    Where torch sees no GPU, a "cuda" device is taken for a Hopper one: only `explain` asks there.
+    """
+    if INTERPRETED:
+        return "triton's interpreter knows no Gluon"
+    if device.type != "cuda":
+        return f"runs on cuda, not on {device.type}"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"written for sm_90, not sm_{capability[0]}{capability[1]}"
     version = importlib.metadata.version("triton")
     if tuple(int(part) for part in version.split(".")[:2]) < GLUON_TRITON:
         return f"written for triton {GLUON_TRITON[0]}.{GLUON_TRITON[1]} and later, not {version}"

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import has_gluon, on_device, sm_count, tile_table_of
+from qkernels.launch import lacks_gluon, on_device, sm_count, tile_table_of
 from qkernels.tiles import AttentionTile, attention_tile, ceil_div, power_of_two
 
 LOG2_E = math.log2(math.e)
@@ -168,12 +168,10 @@ def gluon_refuses(
         return f"takes bfloat16 queries, not {q_THD.dtype}"
     if D not in (64, 128):
         return f"takes heads of 64 or 128, not {D}"
-    if not has_gluon(q_THD.device):
-        return "needs a GPU of compute capability 9.0 and a triton with gluon"
     for pages in (k_pages_PBJD, v_pages_PBJD):
         if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
             return "takes pages whose rows start at multiples of 16 bytes"
-    return None
+    return lacks_gluon(q_THD.device)
 
 
 def alignment(*strides: int) -> int:

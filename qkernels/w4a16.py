@@ -16,7 +16,7 @@ from formats.packed import PackedWeight
 from qkernels.launch import (
     INTERPRETED,
     has_dependent_launch,
-    lacks_hopper_body,
+    lacks_gluon,
     on_device,
     sm_count,
     tile_table_of,
@@ -198,7 +198,7 @@ def _chosen_tile(
     if row:
         return row.tile
     tile = None
-    if bits == 4 and lacks_hopper_body(device) is None:
+    if bits == 4 and lacks_gluon(device) is None:
         tile = linear_hopper_tile(M, N, K, group, sm_count(device))
     return tile or linear_tile(M, N, K, group, sm_count(device))
 

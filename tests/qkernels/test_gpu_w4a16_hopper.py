@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkernels import ops
-from qkernels.launch import lacks_hopper_body
+from qkernels.launch import lacks_gluon
 from qkernels.tiles import (
     LINEAR_HOPPER_BLOCK_M,
     LINEAR_HOPPER_BLOCK_N,
@@ -18,7 +18,7 @@ w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        lacks_hopper_body(torch.device("cuda", 0)) is not None,
+        not torch.cuda.is_available() or lacks_gluon(torch.device("cuda", 0)) is not None,
         reason="needs an sm_90 GPU and a triton with gluon",
     ),
 ]

@@ -1,5 +1,6 @@
 """What the public operations refuse, which kernel they pick, and what importing them loads."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from formats.errors import InputError
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import dispatch, explain, ops
+from qkernels import dispatch, explain, launch, ops
 from qkernels.errors import KernelError
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
@@ -63,11 +64,11 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
         spec = QuantSpec(bits=4, symmetric=True, group_size=group)
         return explain("linear", **linear_problem(spec=spec, in_features=256))[0].reason
 
-    monkeypatch.setattr(dispatch, "lacks_hopper_body", lambda device: None)
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
     assert note(128).endswith("many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
     assert note(64).endswith("takes groups divisible by 128, not 64")
-    monkeypatch.setattr(dispatch, "lacks_hopper_body", lambda device: "written for sm_90")
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90")
     assert note(128).endswith("all rows take the portable body; the Hopper body: written for sm_90")
 
 
@@ -95,7 +96,7 @@ def w8a8_problem(**changes):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: sm_90)
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
@@ -104,17 +105,15 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
 
 
 @pytest.mark.parametrize(
-    "sm_90, gluon, changes, reason",
+    "lacks, changes, reason",
     [
-        (False, True, {}, "sm_90"),
-        (True, False, {}, "Gluon"),
-        (True, True, {"dtype": torch.float32}, "float32"),
-        (True, True, {"in_features": 48}, "divisible by 32"),
+        ("written for sm_90", {}, "sm_90"),
+        (None, {"dtype": torch.float32}, "float32"),
+        (None, {"in_features": 48}, "divisible by 32"),
     ],
 )
-def test_the_sm_90_row_says_why_it_cannot(monkeypatch, sm_90, gluon, changes, reason):
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: sm_90)
-    monkeypatch.setattr(dispatch, "_has_gluon", lambda: gluon)
+def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: lacks)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "hopper_w8a8")
     assert not row.taken and reason in row.reason
@@ -268,23 +267,38 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
     monkeypatch, changes, reason
 ):
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
     row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
     assert row.name == "triton_hopper" and row.taken == (reason is None)
     assert reason is None or reason in row.reason
 
 
-def test_other_gpus_and_old_tritons_take_the_portable_attention(monkeypatch):
+def test_other_gpus_take_the_portable_attention(monkeypatch):
     pytest.importorskip("triton")
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
-    for name, reason in (("_is_hopper", "sm_90"), ("_has_gluon", "Gluon")):
-        for other in ("_is_hopper", "_has_gluon"):
-            monkeypatch.setattr(dispatch, other, lambda other=other, name=name: other != name)
-        rows = explain("paged_attention", **problem, chunk=True)
-        assert taken(rows) == ["triton"] and reason in rows[0].reason
-    monkeypatch.undo()
-    assert dispatch._has_gluon()
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
+    rows = explain("paged_attention", **problem, chunk=True)
+    assert taken(rows) == ["triton"] and "sm_80" in rows[0].reason
+
+
+@pytest.mark.parametrize(
+    "capability, version, reason",
+    [
+        ((9, 0), "3.6.0", None),
+        ((9, 0), "3.10.1", None),
+        ((9, 0), "3.5.1", "triton 3.6 and later, not 3.5.1"),
+        ((8, 0), "3.6.0", "sm_90, not sm_80"),
+        ((12, 0), "3.6.0", "sm_90, not sm_120"),
+    ],
+)
+def test_gluon_needs_hopper_and_a_recent_triton(monkeypatch, capability, version, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    found = launch.lacks_gluon.__wrapped__(torch.device("cuda", 0))
+    assert found is None if reason is None else reason in found
+    assert "cpu" in launch.lacks_gluon.__wrapped__(torch.device("cpu"))
 
 
 def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
