@@ -44,9 +44,10 @@ from qkernels.attention_hopper_load import (
     wait_tile,
     word_of_tile,
 )
+from qkernels.attention_tiles import CHUNK_ROWS, chunk_split
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.paged_attention import LOG2_E, _merge_parts
-from qkernels.tiles import CHUNK_ROWS, ceil_div, chunk_split, power_of_two
+from qkernels.tiles import ceil_div, power_of_two
 
 REGISTERS = 168  # of a thread at launch: 12 warps, which then share them out anew
 
@@ -68,7 +69,7 @@ def paged_attention(
     v_scales_PBJ: None = None,
     split: int | None = None,
 ) -> torch.Tensor:
-    """As ops.paged_attention, for rows that dispatch.py lets through; `split` replaces tiles.py's.
+    """As ops.paged_attention, where dispatch.py takes it; `split` overrides chunk_split.
 
     Uses a counter of the device's workspace, so calls on one device must follow each other.
     """

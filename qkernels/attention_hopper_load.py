@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from qkernels.tiles import CHUNK_KEYS, CHUNK_ROWS, CHUNK_STAGES
+from qkernels.attention_tiles import CHUNK_KEYS, CHUNK_ROWS, CHUNK_STAGES
 
 ROWS = gl.constexpr(CHUNK_ROWS)
 HALF = gl.constexpr(CHUNK_ROWS // 2)  # rows of a warpgroup

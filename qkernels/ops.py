@@ -15,11 +15,11 @@ import torch
 from formats.scheme import ActivationSpec
 from formats.weights import Weight
 from qkernels import dispatch
+from qkernels.attention_tiles import ATTENTION_FEW_ROWS
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
 from qkernels.sample_settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
-from qkernels.tiles import ATTENTION_FEW_ROWS
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}

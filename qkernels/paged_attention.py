@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.launch import lacks_gluon, on_device, sm_count, tile_table_of
-from qkernels.tiles import AttentionTile, attention_tile, ceil_div, power_of_two
+from qkernels.tiles import ceil_div, power_of_two
 
 LOG2_E = math.log2(math.e)
 
@@ -41,7 +42,7 @@ def paged_attention(
     v_scales_PBJ: torch.Tensor | None = None,
     tile: AttentionTile | None = None,
 ) -> torch.Tensor:
-    """As ops.paged_attention; `tile` replaces the choice of tiles.py."""
+    """As ops.paged_attention; `tile` replaces the choice of attention_tiles.py."""
     T, H, D = q_THD.shape
     R, J = context_lengths_R.shape[0], k_pages_PBJD.shape[2]
     if q_THD.stride(2) != 1:

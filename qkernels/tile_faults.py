@@ -4,13 +4,12 @@ Tiles come from tiles.py, which a test holds to these, or from a file, which is 
 read: a split that overran the workspace would write over other memory.
 """
 
+from qkernels.attention_tiles import ATTENTION_MAX_SPLIT, AttentionTile
+from qkernels.int8_tiles import Int8Tile
 from qkernels.tiles import (
-    ATTENTION_MAX_SPLIT,
     LINEAR_COUNTERS,
     LINEAR_TILE_N,
     LINEAR_WORKSPACE_FLOATS,
-    AttentionTile,
-    Int8Tile,
     LinearTile,
     ceil_div,
     linear_block_k,

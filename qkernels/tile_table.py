@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qkernels import tile_faults, tiles
+from qkernels import tile_faults
+from qkernels.attention_tiles import AttentionTile
 from qkernels.errors import KernelError
+from qkernels.int8_tiles import Int8Tile
+from qkernels.tiles import LinearTile, power_of_two
 
 FORMAT = 1
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"
 
-Tile = tiles.LinearTile | tiles.Int8Tile | tiles.AttentionTile
+Tile = LinearTile | Int8Tile | AttentionTile
 Key = tuple[object, ...]
 
 
@@ -51,18 +54,18 @@ class TunedOp:
 
 OPS: dict[str, TunedOp] = {
     "w4a16": TunedOp(
-        tiles={tiles.LinearTile: tile_faults.linear_tile_fault},
+        tiles={LinearTile: tile_faults.linear_tile_fault},
         exact=("N", "K", "group", "bits"),
         bucketed=("M",),
         can_be_none=True,
     ),
     "w8a8": TunedOp(
-        tiles={tiles.Int8Tile: tile_faults.int8_tile_fault},
+        tiles={Int8Tile: tile_faults.int8_tile_fault},
         exact=("N", "K", "integers"),
         bucketed=("M",),
     ),
     "paged_attention": TunedOp(
-        tiles={tiles.AttentionTile: tile_faults.attention_tile_fault},
+        tiles={AttentionTile: tile_faults.attention_tile_fault},
         exact=("num_kv_heads", "heads_per_kv_head", "head_dim", "element_size", "window"),
         bucketed=("num_requests", "max_query_len", "max_context_len"),
     ),
@@ -71,7 +74,7 @@ OPS: dict[str, TunedOp] = {
 
 def bucket(count: int) -> int:
     """The largest count that shares a row with this one: 1, 16, then powers of two."""
-    return 1 if count == 1 else max(16, tiles.power_of_two(count))
+    return 1 if count == 1 else max(16, power_of_two(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

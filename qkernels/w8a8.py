@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from formats.fp8 import Fp8Weight
 from formats.weights import Weight
 from qkernels.act_quant import quantize_input
+from qkernels.int8_tiles import Int8Tile, fitted, int8_tile
 from qkernels.launch import (
     has_dependent_launch,
     on_device,
@@ -26,7 +27,7 @@ from qkernels.launch import (
     workspace,
 )
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import Int8Tile, ceil_div, fitted, int8_tile
+from qkernels.tiles import ceil_div
 
 BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
 
@@ -80,7 +81,7 @@ def linear_codes(
     *,
     tile: Int8Tile | None = None,
 ) -> torch.Tensor:
-    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
+    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces that of int8_tiles.py."""
     N, K = weight.out_features, weight.in_features
     M = codes_MK.shape[0]
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=codes_MK.device)

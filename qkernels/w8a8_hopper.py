@@ -27,9 +27,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from formats.weights import Weight
 from qkernels import w8a8
 from qkernels.act_quant import quantize_input
+from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 
 # named differently in triton 3.6 and 3.9
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -70,7 +70,7 @@ def linear_codes(
     *,
     tile: Int8HopperTile | None = None,
 ) -> torch.Tensor:
-    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
+    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces that of int8_tiles.py."""
     (M, K), N = codes_MK.shape, weight.out_features
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)

@@ -16,18 +16,12 @@ from pathlib import Path
 import torch
 
 from qkernels import launch, tile_table
+from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
+from qkernels.int8_tiles import Int8Tile, int8_tile
 from qkernels.tile_table import Tile, TileRow, TileTable
-from qkernels.tiles import (
-    LINEAR_MAX_ROWS,
-    AttentionTile,
-    Int8Tile,
-    LinearTile,
-    attention_tile,
-    int8_tile,
-    linear_tile,
-)
+from qkernels.tiles import LINEAR_MAX_ROWS, LinearTile, linear_tile
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5

@@ -33,14 +33,9 @@ from qkernels import (
     w8a8,
     w8a8_hopper,
 )
-from qkernels.tiles import (
-    INT8_HOPPER_BLOCK_K,
-    LinearHopperTile,
-    attention_tile,
-    int8_hopper_tile,
-    int8_tile,
-    linear_tile,
-)
+from qkernels.attention_tiles import attention_tile
+from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
+from qkernels.tiles import LinearHopperTile, linear_tile
 
 BF16 = "*bf16"
 LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}

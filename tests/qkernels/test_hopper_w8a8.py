@@ -6,9 +6,9 @@ import torch
 from formats.scheme import Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
+from qkernels.int8_tiles import Int8HopperTile, int8_hopper_tile
 from qkernels.launch import workspace
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import Int8HopperTile, int8_hopper_tile
 
 hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qkernels import paged_attention
+from qkernels.attention_tiles import attention_tile
 from qkernels.launch import sm_count
-from qkernels.tiles import attention_tile
 
 
 def exact(q, k, v, count, length, scale, window, soft_cap):

@@ -32,8 +32,9 @@ from qkernels import (
     w8a8,
 )
 from qkernels.bench.tune import OPTIONS
+from qkernels.int8_tiles import Int8Tile
 from qkernels.sample_settings import SampleRow, SampleSettings
-from qkernels.tiles import LINEAR_MAX_ROWS, Int8Tile, LinearTile
+from qkernels.tiles import LINEAR_MAX_ROWS, LinearTile
 from tests.qkernels import fuzz
 from tests.qkernels.fuzz import FuzzedOp
 

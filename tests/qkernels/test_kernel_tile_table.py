@@ -5,8 +5,10 @@ import torch
 from formats.scheme import CHANNEL, Scheme
 from formats.weights import with_activation
 from qkernels import launch, ops, paged_attention, w4a16, w8a8
+from qkernels.attention_tiles import AttentionTile
+from qkernels.int8_tiles import Int8Tile
 from qkernels.tile_table import TileRow
-from qkernels.tiles import AttentionTile, Int8Tile, LinearTile
+from qkernels.tiles import LinearTile
 
 
 def row(op, problem, tile):

@@ -9,8 +9,8 @@ from formats.packed import PackedWeight
 from formats.scheme import FIXED_SCHEMES, ActivationSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import ops, reference, w8a8
+from qkernels.int8_tiles import Int8Tile
 from qkernels.launch import workspace
-from qkernels.tiles import Int8Tile
 
 ACTIVATIONS = {
     "int8": ActivationSpec(),

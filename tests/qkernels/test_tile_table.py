@@ -6,18 +6,11 @@ import json
 import pytest
 
 from qkernels import tile_faults, tile_table
+from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.errors import KernelError
+from qkernels.int8_tiles import Int8Tile, int8_tile
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
-from qkernels.tiles import (
-    LINEAR_COUNTERS,
-    LINEAR_WORKSPACE_FLOATS,
-    AttentionTile,
-    Int8Tile,
-    LinearTile,
-    attention_tile,
-    int8_tile,
-    linear_tile,
-)
+from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS, LinearTile, linear_tile
 
 GPU = "NVIDIA H200"
 LINEAR = {"N": 6144, "K": 4096, "group": 128, "bits": 4}

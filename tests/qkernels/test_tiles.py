@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from qkernels.tiles import (
+from qkernels.attention_tiles import (
     ATTENTION_MAX_SPLIT,
     CHUNK_MAX_SPLIT,
+    attention_tile,
+    chunk_split,
+)
+from qkernels.int8_tiles import fitted, int8_hopper_tile, int8_tile
+from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
-    attention_tile,
     ceil_div,
-    chunk_split,
-    fitted,
-    int8_hopper_tile,
-    int8_tile,
     linear_block_k,
     linear_hopper_tile,
     linear_padded_n,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qkernels import launch, tile_table
+from qkernels.attention_tiles import AttentionTile
 from qkernels.bench import tune as tune_module
 from qkernels.bench.table import run_tune, select
 from qkernels.bench.tune import (
@@ -20,7 +21,7 @@ from qkernels.bench.tune import (
     starts,
 )
 from qkernels.errors import KernelError
-from qkernels.tiles import AttentionTile, LinearTile
+from qkernels.tiles import LinearTile
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 NO_TABLE = "the kernel for sm_90 reads no table of tiles"
