@@ -16,13 +16,22 @@ from formats.scheme import ActivationSpec
 from formats.weights import Weight
 from qkernels import dispatch
 from qkernels.attention_tiles import ATTENTION_FEW_ROWS
+from qkernels.checks import (
+    CODE_DTYPES,
+    can_copy_in_bulk,
+    check_dense_heads,
+    check_float,
+    check_kv_write,
+    check_quantized,
+    check_rope,
+    check_scales,
+    check_tensor,
+    expect_ndim,
+)
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
 from qkernels.sample_settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
-
-INDEX_DTYPES = (torch.int32, torch.int64)
-CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
 
 
 def prepare_weight(
@@ -71,7 +80,7 @@ def linear(
             "prepare the weight for this dtype and device",
         )
     if bias is not None:
-        _check("linear bias", bias, (weight.out_features,), (x.dtype,), x)
+        check_tensor("linear bias", bias, (weight.out_features,), (x.dtype,), x)
     if weight.input_order is not None:
         x = x.index_select(-1, weight.input_order)
     return dispatch.linear_module(weight.kernel).linear(x, weight, bias)
@@ -88,7 +97,7 @@ def quantize_input(
     Codes are int8 or float8_e4m3fn. `scale` [] float32 is that of a static activation, else None.
     `kernel` names a row of qkernels.dispatch instead of the best one.
     """
-    _check_quantized("quantize_input", x_MK, activation, scale)
+    check_quantized("quantize_input", x_MK, activation, scale)
     return _run_quantized("quantize_input", x_MK, x_MK.shape[1], activation, kernel)(
         x_MK, activation, scale
     )
@@ -102,8 +111,8 @@ def quantize_input_asymmetric(
     Returns (codes [M, K], scales [M, 1] float32, zeros [M, 1] int32): x is about scale * (code -
     zero), and 0 is exact. For `linear_codes`.
     """
-    _check_float("quantize_input_asymmetric x", x_MK)
-    _expect_ndim("quantize_input_asymmetric x", x_MK, 2)
+    check_float("quantize_input_asymmetric x", x_MK)
+    expect_ndim("quantize_input_asymmetric x", x_MK, 2)
     problem = Problem(
         device=x_MK.device.type, dtype=x_MK.dtype, requested=kernel, in_features=x_MK.shape[1]
     )
@@ -120,8 +129,8 @@ def rms_norm_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_input(rms_norm(x)) of x [M, C], in one pass."""
     op = "rms_norm_quantize"
-    _check_quantized(op, x_MC, activation, scale)
-    _check(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    check_quantized(op, x_MC, activation, scale)
+    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
     run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
     return run(x_MC, weight_C, eps, activation, scale)
 
@@ -137,9 +146,9 @@ def add_rms_norm_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (*quantize_input(rms_norm(x + residual)), x + residual), all new."""
     op = "add_rms_norm_quantize"
-    _check_quantized(op, x_MC, activation, scale)
-    _check(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
-    _check(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    check_quantized(op, x_MC, activation, scale)
+    check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
+    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
     run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
     return run(x_MC, residual_MC, weight_C, eps, activation, scale)
 
@@ -152,7 +161,7 @@ def silu_and_mul_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_input(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
     op = "silu_and_mul_quantize"
-    _check_quantized(op, x_M2I, activation, scale)
+    check_quantized(op, x_M2I, activation, scale)
     if x_M2I.shape[1] % 2:
         raise KernelError(f"{op} x", f"expected an even last dim, found {list(x_M2I.shape)}")
     run = _run_quantized(op, x_M2I, x_M2I.shape[1] // 2, activation, kernel)
@@ -176,19 +185,19 @@ def linear_codes(
     if weight.activation is None or weight.activation.per == "group":
         raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")
     wanted = CODE_DTYPES[weight.activation.type]
-    _check("linear_codes codes", codes_MK, (None, weight.in_features), (wanted,), codes_MK)
+    check_tensor("linear_codes codes", codes_MK, (None, weight.in_features), (wanted,), codes_MK)
     if codes_MK.device != weight.device:
         raise KernelError(
             "linear_codes codes", f"expected them on {weight.device}, found {codes_MK.device}"
         )
     rows = codes_MK.shape[0]
-    _check("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
+    check_tensor("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
     if bias is not None:
-        _check("linear_codes bias", bias, (weight.out_features,), (weight.dtype,), codes_MK)
+        check_tensor("linear_codes bias", bias, (weight.out_features,), (weight.dtype,), codes_MK)
     if zeros_M1 is not None:
         if weight.activation.type != "int":
             raise KernelError("linear_codes zeros", "expected None for float8 codes")
-        _check("linear_codes zeros", zeros_M1, (rows, 1), (torch.int32,), codes_MK)
+        check_tensor("linear_codes zeros", zeros_M1, (rows, 1), (torch.int32,), codes_MK)
     if weight.input_order is not None:
         codes_MK = codes_MK.index_select(-1, weight.input_order)
     module = dispatch.linear_module(weight.kernel)
@@ -197,8 +206,8 @@ def linear_codes(
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm of x [..., C] over its last dim, times weight [C]; float32 inside."""
-    _check_float("rms_norm x", x)
-    _check("rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    check_float("rms_norm x", x)
+    check_tensor("rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
     return _run("rms_norm", x)(x, weight_C, eps)
 
 
@@ -206,15 +215,15 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual), both new."""
-    _check_float("add_rms_norm x", x)
-    _check("add_rms_norm residual", residual, x.shape, (x.dtype,), x)
-    _check("add_rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    check_float("add_rms_norm x", x)
+    check_tensor("add_rms_norm residual", residual, x.shape, (x.dtype,), x)
+    check_tensor("add_rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
     return _run("add_rms_norm", x)(x, residual, weight_C, eps)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x [..., 2 I], gate beside up: [..., I]."""
-    _check_float("silu_and_mul x", x)
+    check_float("silu_and_mul x", x)
     if x.shape[-1] % 2:
         raise KernelError("silu_and_mul x", f"expected an even last dim, found {list(x.shape)}")
     return _run("silu_and_mul", x)(x)
@@ -232,7 +241,7 @@ def apply_rope(
     `width` may be less than D, then the other channels pass through. Channels c and c + width/2
     make a pair.
     """
-    _check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
+    check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
     return _run("apply_rope", q_THD)(q_THD, k_TJD, cos_sin, positions_T)
 
 
@@ -257,8 +266,8 @@ def write_kv_(
     any strides: one for all slots is `scale.expand(P, B, J)`.
     """
     op = "write_kv_"
-    _check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
-    _check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+    check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
     _run_pages(op, k_TJD, k_pages_PBJD)(
         k_TJD,
         v_TJD,
@@ -293,14 +302,14 @@ def rope_write_kv_(
     With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first.
     """
     op = "rope_write_kv_"
-    _check_rope(op, q_THD, k_TJD, cos_sin, positions_T)
-    _check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
-    _check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    check_rope(op, q_THD, k_TJD, cos_sin, positions_T)
+    check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+    check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
     if (q_norm_D is None) != (k_norm_D is None):
         raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
     if q_norm_D is not None:
         for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
-            _check(f"{op} {name}", norm, q_THD.shape[-1:], (q_THD.dtype,), q_THD)
+            check_tensor(f"{op} {name}", norm, q_THD.shape[-1:], (q_THD.dtype,), q_THD)
     return _run_pages(op, q_THD, k_pages_PBJD)(
         q_THD,
         k_TJD,
@@ -348,16 +357,16 @@ def paged_attention(
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
     """
-    _check_float("paged_attention q", q_THD)
-    _, heads, head_dim = _expect_ndim("paged_attention q", q_THD, 3)
+    check_float("paged_attention q", q_THD)
+    _, heads, head_dim = expect_ndim("paged_attention q", q_THD, 3)
     pages_shape = (None, None, None, head_dim)
     dtypes = (q_THD.dtype, *CODE_DTYPES.values())
-    _check("paged_attention k_pages", k_pages_PBJD, pages_shape, dtypes, q_THD)
+    check_tensor("paged_attention k_pages", k_pages_PBJD, pages_shape, dtypes, q_THD)
     v_dtypes = (k_pages_PBJD.dtype,)
-    _check("paged_attention v_pages", v_pages_PBJD, k_pages_PBJD.shape, v_dtypes, q_THD)
-    _check_scales("paged_attention", q_THD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    check_tensor("paged_attention v_pages", v_pages_PBJD, k_pages_PBJD.shape, v_dtypes, q_THD)
+    check_scales("paged_attention", q_THD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
     for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
-        _check_dense_heads(f"paged_attention {name}", pages)
+        check_dense_heads(f"paged_attention {name}", pages)
     if k_pages_PBJD.shape[2] == 0 or heads % k_pages_PBJD.shape[2]:
         raise KernelError(
             "paged_attention q",
@@ -365,9 +374,9 @@ def paged_attention(
         )
     requests = context_lengths_R.shape[0]
     int32 = (torch.int32,)
-    _check("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)
-    _check("paged_attention query_starts", query_starts_R1, (requests + 1,), int32, q_THD)
-    _check("paged_attention context_lengths", context_lengths_R, (requests,), int32, q_THD)
+    check_tensor("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)
+    check_tensor("paged_attention query_starts", query_starts_R1, (requests + 1,), int32, q_THD)
+    check_tensor("paged_attention context_lengths", context_lengths_R, (requests,), int32, q_THD)
     if window is not None and window < 1:
         raise KernelError("paged_attention window", f"expected None or at least 1, found {window}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
@@ -389,7 +398,7 @@ def paged_attention(
         pages_dtype=k_pages_PBJD.dtype,
         soft_cap=soft_cap is not None,
         chunk=chunk,
-        bulk_pages=not chunk or _can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
+        bulk_pages=not chunk or can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
     )
     return dispatch.implementation("paged_attention", problem)(
         q_THD,
@@ -421,18 +430,18 @@ def sample_(
     row's draw depends on nothing but that row. INVALID_TOKEN stands for a row that holds NaN.
     `kernel` names a row of qkernels.dispatch instead of the best one.
     """
-    _check_float("sample_ logits", logits_SV)
-    rows, vocabulary = _expect_ndim("sample_ logits", logits_SV, 2)
+    check_float("sample_ logits", logits_SV)
+    rows, vocabulary = expect_ndim("sample_ logits", logits_SV, 2)
     if not 0 < vocabulary < 2**31 - 1:
         raise KernelError("sample_ logits", f"expected at least one column, found {vocabulary}")
     int64 = (torch.int64,)
-    _check("sample_ settings", settings.words_SP, (rows, NUM_WORDS), int64, logits_SV)
-    _check("sample_ bias", settings.bias_E, (None,), int64, logits_SV)
+    check_tensor("sample_ settings", settings.words_SP, (rows, NUM_WORDS), int64, logits_SV)
+    check_tensor("sample_ bias", settings.bias_E, (None,), int64, logits_SV)
     if settings.num_logprobs > MAX_LOGPROBS:
         found = settings.num_logprobs
         raise KernelError("sample_ num_logprobs", f"expected at most {MAX_LOGPROBS}, found {found}")
     if history_WV is not None:
-        _check("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
+        check_tensor("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
         if not history_WV.is_contiguous():
             raise KernelError("sample_ history", "expected a contiguous table")
     problem = Problem(device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel)
@@ -456,18 +465,6 @@ def _run_quantized(
     return dispatch.implementation(op, problem)
 
 
-def _check_quantized(
-    op: str, x: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None
-) -> None:
-    _check_float(f"{op} x", x)
-    _expect_ndim(f"{op} x", x, 2)
-    if (scale is None) != activation.dynamic:
-        expected = "None" if activation.dynamic else "one number"
-        raise KernelError(f"{op} scale", f"expected {expected} for {activation}")
-    if scale is not None:
-        _check(f"{op} scale", scale, (), (torch.float32,), x)
-
-
 def _run_pages(op: str, x_THD: torch.Tensor, pages_PBJD: torch.Tensor):
     problem = Problem(
         device=x_THD.device.type,
@@ -477,109 +474,3 @@ def _run_pages(op: str, x_THD: torch.Tensor, pages_PBJD: torch.Tensor):
         pages_dtype=pages_PBJD.dtype,
     )
     return dispatch.implementation(op, problem)
-
-
-def _check_rope(
-    op: str,
-    q_THD: torch.Tensor,
-    k_TJD: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions_T: torch.Tensor,
-) -> None:
-    _check_float(f"{op} q", q_THD)
-    tokens, _, head_dim = _expect_ndim(f"{op} q", q_THD, 3)
-    _check(f"{op} k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
-    _check(f"{op} cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
-    if cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
-        raise KernelError(
-            f"{op} cos_sin", f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}"
-        )
-    _check(f"{op} positions", positions_T, (tokens,), INDEX_DTYPES, q_THD)
-
-
-def _check_kv_write(
-    op: str,
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
-    slots_T: torch.Tensor,
-) -> None:
-    _check_float(f"{op} k", k_TJD)
-    tokens, heads, head_dim = _expect_ndim(f"{op} k", k_TJD, 3)
-    _check(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
-    dtypes = (k_TJD.dtype, *CODE_DTYPES.values())
-    _check(f"{op} k_pages", k_pages_PBJD, (None, None, heads, head_dim), dtypes, k_TJD)
-    _check(f"{op} v_pages", v_pages_PBJD, k_pages_PBJD.shape, (k_pages_PBJD.dtype,), k_TJD)
-    _check(f"{op} slots", slots_T, (tokens,), INDEX_DTYPES, k_TJD)
-    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
-        _check_dense_heads(f"{op} {name}", pages)
-
-
-def _check_scales(
-    op: str,
-    x: torch.Tensor,
-    pages_PBJD: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None,
-    v_scales_PBJ: torch.Tensor | None,
-) -> None:
-    """Raise KernelError unless 8-bit pages, and only they, have their scales."""
-    coded = pages_PBJD.dtype in CODE_DTYPES.values()
-    for name, scales in (("k_scales", k_scales_PBJ), ("v_scales", v_scales_PBJ)):
-        if (scales is not None) != coded:
-            expected = "one for each slot and KV head" if coded else "None"
-            found = "None" if coded else "some"
-            raise KernelError(
-                f"{op} {name}", f"expected {expected} for {pages_PBJD.dtype} pages, found {found}"
-            )
-        if coded:
-            _check(f"{op} {name}", scales, pages_PBJD.shape[:3], (torch.float32,), x)
-
-
-def _expect_ndim(name: str, tensor: torch.Tensor, ndim: int) -> torch.Size:
-    if tensor.ndim != ndim:
-        raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
-    return tensor.shape
-
-
-def _check_float(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in dispatch.FLOAT_DTYPES:
-        raise KernelError(name, f"expected float16, bfloat16 or float32, found {tensor.dtype}")
-
-
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    beside: torch.Tensor,
-) -> None:
-    """Raise KernelError unless shape (None: any), dtype and device (`beside`'s) are as expected."""
-    fits = tensor.ndim == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise KernelError(name, f"expected [{wanted}], found {list(tensor.shape)}")
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
-    if tensor.device != beside.device:
-        raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
-
-
-def _can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
-    return all(
-        number % 16 == 0
-        for tensor in tensors
-        for number in (
-            tensor.data_ptr(),
-            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
-        )
-    )
-
-
-def _check_dense_heads(name: str, pages: torch.Tensor) -> None:
-    if pages.stride(-1) != 1:
-        raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")

@@ -1,0 +1,131 @@
+"""What operations expect of their tensors. Knows shapes, dtypes and devices, no kernel.
+
+Each function takes the name that its KernelError gives the argument. Legend as in ops.py.
+"""
+
+import torch
+
+from formats.scheme import ActivationSpec
+from qkernels.dispatch import FLOAT_DTYPES
+from qkernels.errors import KernelError
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
+
+
+def expect_ndim(name: str, tensor: torch.Tensor, ndim: int) -> torch.Size:
+    if tensor.ndim != ndim:
+        raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
+    return tensor.shape
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise KernelError(name, f"expected float16, bfloat16 or float32, found {tensor.dtype}")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    beside: torch.Tensor,
+) -> None:
+    """Raise KernelError unless shape (None: any), dtype and device (`beside`'s) are as expected."""
+    fits = tensor.ndim == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise KernelError(name, f"expected [{wanted}], found {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
+    if tensor.device != beside.device:
+        raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+
+
+def check_dense_heads(name: str, pages: torch.Tensor) -> None:
+    if pages.stride(-1) != 1:
+        raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")
+
+
+def check_quantized(
+    op: str, x: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None
+) -> None:
+    check_float(f"{op} x", x)
+    expect_ndim(f"{op} x", x, 2)
+    if (scale is None) != activation.dynamic:
+        expected = "None" if activation.dynamic else "one number"
+        raise KernelError(f"{op} scale", f"expected {expected} for {activation}")
+    if scale is not None:
+        check_tensor(f"{op} scale", scale, (), (torch.float32,), x)
+
+
+def check_rope(
+    op: str,
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> None:
+    check_float(f"{op} q", q_THD)
+    tokens, _, head_dim = expect_ndim(f"{op} q", q_THD, 3)
+    check_tensor(f"{op} k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
+    check_tensor(f"{op} cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
+    if cos_sin.shape[1] > head_dim or cos_sin.shape[1] % 2:
+        raise KernelError(
+            f"{op} cos_sin", f"expected an even width up to {head_dim}, found {cos_sin.shape[1]}"
+        )
+    check_tensor(f"{op} positions", positions_T, (tokens,), INDEX_DTYPES, q_THD)
+
+
+def check_kv_write(
+    op: str,
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    check_float(f"{op} k", k_TJD)
+    tokens, heads, head_dim = expect_ndim(f"{op} k", k_TJD, 3)
+    check_tensor(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
+    dtypes = (k_TJD.dtype, *CODE_DTYPES.values())
+    check_tensor(f"{op} k_pages", k_pages_PBJD, (None, None, heads, head_dim), dtypes, k_TJD)
+    check_tensor(f"{op} v_pages", v_pages_PBJD, k_pages_PBJD.shape, (k_pages_PBJD.dtype,), k_TJD)
+    check_tensor(f"{op} slots", slots_T, (tokens,), INDEX_DTYPES, k_TJD)
+    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
+        check_dense_heads(f"{op} {name}", pages)
+
+
+def check_scales(
+    op: str,
+    x: torch.Tensor,
+    pages_PBJD: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None,
+    v_scales_PBJ: torch.Tensor | None,
+) -> None:
+    """Raise KernelError unless 8-bit pages, and only they, have their scales."""
+    coded = pages_PBJD.dtype in CODE_DTYPES.values()
+    for name, scales in (("k_scales", k_scales_PBJ), ("v_scales", v_scales_PBJ)):
+        if (scales is not None) != coded:
+            expected = "one for each slot and KV head" if coded else "None"
+            found = "None" if coded else "some"
+            raise KernelError(
+                f"{op} {name}", f"expected {expected} for {pages_PBJD.dtype} pages, found {found}"
+            )
+        if coded:
+            check_tensor(f"{op} {name}", scales, pages_PBJD.shape[:3], (torch.float32,), x)
+
+
+def can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
+    return all(
+        number % 16 == 0
+        for tensor in tensors
+        for number in (
+            tensor.data_ptr(),
+            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
+        )
+    )
