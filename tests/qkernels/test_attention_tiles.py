@@ -1,0 +1,66 @@
+"""Tile choices of paged attention."""
+
+import pytest
+
+from qkernels.attention_tiles import (
+    ATTENTION_MAX_SPLIT,
+    CHUNK_MAX_SPLIT,
+    attention_tile,
+    chunk_split,
+)
+from qkernels.tiles import power_of_two
+
+H200_SMS = 132
+
+
+def attention(**changes):
+    problem = {
+        "num_requests": 1,
+        "num_kv_heads": 8,
+        "heads_per_kv_head": 4,
+        "head_dim": 128,
+        "element_size": 2,
+        "max_query_len": 1,
+        "max_context_len": 8192,
+        "window": None,
+        "sm_count": H200_SMS,
+    }
+    return attention_tile(**problem | changes)
+
+
+def test_chunks_split_where_their_tiles_leave_sms_idle():
+    assert chunk_split(32, 32768, H200_SMS) == 4
+    assert chunk_split(66, 32768, H200_SMS) == 2
+    assert chunk_split(67, 32768, H200_SMS) == 1
+    assert chunk_split(1, 2048, H200_SMS) == 2
+    assert chunk_split(1, 2047, H200_SMS) == 1
+    assert chunk_split(1, 2**20, H200_SMS) == CHUNK_MAX_SPLIT
+
+
+def test_attention_splits_by_work():
+    assert attention().split == 32
+    assert attention(num_requests=8).split == 4
+    assert attention(num_requests=64).split == 1
+    assert attention(max_context_len=300).split == 2
+    assert attention(max_context_len=255).split == 1
+    assert attention(max_context_len=1024).split == 8
+    assert attention(window=512).split == 4
+    assert attention(max_query_len=512).split == 1
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 24, 40])
+@pytest.mark.parametrize("max_query_len", [1, 2, 5, 100])
+def test_attention_rows_are_whole_tokens(group, max_query_len):
+    for head_dim in (16, 80, 128, 256):
+        for element_size in (2, 4):
+            tile = attention(
+                heads_per_kv_head=group,
+                max_query_len=max_query_len,
+                head_dim=head_dim,
+                element_size=element_size,
+            )
+            assert tile.block_m == tile.block_q * power_of_two(group) >= 16
+            assert tile.block_m & (tile.block_m - 1) == 0
+            assert 1 <= tile.split <= ATTENTION_MAX_SPLIT
+            buffers = 2 * tile.keys * power_of_two(head_dim) * element_size * tile.stages
+            assert buffers <= 200 * 1024

@@ -1,0 +1,109 @@
+"""Tile choices of the 8-bit products: what every choice must satisfy, measured ones by value."""
+
+from dataclasses import replace
+
+import pytest
+
+from qkernels.int8_tiles import fitted, int8_hopper_tile, int8_tile
+from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS, ceil_div
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+H200_SMS = 132
+
+
+# shape -> M -> (block_m, block_n, split): the settings whose times stand in int8_tiles.py
+MEASURED_INT8 = {
+    "qkv": {16: (16, 64, 1), 64: (64, 64, 1), 128: (128, 64, 1), 1024: (128, 256, 1)},
+    "o": {1: (16, 64, 1), 256: (128, 64, 1), 512: (128, 128, 1), 4096: (128, 256, 1)},
+    "gate_up": {1: (16, 128, 1), 64: (64, 128, 1), 128: (128, 256, 1), 4096: (128, 256, 1)},
+    "down": {1: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 2), 128: (128, 64, 4)},
+}
+
+
+@pytest.mark.parametrize("shape, M", [(s, M) for s in MEASURED_INT8 for M in MEASURED_INT8[s]])
+def test_the_measured_int8_tiles(shape, M):
+    tile = int8_tile(M, *SHAPES[shape], H200_SMS)
+    assert (tile.block_m, tile.block_n, tile.split) == MEASURED_INT8[shape][M]
+
+
+# (warpgroups, rows of each, block_right, split, blocks of an SM, weight left)
+MEASURED_INT8_HOPPER = {
+    "qkv": {
+        **{1: (2, 64, 16, 1, 1, True), 16: (1, 64, 16, 1, 1, True), 64: (1, 64, 64, 1, 1, True)},
+        **{128: (1, 64, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
+        **{1024: (3, 64, 256, 1, 1, True), 4096: (2, 128, 128, 1, 1, False)},
+    },
+    "o": {1: (1, 64, 16, 4, 2, True), 32: (1, 64, 32, 1, 1, True)},
+    "gate_up": {
+        **{1: (2, 64, 16, 1, 2, True), 32: (1, 64, 32, 1, 2, True), 64: (2, 64, 64, 1, 1, True)},
+        **{128: (2, 64, 128, 1, 1, True), 256: (2, 64, 256, 1, 1, True)},
+        **{1024: (2, 128, 128, 1, 1, False)},
+    },
+    "down": {
+        **{1: (1, 64, 16, 4, 2, True), 64: (1, 64, 64, 1, 1, True)},
+        **{128: (1, 64, 128, 2, 1, True), 256: (1, 64, 128, 1, 1, True)},
+        **{1024: (2, 128, 128, 1, 1, False)},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "shape, M", [(shape, M) for shape in MEASURED_INT8_HOPPER for M in MEASURED_INT8_HOPPER[shape]]
+)
+def test_the_measured_hopper_tiles(shape, M):
+    tile = int8_hopper_tile(M, *SHAPES[shape], H200_SMS)
+    found = (tile.parts, tile.part, tile.block_right, tile.split, tile.blocks_per_sm)
+    assert (*found, tile.weight_left) == MEASURED_INT8_HOPPER[shape][M]
+
+
+@pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
+@pytest.mark.parametrize("sm_count", [78, 114, 132])
+@pytest.mark.parametrize("N", [8, 1000, 6144, 151936])
+def test_every_hopper_choice_fits(N, sm_count, kind):
+    for M in (1, 3, 16, 17, 33, 64, 65, 200, 1025, 70000):
+        for K in (32, 4096, 14336, 2**15):
+            tile = int8_hopper_tile(M, N, K, sm_count, kind)
+            assert tile.split == 1 or tile.fits_workspace(M, N)
+            stages = tile.stages * (tile.block_left + tile.block_right) * 128
+            stores = tile.parts * tile.stores * tile.part * tile.store_width * 2
+            shared = stages + stores + 16 * tile.stages
+            # the system takes 1 KB for each block
+            assert tile.stages >= 3 and tile.blocks_per_sm * (shared + 1024) <= 228 * 1024
+            # registers of the block's warpgroups, and what they have after the copying one gave
+            threads = (tile.parts + 1) * 128
+            assert tile.blocks_per_sm * threads * tile.registers <= 65536
+            assert tile.registers % 8 == 0
+            assert tile.parts * tile.consumer_registers + 24 <= (tile.parts + 1) * tile.registers
+            sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
+            assert sums + 24 <= tile.consumer_registers <= 240
+            assert (tile.steps_of_sum == 0) == (kind in ("int", "asymmetric"))
+            assert kind != "asymmetric" or tile.parts < 3
+            # blocks: a warpgroup's rows, or a tile's columns, lie in one block of the weight
+            assert kind != "blocks" or (tile.steps_of_sum == 1 and tile.block_right <= 128)
+
+
+@pytest.mark.parametrize("integers", [True, False], ids=["int8", "float8"])
+@pytest.mark.parametrize("sm_count", [4, 108, 132])
+@pytest.mark.parametrize("N", [8, 64, 1000, 6144, 151936])
+def test_every_int8_choice_fits(N, sm_count, integers):
+    for M in (1, 3, 16, 17, 33, 64, 65, 200, 257, 8192):
+        for K in (32, 96, 1024, 14336):
+            tile = int8_tile(M, N, K, sm_count, integers)
+            stage = (tile.block_m + tile.block_n) * tile.block_k
+            assert tile.stages * stage <= 200 * 1024
+            assert tile.split <= ceil_div(K, tile.block_k), "a part without a step"
+            if tile.split > 1:
+                assert tile.split * M * N <= LINEAR_WORKSPACE_FLOATS
+                assert ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m) <= LINEAR_COUNTERS
+
+
+def test_int8_tiles_fit_a_smaller_shared_memory():
+    """An H200's choices stay; those of a GPU with 99 KB keep their shape and lose stages."""
+    for M in (1, 64, 128, 256, 1024, 4096):
+        for N, K in SHAPES.values():
+            for integers in (True, False):
+                tile = int8_tile(M, N, K, H200_SMS, integers)
+                assert fitted(tile, 227 * 1024) == tile
+                small = fitted(tile, 99 * 1024)
+                assert replace(small, stages=tile.stages) == tile and small.stages >= 2
+                assert small.stages * (tile.block_m + tile.block_n) * tile.block_k < 99 * 1024
