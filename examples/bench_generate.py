@@ -132,7 +132,7 @@ def main() -> None:
             max_model_len=min(8192, arguments.input + arguments.output),
         )
         start_s = time.perf_counter() - started
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     weights = "float" if arguments.float else "w4a16-sym"
     print(
         f"{arguments.shape} {weights}, dtype {arguments.dtype}, on {device}, torch"
