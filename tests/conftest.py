@@ -1,5 +1,6 @@
 """Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
 
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,13 @@ from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 
 ROOT = Path(__file__).resolve().parent.parent
+
+if "OMP_NUM_THREADS" not in os.environ:
+    # Workers that each compute on all cores wait for each other; so do the processes they start.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
 
 TINY = {
     "vocab_size": 512,
