@@ -10,7 +10,7 @@ import torch
 
 from formats.weights import Weight
 from qkernels import reference
-from qkernels.prepared import PreparedWeight
+from qkernels.prepared import PreparedWeight, linear_by_codes
 
 
 @functools.cache
@@ -35,10 +35,7 @@ def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] to [..., N]."""
-    codes_MK, scales_M1 = reference.quantize_input(
-        x.reshape(-1, weight.in_features), weight.activation, weight.tensors.get("input_scale")
-    )
-    return linear_codes(codes_MK, scales_M1, weight, bias).view(*x.shape[:-1], weight.out_features)
+    return linear_by_codes(x, weight, bias, reference.quantize_input, linear_codes)
 
 
 def linear_codes(

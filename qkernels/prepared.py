@@ -3,6 +3,7 @@
 Made once at load, never written to a file: files and state_dict hold the GPTQ tensors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -59,3 +60,17 @@ class PreparedWeight:
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         order = None if self.input_order is None else self.input_order.to(device)
         return replace(self, tensors=tensors, input_order=order)
+
+
+def linear_by_codes(
+    x: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    quantize_input: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    linear_codes: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """x [..., K] to [..., N] of a weight with 8-bit activations: rounded to codes, multiplied."""
+    codes_MK, scales_MS = quantize_input(
+        x.reshape(-1, weight.in_features), weight.activation, weight.tensors.get("input_scale")
+    )
+    return linear_codes(codes_MK, scales_MS, weight, bias).view(*x.shape[:-1], weight.out_features)

@@ -18,7 +18,7 @@ from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec
 from formats.weights import Weight
-from qkernels.prepared import PreparedWeight
+from qkernels.prepared import PreparedWeight, linear_by_codes
 
 # Keys, and as many values, gathered at once for a batch of decode rows: what stays in a CPU's
 # cache. 64 rows of 512 keys, J 4, D 32, one thread: 8.5 ms at 2^20, 23 at 2^22, 15 at 2^16.
@@ -90,10 +90,7 @@ def linear(
     """x [..., K] to [..., N]. With 8-bit activations, x is rounded to codes first."""
     if weight.activation is None:
         return F.linear(x, _dequantize(weight).to(weight.dtype), bias)
-    codes_MK, scales_MS = quantize_input(
-        x.reshape(-1, weight.in_features), weight.activation, weight.tensors.get("input_scale")
-    )
-    return linear_codes(codes_MK, scales_MS, weight, bias).view(*x.shape[:-1], weight.out_features)
+    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
 
 
 def linear_codes(

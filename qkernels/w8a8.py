@@ -26,7 +26,7 @@ from qkernels.launch import (
     tile_table_of,
     workspace,
 )
-from qkernels.prepared import PreparedWeight
+from qkernels.prepared import PreparedWeight, linear_by_codes
 from qkernels.tiles import ceil_div
 
 BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
@@ -66,10 +66,7 @@ def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] to [..., N]: rounded to codes, multiplied, rounded once to x's dtype."""
-    x_MK = x.reshape(-1, weight.in_features)
-    codes_MK, scales_M1 = quantize_input(x_MK, weight.activation, weight.tensors.get("input_scale"))
-    y_MN = linear_codes(codes_MK, scales_M1, weight, bias)
-    return y_MN.view(*x.shape[:-1], weight.out_features)
+    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
 
 
 def linear_codes(
