@@ -38,13 +38,13 @@ from qkernels.attention_hopper_load import (
     load_queries,
     new_barriers,
     release,
-    reshaped,
     steps_of,
     wait_full,
     wait_tile,
     word_of_tile,
 )
 from qkernels.attention_tiles import CHUNK_ROWS, chunk_split
+from qkernels.gluon_names import reshaped
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.paged_attention import LOG2_E, _merge_parts
 from qkernels.tiles import ceil_div, power_of_two

@@ -10,9 +10,10 @@ many it has, the keys of its context; the tile's first row, its KV head, its par
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from qkernels.attention_tiles import CHUNK_KEYS, CHUNK_ROWS, CHUNK_STAGES
+from qkernels.gluon_names import load_box, load_elements, reshaped
 
 ROWS = gl.constexpr(CHUNK_ROWS)
 HALF = gl.constexpr(CHUNK_ROWS // 2)  # rows of a warpgroup
@@ -30,14 +31,6 @@ LENGTH = gl.constexpr(3)
 FIRST_ROW = gl.constexpr(4)
 KV_HEAD = gl.constexpr(5)
 PART = gl.constexpr(6)
-
-# triton 3.9 has other names than 3.6 for three functions
-_RENAMED = gl.constexpr(hasattr(tma, "async_load"))
-if hasattr(tma, "async_load"):
-    _copy_box, _copy_rows = tma.async_load, async_copy.async_load
-else:
-    _copy_box = tma.async_copy_global_to_shared
-    _copy_rows = async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -68,14 +61,6 @@ def new_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)
     return full, empty
-
-
-@gluon.jit
-def reshaped(memory, shape: gl.constexpr, layout: gl.constexpr):
-    if _RENAMED:
-        return memory.reinterpret(memory.dtype, shape, layout)
-    else:
-        return memory._reinterpret(memory.dtype, shape, layout)
 
 
 @gluon.jit
@@ -178,7 +163,7 @@ def _copy_step(desc, ring, n, pages, kv_head):
     for b in gl.static_range(KEYS // B):
         for c in gl.static_range(chunks):
             box = boxes.index((stage * chunks + c) * (KEYS // B) + b)
-            _copy_box(desc, [pages[b], 0, kv_head, c * COLUMNS], full, box)
+            load_box(desc, [pages[b], 0, kv_head, c * COLUMNS], full, box)
 
 
 @gluon.jit
@@ -272,7 +257,7 @@ def load_queries(
             token = (start + row // GROUP).to(gl.int64)
             head = kv_head * GROUP + row % GROUP
             offset = gl.multiple_of(token * stride_qt + head * stride_qh, 8)
-            _copy_rows(
+            load_elements(
                 pieces.index(tile % SLOTS * 2 * pieces_of_half + piece),
                 q_ptr + offset[:, None] + d[None, :],
                 mask=(row < count * GROUP)[:, None] & (d < D)[None, :],

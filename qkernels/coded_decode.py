@@ -21,14 +21,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from qkernels.gluon_names import load_elements
+
 WARPS = 4
 KEYS_OF_WARP = 32
 STAGES = 3
 REGISTERS = None  # no bound: two blocks on an SM
 # float16 has not bfloat16's range: queries shrink by a power of two, scores grow by it
 QUERY_SHRINK = 2.0**-6
-# another name from triton 3.8 on
-copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 
 
 def bases(*powers: int, dim: int, rank: int = 4) -> list[list[int]]:
@@ -309,7 +309,7 @@ def _copy_step(
     exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
     ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
     ptrs += word[None, :][None, :, :][None, :, :, :]
-    copy(keys.index(stage), ptrs, exists[:, :, :, None])
+    load_elements(keys.index(stage), ptrs, exists[:, :, :, None])
 
     VALUE_BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, VALUES))
     rows = of_blocks.to(gl.int64) * stride_vp + key % B * STRIDE_VB
@@ -322,16 +322,18 @@ def _copy_step(
     exists = (key >= begin) & (key < stop)
     ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
     ptrs += d[None, :][None, :, :][None, :, :, :]
-    copy(even.index(stage), ptrs, exists[:, :, :, None])
+    load_elements(even.index(stage), ptrs, exists[:, :, :, None])
     exists = (key + 1 >= begin) & (key + 1 < stop)
-    copy(odd.index(stage), ptrs + STRIDE_VB, exists[:, :, :, None])
+    load_elements(odd.index(stage), ptrs + STRIDE_VB, exists[:, :, :, None])
 
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
     key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
     exists = (key >= begin) & (key < stop)
     page = of_keys.to(gl.int64)
-    copy(k_scales.index(stage), k_scales_head + page * stride_ksp + key % B * stride_ksb, exists)
-    copy(v_scales.index(stage), v_scales_head + page * stride_vsp + key % B * stride_vsb, exists)
+    k_ptrs = k_scales_head + page * stride_ksp + key % B * stride_ksb
+    v_ptrs = v_scales_head + page * stride_vsp + key % B * stride_vsb
+    load_elements(k_scales.index(stage), k_ptrs, exists)
+    load_elements(v_scales.index(stage), v_ptrs, exists)
     async_copy.commit_group()
 
 

@@ -23,19 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qkernels.gluon_names import barrier, descriptor, load_box, store_box
 from qkernels.launch import on_device
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_TILE_N, LinearHopperTile
 
-GLUON_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 SLICE = 64  # inputs of one copy of x, and of one product: 128 bytes, the widest swizzle
-
-# named differently in triton 3.6 and 3.9
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def linear(
@@ -54,15 +48,14 @@ def linear(
     M, K = x_MK.shape
     N = weight.out_features
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
-    dtype = GLUON_DTYPE[x_MK.dtype]
     with on_device(x_MK):
         _w4a16_hopper[(tile.blocks,)](
-            _descriptor(x_MK, [tile.block_m, SLICE], dtype),
+            descriptor(x_MK, [tile.block_m, SLICE]),
             weight.tensors["words"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
             bias,
-            _descriptor(y_MN, [tile.block_m, tile.block_n], dtype),
+            descriptor(y_MN, [tile.block_m, tile.block_n]),
             M,
             N,
             K,
@@ -84,11 +77,6 @@ def _word_of_two(value: int, dtype: torch.dtype) -> int:
     """The bits of `value` as a 16-bit number, in both halves of a word."""
     bits = torch.tensor(value, dtype=dtype, device="cpu").view(torch.int16).item()
     return (bits & 0xFFFF) * 0x10001
-
-
-def _descriptor(tensor: torch.Tensor, block: list[int], dtype: gl.dtype) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
 @gluon.constexpr_function
@@ -215,7 +203,7 @@ def _w4a16_hopper(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    block_barrier()
+    barrier()
 
     # Tiles of one block follow each other along the outputs: blocks that work at the same outputs
     # then do so at the same time, and read their words from memory once.
@@ -234,7 +222,7 @@ def _w4a16_hopper(
     for i in gl.static_range(STAGES - 1):
         inside = ahead_tile < end_tile
         mbarrier.expect(full.index(i), SLICE_BYTES, pred=inside)
-        tma_load(x_desc, [ahead_m, ahead_k], full.index(i), xs.index(i), pred=inside)
+        load_box(x_desc, [ahead_m, ahead_k], full.index(i), xs.index(i), pred=inside)
         ahead_k += SK
         if ahead_k == K:
             ahead_tile += 1
@@ -295,11 +283,11 @@ def _w4a16_hopper(
                 total = warpgroup_mma(left, x, total, is_async=True)
                 total = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[total]))
                 # all warps have multiplied the slice before this one: its place is free
-                block_barrier()
+                barrier()
                 place = (slice + STAGES - 1) % STAGES
                 inside = ahead_tile < end_tile
                 mbarrier.expect(full.index(place), SLICE_BYTES, pred=inside)
-                tma_load(
+                load_box(
                     x_desc, [ahead_m, ahead_k], full.index(place), xs.index(place), pred=inside
                 )
                 ahead_k += SK
@@ -314,9 +302,9 @@ def _w4a16_hopper(
             sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         # the copy of the tile before has read its values
         tma.store_wait(0)
-        block_barrier()
+        barrier()
         ys.store(sums.to(DTYPE).permute([1, 0]))
         fence_async_shared()
-        block_barrier()
-        tma_store(y_desc, [tile // tiles_n * BM, tile_n * BN], ys)
+        barrier()
+        store_box(y_desc, [tile // tiles_n * BM, tile_n * BN], ys)
     tma.store_wait(0)

@@ -22,26 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from formats.weights import Weight
 from qkernels import w8a8
 from qkernels.act_quant import quantize_input
+from qkernels.gluon_names import barrier, descriptor, load_box, store_box
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import on_device, sm_count, workspace
-from qkernels.prepared import PreparedWeight
+from qkernels.prepared import PreparedWeight, linear_by_codes
 
 # named differently in triton 3.6 and 3.9
-copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-warpgroup_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-GL_DTYPES = {
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-}
 
 
 def prepare_weight(
@@ -55,10 +45,7 @@ def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] to [..., N]: rounded to codes, multiplied, rounded once to x's dtype."""
-    x_MK = x.reshape(-1, weight.in_features)
-    codes_MK, scales_M1 = quantize_input(x_MK, weight.activation, weight.tensors.get("input_scale"))
-    y_MN = linear_codes(codes_MK, scales_M1, weight, bias)
-    return y_MN.view(*x.shape[:-1], weight.out_features)
+    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
 
 
 def linear_codes(
@@ -89,9 +76,9 @@ def linear_codes(
     with on_device(codes_MK):
         places = sm_count(device) * tile.blocks_per_sm
         _w8a8_hopper[(min(places, tile.tiles(M, N) * tile.split),)](
-            _descriptor(left, [tile.part, INT8_HOPPER_BLOCK_K]),
-            _descriptor(right, [tile.block_right, INT8_HOPPER_BLOCK_K]),
-            _descriptor(y_MN, y_block),
+            descriptor(left, [tile.part, INT8_HOPPER_BLOCK_K]),
+            descriptor(right, [tile.block_right, INT8_HOPPER_BLOCK_K]),
+            descriptor(y_MN, y_block),
             scales_M1.contiguous(),
             scales_N,
             scales_N if bias is None else bias,
@@ -111,11 +98,6 @@ def linear_codes(
             launch_pdl=True,
         )
     return y_MN
-
-
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, GL_DTYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
 @gluon.jit
@@ -173,9 +155,9 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
         if WEIGHT_LEFT:
             for i in gl.static_range(PARTS):
                 row = (tile_left * PARTS + i) * PART
-                copy_in(left, [row, k], bar, left_bufs.index(stage * PARTS + i))
+                load_box(left, [row, k], bar, left_bufs.index(stage * PARTS + i))
         else:
-            copy_in(right, [tile_right * BR, k], bar, right_bufs.index(stage))
+            load_box(right, [tile_right * BR, k], bar, right_bufs.index(stage))
     _wait_for_kernel_before()
     stage = 0
     phase = 1
@@ -192,9 +174,9 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
             for i in gl.static_range(PARTS):
                 row = (tile_left * PARTS + i) * PART
                 buf = left_bufs.index(stage * PARTS + i)
-                copy_in(left, [row, step * BK], bar, buf, pred=left_too)
+                load_box(left, [row, step * BK], bar, buf, pred=left_too)
             buf = right_bufs.index(stage)
-            copy_in(right, [tile_right * BR, step * BK], bar, buf, pred=right_too)
+            load_box(right, [tile_right * BR, step * BK], bar, buf, pred=right_too)
             count += 1
             stage += 1
             if stage == STAGES:
@@ -292,7 +274,7 @@ def _multiply(
             slots = slots + gl.expand_dims(rows, 1) * BR + gl.expand_dims(columns_, 0)
             gl.store(slots + unit % SPLIT * (PART * BR), sums)
             # every thread's partial sums are out before one thread counts the warpgroup in
-            warpgroup_barrier()
+            barrier()
             arrived = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel")
             complete = arrived == SPLIT - 1
             if complete:
@@ -407,9 +389,9 @@ def _store(
             buf.store(result.to(y.dtype))
         fence_async_shared()
         if WEIGHT_LEFT:
-            copy_out(y, [column + j * WIDTH, row], buf)
+            store_box(y, [column + j * WIDTH, row], buf)
         else:
-            copy_out(y, [row, column + j * WIDTH], buf)
+            store_box(y, [row, column + j * WIDTH], buf)
 
 
 @gluon.jit(do_not_specialize=["M"])
