@@ -18,8 +18,6 @@ from formats.quant_config import QuantConfig
 from formats.scheme import CHANNEL, Scheme
 from formats.weights import Weight, with_activation
 
-FORMAT_FILES = ("quantize_config.json", "quant_config.json")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
