@@ -17,7 +17,12 @@ import torch
 from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
 from qkernels.launch import lacks_gluon
-from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_MIN_BLOCK_K, linear_block_k
+from qkernels.tiles import (
+    LINEAR_DIGITS_MAX_ROWS,
+    LINEAR_MAX_BLOCK_K,
+    LINEAR_MIN_BLOCK_K,
+    linear_block_k,
+)
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
@@ -119,14 +124,14 @@ def _supports_triton_weight_only(problem: Problem, bits: int) -> str | None:
 
 
 def _note_w4a16_body(problem: Problem) -> str:
-    """Which body runs where tiles.py prefers the Hopper one: it chooses by the number of rows."""
+    """Which body runs where tiles.py prefers one for Hopper: it chooses by the number of rows."""
     lacks = lacks_gluon(torch.device(problem.device))
     group = problem.spec.group_length(problem.in_features)
     if lacks is None and linear_block_k(group) != LINEAR_MAX_BLOCK_K:
         lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
     if lacks is None:
-        return "many rows take the Hopper body"
-    return f"all rows take the portable body; the Hopper body: {lacks}"
+        return f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits, many rows take the Hopper body"
+    return f"all rows take the portable body; those for Hopper: {lacks}"
 
 
 def _supports_triton_w8a8(problem: Problem) -> str | None:

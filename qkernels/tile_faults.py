@@ -8,11 +8,15 @@ from qkernels.attention_tiles import ATTENTION_MAX_SPLIT, AttentionTile
 from qkernels.int8_tiles import Int8Tile
 from qkernels.tiles import (
     LINEAR_COUNTERS,
+    LINEAR_DIGITS_MAX_ROWS,
+    LINEAR_MAX_BLOCK_K,
     LINEAR_TILE_N,
     LINEAR_WORKSPACE_FLOATS,
+    LinearDigitsTile,
     LinearTile,
     ceil_div,
     linear_block_k,
+    linear_digits_fit,
     linear_padded_n,
     power_of_two,
 )
@@ -33,6 +37,24 @@ def linear_tile_fault(
         _launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)
         or _split_fault(tile.split, K // linear_block_k(group), tiles, M * N)
     )  # fmt: skip
+
+
+def linear_digits_tile_fault(
+    tile: LinearDigitsTile, *, M: int, N: int, K: int, group: int, bits: int
+) -> str | None:
+    """None: the kernel can run it."""
+    if M > LINEAR_DIGITS_MAX_ROWS or bits != 4:
+        return f"takes at most {LINEAR_DIGITS_MAX_ROWS} rows and 4 bits, found {M} and {bits}"
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or not linear_digits_fit(M, K):
+        return f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, found {group} of {K} inputs"
+    if tile.block_n not in (16, 32, 64):
+        return f"block_n must be 16, 32 or 64, found {tile.block_n}"
+    if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.ahead <= MAX_STAGES:
+        return (
+            f"warps must be a power of two up to 16 and ahead 1 to {MAX_STAGES},"
+            f" found {tile.warps} and {tile.ahead}"
+        )
+    return None
 
 
 def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = True) -> str | None:

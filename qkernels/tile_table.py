@@ -18,12 +18,12 @@ from qkernels import tile_faults
 from qkernels.attention_tiles import AttentionTile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile
-from qkernels.tiles import LinearTile, power_of_two
+from qkernels.tiles import LinearDigitsTile, LinearTile, power_of_two
 
 FORMAT = 1
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"
 
-Tile = LinearTile | Int8Tile | AttentionTile
+Tile = LinearTile | LinearDigitsTile | Int8Tile | AttentionTile
 Key = tuple[object, ...]
 
 
@@ -54,7 +54,10 @@ class TunedOp:
 
 OPS: dict[str, TunedOp] = {
     "w4a16": TunedOp(
-        tiles={LinearTile: tile_faults.linear_tile_fault},
+        tiles={
+            LinearTile: tile_faults.linear_tile_fault,
+            LinearDigitsTile: tile_faults.linear_digits_tile_fault,
+        },
         exact=("N", "K", "group", "bits"),
         bucketed=("M",),
         can_be_none=True,
@@ -73,8 +76,8 @@ OPS: dict[str, TunedOp] = {
 
 
 def bucket(count: int) -> int:
-    """The largest count that shares a row with this one: 1, 16, then powers of two."""
-    return 1 if count == 1 else max(16, power_of_two(count))
+    """The largest count that shares a row with this one: 1, 2, 4, 16, then powers of two."""
+    return power_of_two(count) if count <= 4 else max(16, power_of_two(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

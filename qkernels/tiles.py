@@ -49,6 +49,20 @@ class LinearHopperTile:
     stages: int = 4  # slices of 64 inputs of x
 
 
+LINEAR_DIGITS_MAX_ROWS = 4
+LINEAR_DIGITS = 4  # of one input, 8 bits each
+LINEAR_DIGITS_COLUMNS = 8  # of one product of the tensor core: a row takes LINEAR_DIGITS of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearDigitsTile:
+    """How one W4A16 product of few rows is cut for the integer tensor core (w4a16_digits.py)."""
+
+    block_n: int = 16  # 16, 32 or 64
+    warps: int = 8  # of a block, each with its own steps
+    ahead: int = 2  # steps that a warp asks for at once
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinearRow:
     max_m: int
@@ -181,3 +195,43 @@ def linear_hopper_tile(
         waves = ceil_div(blocks * portable.split, 2 * sm_count)
         other = waves * steps / portable.split * _PORTABLE_STEP
     return LinearHopperTile(blocks=min(tiles, sm_count)) if hopper < other else None
+
+
+def linear_digits_fit(M: int, K: int) -> bool:
+    """Whether the digits of M rows, their scales and sums fit into the workspace."""
+    columns = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS) * LINEAR_DIGITS_COLUMNS
+    return K // LINEAR_MAX_BLOCK_K * columns * (LINEAR_MAX_BLOCK_K // 4 + 2) <= (
+        LINEAR_WORKSPACE_FLOATS
+    )
+
+
+# Measured, us for qkv / o / gate_up / down, in brackets the portable body:
+# M = 1     6.1 (7.7) / 5.0 (6.6) / 19.1 (23.9) / 11.3 (13.4)
+# M = 2     6.3 (7.7) / 5.1 (6.6) / 18.9 (23.5) / 11.7 (13.5)
+# M = 4     7.3 (7.9) / 5.3 (6.7) / 19.8 (23.5) / 12.5 (13.5)
+# M = 8     10.3 (7.8) / 8.2 (6.6) / 32.5 (23.5) / 19.5 (13.7)
+@functools.lru_cache(maxsize=4096)
+def linear_digits_tile(
+    M: int, N: int, K: int, group: int, sm_count: int
+) -> LinearDigitsTile | None:
+    """The tile for few rows; None: there are more, or a step lies in several groups."""
+    if M > LINEAR_DIGITS_MAX_ROWS or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        return None
+    if not linear_digits_fit(M, K):
+        return None
+    # a block reads all digits: where there are many blocks, fewer and larger ones
+    wide = M > LINEAR_DIGITS_COLUMNS // LINEAR_DIGITS and 2.5 * sm_count < N / 16
+    warps = 4 if wide else 8
+    ahead = min(2, ceil_div(K // LINEAR_MAX_BLOCK_K, warps))
+    return LinearDigitsTile(block_n=32 if wide else 16, warps=warps, ahead=ahead)
+
+
+def chosen_linear_tile(
+    M: int, N: int, K: int, group: int, bits: int, sm_count: int, gluon: bool
+) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
+    """The best body's tile; None: the library multiplies. `gluon`: the bodies for sm_90 run."""
+    tile = None
+    if bits == 4 and gluon:
+        tile = linear_digits_tile(M, N, K, group, sm_count)
+        tile = tile or linear_hopper_tile(M, N, K, group, sm_count)
+    return tile or linear_tile(M, N, K, group, sm_count)

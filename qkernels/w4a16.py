@@ -25,13 +25,13 @@ from qkernels.launch import (
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
+    LinearDigitsTile,
     LinearHopperTile,
     LinearTile,
     ceil_div,
+    chosen_linear_tile,
     linear_block_k,
-    linear_hopper_tile,
     linear_padded_n,
-    linear_tile,
 )
 
 # Or-ing a code q into this word's low bits gives a number exactly: 1024 + q in float16 (ten
@@ -128,7 +128,7 @@ def linear(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
     *,
-    tile: LinearTile | LinearHopperTile | None = None,
+    tile: LinearTile | LinearHopperTile | LinearDigitsTile | None = None,
 ) -> torch.Tensor:
     """x [..., K] to [..., N]; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -150,6 +150,11 @@ def linear(
         y_MN = w4a16_hopper.linear(
             _aligned(x_MK), weight, bias, tile, magic_word=MAGIC_WORD[x.dtype], offset=offset
         )
+        return y_MN.view(*x.shape[:-1], N)
+    if isinstance(tile, LinearDigitsTile):
+        from qkernels import w4a16_digits
+
+        y_MN = w4a16_digits.linear(x_MK, weight, bias, tile)
         return y_MN.view(*x.shape[:-1], N)
     y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partials, counters = workspace(x.device)
@@ -192,15 +197,14 @@ def linear(
 
 def _chosen_tile(
     device: torch.device, M: int, N: int, K: int, group: int, bits: int
-) -> LinearTile | LinearHopperTile | None:
+) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
     """A tile measured on this GPU, else the choice of tiles.py; None: the library multiplies."""
+    gluon = lacks_gluon(device) is None
     row = tile_table_of(device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)
-    if row:
+    # a table says nothing of the triton that is installed
+    if row and (gluon or not isinstance(row.tile, LinearDigitsTile)):
         return row.tile
-    tile = None
-    if bits == 4 and lacks_gluon(device) is None:
-        tile = linear_hopper_tile(M, N, K, group, sm_count(device))
-    return tile or linear_tile(M, N, K, group, sm_count(device))
+    return chosen_linear_tile(M, N, K, group, bits, sm_count(device), gluon)
 
 
 def _aligned(x_MK: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,14 @@ from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile, int8_tile
 from qkernels.tile_table import Tile, TileRow, TileTable
-from qkernels.tiles import LINEAR_MAX_ROWS, LinearTile, linear_tile
+from qkernels.tiles import (
+    LINEAR_MAX_ROWS,
+    LinearDigitsTile,
+    LinearHopperTile,
+    LinearTile,
+    chosen_linear_tile,
+    linear_tile,
+)
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5
@@ -36,6 +43,12 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "warps": (4, 8),
         "bulk": (False, True),
         "early": (False, True),
+    },
+    LinearHopperTile: {},  # has one tile; others must be faster
+    LinearDigitsTile: {
+        "block_n": (16, 32, 64),
+        "warps": (4, 8, 16),
+        "ahead": (1, 2, 3, 4),
     },
     Int8Tile: {
         "split": (1, 2, 3, 4),
@@ -56,9 +69,16 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
     },
 }
 
+
+def _has_gluon() -> bool:
+    return torch.cuda.is_available() and launch.lacks_gluon(torch.device("cuda")) is None
+
+
 # What the search starts from: the choice of tiles.py.
 DEFAULTS: dict[str, Callable[..., Tile | None]] = {
-    "w4a16": lambda sm_count, M, N, K, group, bits: linear_tile(M, N, K, group, sm_count),
+    "w4a16": lambda sm_count, **problem: chosen_linear_tile(
+        **problem, sm_count=sm_count, gluon=_has_gluon()
+    ),
     "w8a8": lambda sm_count, M, N, K, integers: int8_tile(M, N, K, sm_count, integers),
     "paged_attention": attention_tile,
 }
@@ -113,16 +133,27 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
 
 
 def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | None]:
-    """The default choice first, then what tiles.py chooses for twice and half as many rows."""
+    """The default choice first, then what tiles.py chooses for twice and half as many rows.
+
+    Of W4A16 also the portable body's tile, and the library's product where rows are many.
+    """
     choose = DEFAULTS[op]
     found = [choose(sm_count=sm_count, **problem)]
     if "M" in problem:
         M = problem["M"]
         for other in (min(2 * M, LINEAR_MAX_ROWS), max(1, M // 2)):
             found.append(choose(sm_count=sm_count, **problem | {"M": other}))
-        if op == "w4a16" and M >= 256:
+    if op == "w4a16":
+        found.append(linear_tile(M, problem["N"], problem["K"], problem["group"], sm_count))
+        if M >= 256:
             found.append(None)
-    return list(dict.fromkeys(found))
+    tuned = tile_table.OPS[op]
+
+    def can_run(tile: Tile | None) -> bool:
+        known = tile is None or type(tile) in tuned.tiles
+        return known and (tile is None or tuned.fault(tile, problem) is None)
+
+    return list(dict.fromkeys(found[:1] + list(filter(can_run, found[1:]))))
 
 
 def search(

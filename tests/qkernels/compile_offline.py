@@ -25,17 +25,25 @@ from qkernels import (
     coded_decode,
     elementwise,
     fused_quant,
+    input_digits,
     kv_cache,
     paged_attention,
     sampling,
     w4a16,
+    w4a16_digits,
     w4a16_hopper,
     w8a8,
     w8a8_hopper,
 )
 from qkernels.attention_tiles import attention_tile
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
-from qkernels.tiles import LinearHopperTile, linear_tile
+from qkernels.tiles import (
+    LINEAR_DIGITS,
+    LINEAR_DIGITS_COLUMNS,
+    LinearHopperTile,
+    linear_digits_tile,
+    linear_tile,
+)
 
 BF16 = "*bf16"
 LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
@@ -63,6 +71,7 @@ def facts(compiled) -> dict:
     found = {
         "shared": compiled.metadata.shared,
         "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
+        "integer_mma": compiled.asm["ptx"].count("mma.sync.aligned.m16n8k32"),
         "local_in_ptx": bool(re.search(r"\.local\s", compiled.asm["ptx"])),
     }
     usage, sass = dump(compiled, "--dump-resource-usage"), dump(compiled, "--dump-sass")
@@ -184,6 +193,50 @@ def hopper_linear_case(dtype: str = "bf16", symmetric: bool = True, group: int =
         in_flight["waits_for_one"] = sass.count("DEPBAR.LE gsb0, 0x1")
         in_flight["overwritten_in_flight"] = overwritten_in_flight(sass)
     return facts(compiled) | in_flight
+
+
+def digits_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True) -> dict:
+    """W4A16 of few rows, and the kernel that makes its digits."""
+    tile = linear_digits_tile(M, N, K, 128, 132)
+    tiles = -(-M * LINEAR_DIGITS // LINEAR_DIGITS_COLUMNS)
+    pointers = {
+        "digits_ptr": "*i8",
+        "input_scales_ptr": "*fp32",
+        "codes_ptr": "*i8",
+        "scales_ptr": "*fp16",
+        "y_ptr": f"*{dtype}",
+    }
+    constants = {
+        "STEPS_OF_GROUP": 1,
+        "TILES": tiles,
+        "COLUMNS": LINEAR_DIGITS_COLUMNS,
+        "D": LINEAR_DIGITS,
+        "W": tile.warps,
+        "BN": tile.block_n,
+        "TILE_N": 64,
+        "AHEAD": tile.ahead,
+        "bias_ptr": None,
+    } | w4a16_digits.layouts(tile.warps, tile.block_n)
+    if symmetric:
+        constants |= {"sums_ptr": None, "offsets_ptr": None}
+    else:
+        pointers |= {"sums_ptr": "*i32", "offsets_ptr": f"*{dtype}"}
+    scalars = {"M": "i32", "N": "i32", "steps": "i32"}
+    options = {"num_warps": tile.warps, "launch_pdl": True}
+    kernel = w4a16_digits._w4a16_digits
+    found = compile_kernel(kernel, pointers, scalars, constants, options)
+    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_ptr": "*fp32"}
+    constants = {"STEP": 128, "BLOCK": input_digits.STEPS_OF_BLOCK, "EARLY": True} | {
+        name: constants[name] for name in ("D", "COLUMNS")
+    }
+    if symmetric:
+        constants["sums_ptr"] = None
+    else:
+        pointers["sums_ptr"] = "*i32"
+    scalars = {"K": "i32", "steps": "i32", "tiles": "i32"}
+    options = {"num_warps": 1, "launch_pdl": True}
+    compile_kernel(input_digits._digits, pointers, scalars, constants, options)
+    return found
 
 
 def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
@@ -484,6 +537,9 @@ CASES = {
     "linear hopper": hopper_linear_case,
     "linear hopper float16": lambda: hopper_linear_case("fp16", group=256),
     "linear hopper asymmetric": lambda: hopper_linear_case(symmetric=False),
+    "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
+    "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
+    "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),
     "linear int8 M=1": lambda: int8_case(1, 4096, 4096),
     "linear int8 M=128": lambda: int8_case(128, 4096, 4096),
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),

@@ -44,6 +44,10 @@ def test_no_kernel_spills_or_overfills_shared_memory(compiled):
             assert facts.get("loop_spills", 0) <= 24, name
             assert facts.get("registers", 168) == 168, name
             continue
+        if name == "digits float16 asymmetric":
+            # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
+            assert facts.get("spill_stores", 0) <= 4, name
+            continue
         spilled = {k: facts.get(k, 0) for k in ("local", "stack", "spill_stores")}
         assert not any(spilled.values()), f"{name}: {spilled}"
 
@@ -62,6 +66,17 @@ def test_the_next_slice_is_unpacked_while_a_product_runs(compiled):
         if "hgmma" in facts:
             assert facts["waits_for_one"] == 2
             assert not facts["overwritten_in_flight"]
+
+
+def test_digits_go_from_memory_to_registers(compiled):
+    """Shared memory is for the sums of the warps alone, and four blocks of 8 warps fit on an SM."""
+    found = {name: facts for name, facts in compiled.items() if name.startswith("digits")}
+    assert len(found) == 3
+    for name, facts in found.items():
+        # 4 of 32 inputs in a step, for each tile of columns and 16 outputs
+        assert facts["integer_mma"] % 4 == 0 and facts["integer_mma"] >= 8, name
+        assert facts["shared"] <= 4096, name
+        assert facts.get("registers", 0) <= (168 if "wide" in name else 64), name
 
 
 def test_few_requests_split_the_context(compiled):

@@ -10,7 +10,15 @@ from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile, int8_tile
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
-from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS, LinearTile, linear_tile
+from qkernels.tiles import (
+    LINEAR_COUNTERS,
+    LINEAR_DIGITS_MAX_ROWS,
+    LINEAR_WORKSPACE_FLOATS,
+    LinearDigitsTile,
+    LinearTile,
+    linear_digits_tile,
+    linear_tile,
+)
 
 GPU = "NVIDIA H200"
 LINEAR = {"N": 6144, "K": 4096, "group": 128, "bits": 4}
@@ -65,7 +73,9 @@ def test_no_file_is_an_empty_table(tmp_path):
     assert read(tmp_path / "file" / "below", GPU).rows == {}
 
 
-@pytest.mark.parametrize("M, found", [(1, False), (2, True), (16, True), (17, False), (400, True)])
+@pytest.mark.parametrize(
+    "M, found", [(1, False), (4, False), (5, True), (16, True), (17, False), (400, True)]
+)
 def test_rows_share_a_bucket(table, M, found):
     assert (table.find("w4a16", **LINEAR, M=M) is not None) == found
 
@@ -84,7 +94,7 @@ def test_attention_is_found_by_lengths(table):
 
 
 def test_buckets_grow():
-    assert [bucket(n) for n in (1, 2, 16, 17, 64, 65)] == [1, 16, 16, 32, 64, 128]
+    assert [bucket(n) for n in (1, 2, 3, 5, 16, 17, 64, 65)] == [1, 2, 4, 16, 16, 32, 64, 128]
 
 
 def test_trying_a_row_leaves_nothing_behind(table):
@@ -175,7 +185,7 @@ def test_faults_of_int8_and_attention_tiles():
 
 
 @pytest.mark.parametrize("sm_count", [4, 46, 132])
-@pytest.mark.parametrize("M", [1, 16, 17, 64, 128, 256, 1024, 4096])
+@pytest.mark.parametrize("M", [1, 2, 3, 16, 17, 64, 128, 256, 1024, 4096])
 def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
     for N in (8, 1000, 6144, 28672, 151936):
         for K in (128, 4096, 14336):
@@ -184,6 +194,10 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
             if tile is not None:
                 fault = tile_faults.linear_tile_fault(tile, group=128, bits=4, **problem)
                 assert fault is None, f"{problem}: {fault}"
+            tile = linear_digits_tile(M, N, K, 128, sm_count)
+            assert (tile is not None) == (M <= LINEAR_DIGITS_MAX_ROWS)
+            if tile is not None:
+                assert OPS["w4a16"].fault(tile, problem | {"group": 128, "bits": 4}) is None
             tile = int8_tile(M, N, K, sm_count)
             assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
     for heads in (1, 3, 4, 16):
@@ -216,6 +230,20 @@ def test_what_a_split_and_a_wide_block_need():
     assert fault(N=128, block_n=128) is None and "block_n" in fault(N=64, block_n=128)
 
 
+def test_what_digits_need():
+    problem = {"M": 4, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(LinearDigitsTile(), **changed or {})
+        return tile_faults.linear_digits_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(group=384) is None
+    for change in ({"M": 5}, {"bits": 8}, {"group": 64}, {"K": 2**20}):
+        assert fault(**change) is not None, change
+    for change in ({"block_n": 48}, {"warps": 3}, {"warps": 32}, {"ahead": 0}, {"ahead": 9}):
+        assert fault(change) is not None, change
+
+
 def test_a_tile_must_fit_the_whole_bucket():
     """Measured at 33 rows, it will be found at 64."""
     N = LINEAR_WORKSPACE_FLOATS // (2 * 40) // 64 * 64
@@ -227,7 +255,7 @@ def test_a_tile_must_fit_the_whole_bucket():
 
 def test_a_row_counts_as_taken_once_it_was_found(table):
     row = linear_row()
-    assert table.find("w4a16", **LINEAR, M=3) == row and row.key in table.taken
+    assert table.find("w4a16", **LINEAR, M=9) == row and row.key in table.taken
     with table.trying(row):
         assert row.key not in table.taken
         table.find("w4a16", **LINEAR, M=17)

@@ -1,0 +1,133 @@
+"""16-bit inputs as 8-bit digits for the integer tensor core, in Triton. Knows no weight.
+
+The 128 inputs of a row and step become integers of 31 bits with one power of two as their scale:
+exact where an input has its last bit above 2^-30 of the largest. Each integer is four signed
+digits, the lowest first: x = scale * sum over d of digit_d 256^d.
+
+Legend: M rows, K inputs, T tiles of 8 columns, each of two rows with four digits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.launch import INTERPRETED, on_device, workspace
+from qkernels.tiles import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS, LINEAR_MAX_BLOCK_K, ceil_div
+
+STEPS_OF_BLOCK = 2
+TILE_WORDS = LINEAR_MAX_BLOCK_K * LINEAR_DIGITS_COLUMNS // 4  # a step's tile, 4 digits in a word
+
+
+class Digits(NamedTuple):
+    """Digit d of row m is column (4 m + d) % 8 of tile m // 2. Columns beyond the rows: anything.
+
+    A word has a byte for each of k = 32 j + 8 h + 2 t + {0, 16, 1, 17}: what one byte of the words
+    t of w4a16.py has, j and h as there.
+    """
+
+    words: torch.Tensor  # int32 [K/128, T, 2 (j / 2), 8 columns, 4 t, 4 (j % 2, h)]
+    scales: torch.Tensor  # float32 [K/128, T, 8]: 256^d scale / 16; NaN where x has one, or inf
+    sums: torch.Tensor | None  # int32 [K/128, T, 8]: of a column's digits
+
+
+def digits_of(x_MK: torch.Tensor, with_sums: bool) -> Digits:
+    """x [M, K], contiguous, K divisible by 128. Lies in the device's workspace until its next use.
+
+    The caller has asked tiles.linear_digits_fit.
+    """
+    M, K = x_MK.shape
+    steps = K // LINEAR_MAX_BLOCK_K
+    tiles = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS)
+    shared, _ = workspace(x_MK.device)
+    words, columns = steps * tiles * TILE_WORDS, steps * tiles * LINEAR_DIGITS_COLUMNS
+    found = Digits(
+        words=shared[:words].view(torch.int32).view(steps, tiles, TILE_WORDS),
+        scales=shared[words : words + columns],
+        sums=shared[words + columns : words + 2 * columns].view(torch.int32) if with_sums else None,
+    )
+    with on_device(x_MK):
+        _digits[(ceil_div(steps, STEPS_OF_BLOCK), M)](
+            x_MK,
+            *found,
+            K,
+            steps,
+            tiles,
+            D=LINEAR_DIGITS,
+            COLUMNS=LINEAR_DIGITS_COLUMNS,
+            STEP=LINEAR_MAX_BLOCK_K,
+            BLOCK=STEPS_OF_BLOCK,
+            EARLY=not INTERPRETED,
+            num_warps=1,
+            **({} if INTERPRETED else {"launch_pdl": True}),
+        )
+    return found
+
+
+@triton.jit
+def _magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _balanced(x, factor):
+    """x * factor as an integer, each byte of it a signed digit."""
+    return ((x * factor).to(tl.int32) + 0x00808080) ^ 0x00808080
+
+
+@triton.jit
+def _digits(
+    x_ptr,  # [M, K]
+    words_ptr,  # [steps, T, 2, 8, 4, 4]
+    scales_ptr,  # [steps, T, 8]
+    sums_ptr,  # [steps, T, 8] or None
+    K,
+    steps,
+    tiles,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Digits of BLOCK steps of one row. Lane (j, h, t) has the four inputs of a word."""
+    m = tl.program_id(1)
+    step = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, STEP // 4)
+    j, h, t = lane // 8, lane // 4 % 2, lane % 4
+    inside = step < steps
+    ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + (32 * j + 8 * h + 2 * t)[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
+    b = tl.load(ptrs + 16, mask=inside[:, None], other=0.0).to(tl.float32)
+    c = tl.load(ptrs + 1, mask=inside[:, None], other=0.0).to(tl.float32)
+    d = tl.load(ptrs + 17, mask=inside[:, None], other=0.0).to(tl.float32)
+    largest = tl.maximum(
+        tl.maximum(_magnitude_bits(a), _magnitude_bits(b)),
+        tl.maximum(_magnitude_bits(c), _magnitude_bits(d)),
+    )
+    # Integers below 2^30, so that no digit overflows. Of the scale, 16 is in the weight's operand.
+    # Both powers of two are normal numbers: what is below 2^-87 counts as if it were that large.
+    exponent = tl.maximum(tl.max(largest, 1) >> 23, 40)
+    factor = ((283 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    scale = ((exponent - 33) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(exponent == 255, float("nan"), scale)
+    a, b = _balanced(a, factor), _balanced(b, factor)
+    c, d = _balanced(c, factor), _balanced(d, factor)
+    place = (j // 2 * (4 * COLUMNS) + t) * 4 + j % 2 * 2 + h
+    of_step = step * tiles + m * D // COLUMNS
+    for digit in tl.static_range(D):
+        shift = 8 * digit
+        word = (a >> shift & 255) | (b >> shift & 255) << 8
+        word |= (c >> shift & 255) << 16 | (d >> shift & 255) << 24
+        column = m * D % COLUMNS + digit
+        at = of_step[:, None] * (STEP * COLUMNS // 4) + place[None, :] + column * 16
+        tl.store(words_ptr + at, word, mask=inside[:, None])
+        at = of_step * COLUMNS + column
+        tl.store(scales_ptr + at, scale * 256.0**digit, mask=inside)
+        if sums_ptr is not None:
+            part = (word << 24 >> 24) + (word << 16 >> 24) + (word << 8 >> 24) + (word >> 24)
+            tl.store(sums_ptr + at, tl.sum(part, 1), mask=inside)

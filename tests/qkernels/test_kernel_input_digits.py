@@ -1,0 +1,51 @@
+"""Digits put together again give the inputs, and their sums the sums."""
+
+import pytest
+import torch
+
+from qkernels.input_digits import digits_of
+
+
+def columns_of(digits, M, K):
+    """Digits as integers [K/128, T, 8 columns, 128 inputs in order]."""
+    steps, T = digits.words.shape[:2]
+    data = digits.words.cpu().view(torch.int8).view(steps, T, 2, 8, 4, 2, 2, 2, 2)
+    # [.., j / 2, column, t, j % 2, h, e, i] -> k = 32 j + 16 i + 8 h + 2 t + e
+    return data.permute(0, 1, 3, 2, 5, 8, 6, 4, 7).reshape(steps, T, 8, 128)
+
+
+@pytest.mark.parametrize("M, K", [(1, 128), (2, 384), (3, 256), (4, 128)])
+@pytest.mark.parametrize("spread", [0, 12])
+def test_digits_are_the_inputs(half, device, M, K, spread):
+    generator = torch.Generator().manual_seed(M + K)
+    x = torch.randn(M, K, generator=generator)
+    x = (x * 2 ** (spread * torch.rand(M, K, generator=generator))).to(half)
+    x[0, 5] = 0
+    digits = digits_of(x.to(device), with_sums=True)
+    columns = columns_of(digits, M, K).double()
+    steps, T = columns.shape[:2]
+    scales = 16 * digits.scales.cpu().double().view(steps, T, 8)
+    sums = digits.sums.cpu().view(steps, T, 8)
+    for m in range(M):
+        own = slice(4 * m % 8, 4 * m % 8 + 4)
+        assert torch.equal(sums[:, m // 2, own], columns[:, m // 2, own].sum(-1).int())
+        got = (columns[:, m // 2, own] * scales[:, m // 2, own, None]).sum(1)
+        want = x[m].double().view(steps, 128)
+        bound = 2**-29 * want.abs().amax(1, keepdim=True)
+        assert ((got - want).abs() <= bound).all()
+        exact = want.abs() >= 2**-12 * want.abs().amax(1, keepdim=True)
+        assert torch.equal(got[exact], want[exact]), "11 bits at most: nothing is lost there"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+def test_zeros_and_what_is_no_number(half, device):
+    x = torch.zeros(4, 256, dtype=half)
+    x[1, 200], x[2, 3] = float("inf"), float("nan")
+    digits = digits_of(x.to(device), with_sums=False)
+    assert digits.sums is None
+    scales = digits.scales.cpu().view(2, 2, 2, 4)  # step, tile, row of it, digit
+    nan = scales.isnan().all(-1).permute(1, 2, 0).reshape(4, 2)
+    assert nan.tolist() == [[False, False], [False, True], [True, False], [False, False]]
+    assert torch.equal(scales.isnan().any(-1), scales.isnan().all(-1))
+    columns = columns_of(digits, 4, 256)
+    assert not columns[:, 0, :4].any() and not columns[:, 1, 4:].any()
