@@ -123,15 +123,16 @@ def _supports_triton_weight_only(problem: Problem, bits: int) -> str | None:
     return None
 
 
-def _note_w4a16_body(problem: Problem) -> str:
+def _note_weight_only_body(problem: Problem) -> str:
     """Which body runs where tiles.py prefers one for Hopper: it chooses by the number of rows."""
     lacks = lacks_gluon(torch.device(problem.device))
     group = problem.spec.group_length(problem.in_features)
     if lacks is None and linear_block_k(group) != LINEAR_MAX_BLOCK_K:
         lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
-    if lacks is None:
-        return f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits, many rows take the Hopper body"
-    return f"all rows take the portable body; those for Hopper: {lacks}"
+    if lacks is not None:
+        return f"all rows take the portable body; those for Hopper: {lacks}"
+    digits = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
+    return f"{digits}, many rows take the Hopper body" if problem.spec.bits == 4 else digits
 
 
 def _supports_triton_w8a8(problem: Problem) -> str | None:
@@ -365,7 +366,7 @@ KERNELS: tuple[Kernel, ...] = (
             module="qkernels.w4a16",
             priority=30,
             supports=functools.partial(_supports_triton_weight_only, bits=bits),
-            note=_note_w4a16_body if bits == 4 else None,
+            note=_note_weight_only_body,
         )
         for bits in (4, 8)
     ),

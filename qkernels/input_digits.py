@@ -23,19 +23,22 @@ TILE_WORDS = LINEAR_MAX_BLOCK_K * LINEAR_DIGITS_COLUMNS // 4  # a step's tile, 4
 class Digits(NamedTuple):
     """Digit d of row m is column (4 m + d) % 8 of tile m // 2. Columns beyond the rows: anything.
 
-    A word has a byte for each of k = 32 j + 8 h + 2 t + {0, 16, 1, 17}: what one byte of the words
-    t of w4a16.py has, j and h as there.
+    A word has digits of four inputs, those that four bytes of the weight's words (w4a16.py) meet:
+
+        4 bits: k = 64 i + 32 (w / 2) + 8 (w % 2) + 2 t + {0, 16, 1, 17}
+        8 bits: k = 64 (t % 2) + 16 w + 4 i + 2 (t / 2) + {0, 8, 1, 9}
     """
 
-    words: torch.Tensor  # int32 [K/128, T, 2 (j / 2), 8 columns, 4 t, 4 (j % 2, h)]
-    scales: torch.Tensor  # float32 [K/128, T, 8]: 256^d scale / 16; NaN where x has one, or inf
+    words: torch.Tensor  # int32 [K/128, T, 2 i, 8 columns, 4 t, 4 w]
+    scales: torch.Tensor  # float32 [K/128, T, 8]: 256^d scale; NaN where x has one, or an inf
     sums: torch.Tensor | None  # int32 [K/128, T, 8]: of a column's digits
 
 
-def digits_of(x_MK: torch.Tensor, with_sums: bool) -> Digits:
-    """x [M, K], contiguous, K divisible by 128. Lies in the device's workspace until its next use.
+def digits_of(x_MK: torch.Tensor, bits: int, with_sums: bool) -> Digits:
+    """x [M, K], contiguous, K divisible by 128, for a weight of `bits`.
 
-    The caller has asked tiles.linear_digits_fit.
+    They lie in the device's workspace until its next use. The caller has asked
+    tiles.linear_digits_fit.
     """
     M, K = x_MK.shape
     steps = K // LINEAR_MAX_BLOCK_K
@@ -54,6 +57,7 @@ def digits_of(x_MK: torch.Tensor, with_sums: bool) -> Digits:
             K,
             steps,
             tiles,
+            BITS=bits,
             D=LINEAR_DIGITS,
             COLUMNS=LINEAR_DIGITS_COLUMNS,
             STEP=LINEAR_MAX_BLOCK_K,
@@ -85,39 +89,45 @@ def _digits(
     K,
     steps,
     tiles,
+    BITS: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Digits of BLOCK steps of one row. Lane (j, h, t) has the four inputs of a word."""
+    """Digits of BLOCK steps of one row. Lane (i, w, t) has the four inputs of a word."""
     m = tl.program_id(1)
     step = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, STEP // 4)
-    j, h, t = lane // 8, lane // 4 % 2, lane % 4
+    i, w, t = lane // 16, lane // 4 % 4, lane % 4
+    if BITS == 4:
+        k = 64 * i + 32 * (w // 2) + 8 * (w % 2) + 2 * t
+    else:
+        k = 64 * (t % 2) + 16 * w + 4 * i + 2 * (t // 2)
+    APART: tl.constexpr = 16 if BITS == 4 else 8
     inside = step < steps
-    ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + (32 * j + 8 * h + 2 * t)[None, :]
+    ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + k[None, :]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     a = tl.load(ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
-    b = tl.load(ptrs + 16, mask=inside[:, None], other=0.0).to(tl.float32)
+    b = tl.load(ptrs + APART, mask=inside[:, None], other=0.0).to(tl.float32)
     c = tl.load(ptrs + 1, mask=inside[:, None], other=0.0).to(tl.float32)
-    d = tl.load(ptrs + 17, mask=inside[:, None], other=0.0).to(tl.float32)
+    d = tl.load(ptrs + APART + 1, mask=inside[:, None], other=0.0).to(tl.float32)
     largest = tl.maximum(
         tl.maximum(_magnitude_bits(a), _magnitude_bits(b)),
         tl.maximum(_magnitude_bits(c), _magnitude_bits(d)),
     )
-    # Integers below 2^30, so that no digit overflows. Of the scale, 16 is in the weight's operand.
-    # Both powers of two are normal numbers: what is below 2^-87 counts as if it were that large.
+    # Integers below 2^30, so that no digit overflows. Both powers of two are normal numbers: what
+    # is below 2^-87 counts as if it were that large.
     exponent = tl.maximum(tl.max(largest, 1) >> 23, 40)
     factor = ((283 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    scale = ((exponent - 33) << 23).to(tl.float32, bitcast=True)
+    scale = ((exponent - 29) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(exponent == 255, float("nan"), scale)
     a, b = _balanced(a, factor), _balanced(b, factor)
     c, d = _balanced(c, factor), _balanced(d, factor)
-    place = (j // 2 * (4 * COLUMNS) + t) * 4 + j % 2 * 2 + h
+    place = (i * (4 * COLUMNS) + t) * 4 + w
     of_step = step * tiles + m * D // COLUMNS
     for digit in tl.static_range(D):
         shift = 8 * digit

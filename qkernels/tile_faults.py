@@ -43,8 +43,8 @@ def linear_digits_tile_fault(
     tile: LinearDigitsTile, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
     """None: the kernel can run it."""
-    if M > LINEAR_DIGITS_MAX_ROWS or bits != 4:
-        return f"takes at most {LINEAR_DIGITS_MAX_ROWS} rows and 4 bits, found {M} and {bits}"
+    if M > LINEAR_DIGITS_MAX_ROWS or bits not in (4, 8):
+        return f"takes at most {LINEAR_DIGITS_MAX_ROWS} rows and 4 or 8 bits, found {M} and {bits}"
     if linear_block_k(group) != LINEAR_MAX_BLOCK_K or not linear_digits_fit(M, K):
         return f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, found {group} of {K} inputs"
     if tile.block_n not in (16, 32, 64):

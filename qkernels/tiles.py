@@ -56,7 +56,7 @@ LINEAR_DIGITS_COLUMNS = 8  # of one product of the tensor core: a row takes LINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDigitsTile:
-    """How one W4A16 product of few rows is cut for the integer tensor core (w4a16_digits.py)."""
+    """How one product of few rows is cut for the integer tensor core (w4a16_digits.py)."""
 
     block_n: int = 16  # 16, 32 or 64
     warps: int = 8  # of a block, each with its own steps
@@ -206,23 +206,29 @@ def linear_digits_fit(M: int, K: int) -> bool:
 
 
 # Measured, us for qkv / o / gate_up / down, in brackets the portable body:
-# M = 1     6.1 (7.7) / 5.0 (6.6) / 19.1 (23.9) / 11.3 (13.4)
-# M = 2     6.3 (7.7) / 5.1 (6.6) / 18.9 (23.5) / 11.7 (13.5)
-# M = 4     7.3 (7.9) / 5.3 (6.7) / 19.8 (23.5) / 12.5 (13.5)
-# M = 8     10.3 (7.8) / 8.2 (6.6) / 32.5 (23.5) / 19.5 (13.7)
+# M = 1         6.1 (7.7) / 5.0 (6.6) / 19.1 (23.9) / 11.3 (13.4)
+# M = 2         6.3 (7.7) / 5.1 (6.6) / 18.9 (23.5) / 11.7 (13.5)
+# M = 4         7.3 (7.9) / 5.4 (6.7) / 19.8 (23.5) / 12.5 (13.5)
+# M = 8         10.3 (7.8) / 8.2 (6.6) / 32.5 (23.5) / 19.5 (13.7)
+# M = 1, 8 bits 9.3 (10.7) / 7.4 (9.3) / 34.9 (41.0) / 18.7 (21.7)
+# M = 4, 8 bits 10.9 (10.5) / 8.7 (9.5) / 36.3 (41.5) / 21.0 (21.4)
 @functools.lru_cache(maxsize=4096)
 def linear_digits_tile(
-    M: int, N: int, K: int, group: int, sm_count: int
+    M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> LinearDigitsTile | None:
     """The tile for few rows; None: there are more, or a step lies in several groups."""
     if M > LINEAR_DIGITS_MAX_ROWS or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
         return None
     if not linear_digits_fit(M, K):
         return None
+    steps = K // LINEAR_MAX_BLOCK_K
     # a block reads all digits: where there are many blocks, fewer and larger ones
     wide = M > LINEAR_DIGITS_COLUMNS // LINEAR_DIGITS and 2.5 * sm_count < N / 16
-    warps = 4 if wide else 8
-    ahead = min(2, ceil_div(K // LINEAR_MAX_BLOCK_K, warps))
+    if bits == 8:  # a step is twice as many bytes
+        warps, ahead = 16 if steps > 64 else 8, 1
+    else:
+        warps = 4 if wide else 8
+        ahead = min(2, ceil_div(steps, warps))
     return LinearDigitsTile(block_n=32 if wide else 16, warps=warps, ahead=ahead)
 
 
@@ -231,7 +237,8 @@ def chosen_linear_tile(
 ) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
     """The best body's tile; None: the library multiplies. `gluon`: the bodies for sm_90 run."""
     tile = None
-    if bits == 4 and gluon:
-        tile = linear_digits_tile(M, N, K, group, sm_count)
+    if gluon:
+        tile = linear_digits_tile(M, N, K, group, bits, sm_count)
+    if gluon and bits == 4:
         tile = tile or linear_hopper_tile(M, N, K, group, sm_count)
     return tile or linear_tile(M, N, K, group, sm_count)

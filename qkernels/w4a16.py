@@ -154,7 +154,7 @@ def linear(
     if isinstance(tile, LinearDigitsTile):
         from qkernels import w4a16_digits
 
-        y_MN = w4a16_digits.linear(x_MK, weight, bias, tile)
+        y_MN = w4a16_digits.linear(x_MK, weight, bias, tile, offset=offset)
         return y_MN.view(*x.shape[:-1], N)
     y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partials, counters = workspace(x.device)

@@ -1,9 +1,9 @@
 """W4A16 of a few rows on the integer tensor core: x as 8-bit digits. Knows no file format.
 
 The four digits of an input (input_digits.py) are columns of an 8-bit product, which few rows leave
-empty anyway. Codes become operands by a mask: 16 (q - 8) in a byte. The sum of a step is exact;
-then the scale multiplies it. Every warp streams its own part of the weight from memory into operand
-registers, and nothing is shared between warps before the end.
+empty anyway. Codes become operands by a mask: a byte is 16 (q - 8), or q - 128. The sum of a step
+is exact; then the scale multiplies it. Every warp streams its own part of the weight from memory
+into operand registers, and nothing is shared between warps before the end.
 
 Legend: M rows of x, K inputs, N outputs, G groups; W warps of a block, each with its own steps of
 128 inputs; BN outputs of a block; T tiles of 8 columns (row, digit), each of two rows.
@@ -27,25 +27,26 @@ from qkernels.tiles import (
     LinearDigitsTile,
 )
 
-# Floats that are integers, 1.5 2^23 and 2^22 around it: |sum of 128 products| <= 128 128 16 15.
+# Floats that are integers, 1.5 2^23 and 2^22 around it: of 128 products |sum| <= 128 128 255.
 MAGIC = gl.constexpr(0x4B400000)
 MAGIC_FLOAT = gl.constexpr(12582912.0)
 
 
 @functools.cache
-def layouts(W: int, BN: int) -> dict[str, object]:
+def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
     """Where each lane (g = lane / 4, t = lane % 4) has what.
 
-    Both operands lie in memory as the lanes want them: 16 bytes for each, 512 for a warp, in turns.
-    WEIGHTS: bytes of two codes [W, 64 BN]. INPUTS: digits [W, 1024]. PRODUCT: what the tensor core
-    adds up.
+    Both operands lie in memory as the lanes want them, 16 bytes at a time. WEIGHTS: bytes of codes
+    [W, BN row], of digits 4 bits in a row of 64, or 8 bits in a row of 128, whose halves are two
+    turns. INPUTS: digits [W, 1024]. PRODUCT: what the tensor core adds up.
     """
 
-    def streamed(size: int) -> gl.DistributedLinearLayout:
-        turns = [[0, 512 << i] for i in range((size // 512).bit_length() - 1)]
+    def streamed(size: int, row: int = 64) -> gl.DistributedLinearLayout:
+        lanes = [16, 32, row, 2 * row, 4 * row]
+        turns = [1 << i for i in range(6, size.bit_length() - 1) if 1 << i not in lanes]
         return gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], *turns],
-            lane_bases=[[0, 16 << i] for i in range(5)],
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], *([0, turn] for turn in turns)],
+            lane_bases=[[0, lane] for lane in lanes],
             warp_bases=[[1 << i, 0] for i in range(W.bit_length() - 1)],
             block_bases=[],
             shape=[W, size],
@@ -54,7 +55,12 @@ def layouts(W: int, BN: int) -> dict[str, object]:
     product = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8]
     )
-    return {"WEIGHTS": streamed(64 * BN), "INPUTS": streamed(4 * TILE_WORDS), "PRODUCT": product}
+    row = 16 * bits
+    return {
+        "WEIGHTS": streamed(row * BN, row),
+        "INPUTS": streamed(4 * TILE_WORDS),
+        "PRODUCT": product,
+    }
 
 
 def linear(
@@ -62,15 +68,17 @@ def linear(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     tile: LinearDigitsTile,
+    *,
+    offset: int,
 ) -> torch.Tensor:
     """x [M, K], contiguous, to [M, N]. For groups of 128 n, and few rows: each costs columns.
 
-    A row with an inf or NaN comes out as NaN.
+    `offset`: what w4a16.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
     """
     M, K = x_MK.shape
-    N = weight.out_features
+    N, bits = weight.out_features, weight.spec.bits
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
-    digits = digits_of(x_MK, with_sums=not weight.spec.symmetric)
+    digits = digits_of(x_MK, bits, with_sums=not weight.spec.symmetric)
     with on_device(x_MK):
         _w4a16_digits[(weight.tensors["words"].shape[0] * (LINEAR_TILE_N // tile.block_n),)](
             digits.words.view(torch.int8),
@@ -85,6 +93,8 @@ def linear(
             N,
             K // LINEAR_MAX_BLOCK_K,
             STEPS_OF_GROUP=weight.spec.group_length(K) // LINEAR_MAX_BLOCK_K,
+            BITS=bits,
+            OFFSET=offset,
             TILES=digits.words.shape[1],
             COLUMNS=LINEAR_DIGITS_COLUMNS,
             D=LINEAR_DIGITS,
@@ -92,7 +102,7 @@ def linear(
             BN=tile.block_n,
             TILE_N=LINEAR_TILE_N,
             AHEAD=tile.ahead,
-            **layouts(tile.warps, tile.block_n),
+            **layouts(tile.warps, tile.block_n, bits),
             num_warps=tile.warps,
             launch_pdl=True,
         )
@@ -114,36 +124,44 @@ def _start_dependents():
 
 
 @gluon.jit
-def _left(codes, PRODUCT: gl.constexpr):
-    """Bytes of two codes [W, 64 BN] to 16 (q - 8) [W, BN, 128]. Moves nothing.
+def _left(codes, BITS: gl.constexpr, PRODUCT: gl.constexpr):
+    """Bytes of codes [W, BN row] to the tensor core's left operand [W, BN, 128]. Moves nothing.
 
-    Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of lane t. Shifted
-    left, not right: the sign is then in its place, and one instruction masks and flips it.
+    4 bits: 16 (q - 8). Shifted left, not right: the sign is then in its place, and one instruction
+    masks and flips it. Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of
+    lane t. 8 bits: q - 128. Input 64 i + 16 w + 4 t + b is byte b of word w of lane t in turn i.
     """
     W: gl.constexpr = codes.shape[0]
-    BN: gl.constexpr = codes.shape[1] // 64
-    low, high = gl.inline_asm_elementwise(
-        "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
-        " lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;"  # (a & b) ^ c
-        " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
-        "=r,=r,r",
-        [codes],
-        dtype=(gl.int8, gl.int8),
-        is_pure=True,
-        pack=4,
-    )
-    # [W, BN / 8, g, t, j, b, h]
-    both = gl.join(low, high).reshape([W, BN // 8, 8, 4, 4, 4, 2]).permute([0, 1, 2, 4, 6, 3, 5])
+    BN: gl.constexpr = codes.shape[1] // (16 * BITS)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 4)
-    return gl.convert_layout(both.reshape([W, BN, 128]), LEFT, assert_trivial=True)
+    if BITS == 8:
+        signed = gl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4
+        )
+        # [W, row, i, t, w, b]
+        values = signed.reshape([W, BN, 2, 4, 4, 4]).permute([0, 1, 2, 4, 3, 5])
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
+            " lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;"  # (a & b) ^ c
+            " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
+            "=r,=r,r",
+            [codes],
+            dtype=(gl.int8, gl.int8),
+            is_pure=True,
+            pack=4,
+        )
+        # [W, row, t, j, b, h]
+        values = gl.join(low, high).reshape([W, BN, 4, 4, 4, 2]).permute([0, 1, 3, 5, 2, 4])
+    return gl.convert_layout(values.reshape([W, BN, 128]), LEFT, assert_trivial=True)
 
 
 @gluon.jit
 def _right(digits, PRODUCT: gl.constexpr):
     """Digits [W, 1024] as `_digits` wrote them to [W, 128, 8], inputs in the order of `_left`."""
     W: gl.constexpr = digits.shape[0]
-    # [W, j / 2, column, t, j % 2, h, b]
-    x = digits.reshape([W, 2, 8, 4, 2, 2, 4]).permute([0, 1, 4, 5, 3, 6, 2])
+    # [W, i, column, t, w, b]
+    x = digits.reshape([W, 2, 8, 4, 4, 4]).permute([0, 1, 4, 3, 5, 2])
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 4)
     return gl.convert_layout(x.reshape([W, 128, 8]), RIGHT, assert_trivial=True)
 
@@ -165,7 +183,7 @@ def _w4a16_digits(
     digits_ptr,  # [steps, T, 1024] bytes
     input_scales_ptr,  # [steps, T, 8]
     sums_ptr,  # [steps, T, 8] or None: symmetric
-    codes_ptr,  # [N/64, steps, 64, 64] bytes of two codes: the words of w4a16.py
+    codes_ptr,  # [N/64, steps, 64, 16 BITS] bytes: the words of w4a16.py
     scales_ptr,  # [N/64, G, 64]
     offsets_ptr,  # [N/64, G, 64] or None
     bias_ptr,  # [N] or None
@@ -174,6 +192,8 @@ def _w4a16_digits(
     N,
     steps,
     STEPS_OF_GROUP: gl.constexpr,
+    BITS: gl.constexpr,
+    OFFSET: gl.constexpr,
     TILES: gl.constexpr,
     COLUMNS: gl.constexpr,
     D: gl.constexpr,
@@ -185,13 +205,16 @@ def _w4a16_digits(
     INPUTS: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
+    ROW: gl.constexpr = 16 * BITS  # bytes of a row and step
+    # what the operand's value of a code is multiplied by
+    SHIFTED: gl.constexpr = 16 if BITS == 4 else 1
     ROWS: gl.constexpr = gl.SliceLayout(2, PRODUCT)
     COLS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     block = gl.program_id(0)
     stored, part = block // (TILE_N // BN), block % (TILE_N // BN)
     warp = gl.arange(0, W, layout=gl.SliceLayout(1, WEIGHTS))
-    byte = gl.arange(0, 64 * BN, layout=gl.SliceLayout(0, WEIGHTS))
-    codes_ptrs = codes_ptr + stored.to(gl.int64) * steps * (64 * TILE_N) + part * (64 * BN)
+    byte = gl.arange(0, ROW * BN, layout=gl.SliceLayout(0, WEIGHTS))
+    codes_ptrs = codes_ptr + stored.to(gl.int64) * steps * (ROW * TILE_N) + part * (ROW * BN)
     codes_ptrs += byte[None, :]
     row_warp = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
     row = gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
@@ -211,7 +234,7 @@ def _w4a16_digits(
         offsets = ()
         for i in gl.static_range(AHEAD):
             step = gl.minimum(first + i * W + warp, steps - 1)
-            codes += (gl.load(codes_ptrs + step[:, None] * (64 * TILE_N), cache_modifier=".cg"),)
+            codes += (gl.load(codes_ptrs + step[:, None] * (ROW * TILE_N), cache_modifier=".cg"),)
             step = first + i * W + row_warp
             group = group_rows + (step // STEPS_OF_GROUP * TILE_N)[:, None]
             inside = (step < steps)[:, None]
@@ -222,8 +245,8 @@ def _w4a16_digits(
             # weights never change; the rest is the kernel's before until it ends
             _wait_for_inputs()
         for i in gl.static_range(AHEAD):
-            left = _left(codes[i], PRODUCT)
-            scale = scales[i].to(gl.float32)[:, :, None]
+            left = _left(codes[i], BITS, PRODUCT)
+            scale = scales[i].to(gl.float32)[:, :, None] / SHIFTED
             step = gl.minimum(first + i * W + digit_warp, steps - 1)[:, None] * TILES
             column_step = gl.minimum(first + i * W + column_warp, steps - 1)[:, None] * TILES
             new = ()
@@ -232,9 +255,9 @@ def _w4a16_digits(
                 of_columns = (column_step + j) * COLUMNS + column
                 initial = magic
                 if offsets_ptr is not None:
-                    # what the operand's 8 is too little or too much; the low bits are the zero
-                    zero = (offsets[i].to(gl.int16, bitcast=True).to(gl.int32) & 15) - 8
-                    initial -= 16 * zero[:, :, None] * gl.load(sums_ptr + of_columns)[:, None, :]
+                    # how far the zero is from the one that the operand has subtracted
+                    zero = SHIFTED * (offsets[i].to(gl.float32) - OFFSET).to(gl.int32)[:, :, None]
+                    initial -= zero * gl.load(sums_ptr + of_columns)[:, None, :]
                 product = mma_v2(left, _right(digits, PRODUCT), initial)
                 exact = product.to(gl.float32, bitcast=True) - MAGIC_FLOAT
                 input_scale = gl.load(input_scales_ptr + of_columns)[:, None, :]

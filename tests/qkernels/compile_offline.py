@@ -195,9 +195,11 @@ def hopper_linear_case(dtype: str = "bf16", symmetric: bool = True, group: int =
     return facts(compiled) | in_flight
 
 
-def digits_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True) -> dict:
-    """W4A16 of few rows, and the kernel that makes its digits."""
-    tile = linear_digits_tile(M, N, K, 128, 132)
+def digits_linear_case(
+    M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, bits: int = 4
+) -> dict:
+    """W4A16 or W8A16 of few rows, and the kernel that makes its digits."""
+    tile = linear_digits_tile(M, N, K, 128, bits, 132)
     tiles = -(-M * LINEAR_DIGITS // LINEAR_DIGITS_COLUMNS)
     pointers = {
         "digits_ptr": "*i8",
@@ -208,6 +210,8 @@ def digits_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: b
     }
     constants = {
         "STEPS_OF_GROUP": 1,
+        "BITS": bits,
+        "OFFSET": {4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
         "TILES": tiles,
         "COLUMNS": LINEAR_DIGITS_COLUMNS,
         "D": LINEAR_DIGITS,
@@ -216,7 +220,7 @@ def digits_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: b
         "TILE_N": 64,
         "AHEAD": tile.ahead,
         "bias_ptr": None,
-    } | w4a16_digits.layouts(tile.warps, tile.block_n)
+    } | w4a16_digits.layouts(tile.warps, tile.block_n, bits)
     if symmetric:
         constants |= {"sums_ptr": None, "offsets_ptr": None}
     else:
@@ -227,7 +231,7 @@ def digits_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: b
     found = compile_kernel(kernel, pointers, scalars, constants, options)
     pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_ptr": "*fp32"}
     constants = {"STEP": 128, "BLOCK": input_digits.STEPS_OF_BLOCK, "EARLY": True} | {
-        name: constants[name] for name in ("D", "COLUMNS")
+        name: constants[name] for name in ("BITS", "D", "COLUMNS")
     }
     if symmetric:
         constants["sums_ptr"] = None
@@ -540,6 +544,7 @@ CASES = {
     "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
     "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
     "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),
+    "digits 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),
     "linear int8 M=1": lambda: int8_case(1, 4096, 4096),
     "linear int8 M=128": lambda: int8_case(128, 4096, 4096),
     "linear int8 M=4096": lambda: int8_case(4096, 4096, 4096),

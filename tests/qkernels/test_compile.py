@@ -69,14 +69,14 @@ def test_the_next_slice_is_unpacked_while_a_product_runs(compiled):
 
 
 def test_digits_go_from_memory_to_registers(compiled):
-    """Shared memory is for the sums of the warps alone, and four blocks of 8 warps fit on an SM."""
+    """Shared memory is for the sums of the warps alone, and three or four blocks fit on an SM."""
     found = {name: facts for name, facts in compiled.items() if name.startswith("digits")}
-    assert len(found) == 3
+    assert len(found) == 4
     for name, facts in found.items():
         # 4 of 32 inputs in a step, for each tile of columns and 16 outputs
-        assert facts["integer_mma"] % 4 == 0 and facts["integer_mma"] >= 8, name
+        assert facts["integer_mma"] and facts["integer_mma"] % 4 == 0, name
         assert facts["shared"] <= 4096, name
-        assert facts.get("registers", 0) <= (168 if "wide" in name else 64), name
+        assert facts.get("registers", 0) <= (168 if "wide" in name else 80), name
 
 
 def test_few_requests_split_the_context(compiled):

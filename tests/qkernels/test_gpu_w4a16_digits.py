@@ -1,4 +1,4 @@
-"""W4A16 of few rows as 8-bit digits against float64, on a GPU of the Hopper generation."""
+"""W4A16 and W8A16 of few rows as 8-bit digits against float64, on an sm_90 GPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def check(assert_close, tolerance):
     """One product, whole and by element, twice."""
 
     def run(packed, x, bias=None, tile=TILE):
-        weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
+        weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
         got = w4a16.linear(x, weight, bias, tile=tile)
         assert got.dtype == x.dtype
         added = 0 if bias is None else bias.double()
@@ -54,17 +54,20 @@ def random_x(M, K, dtype, spread=0):
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", [128, 256, 384, -1])
 @pytest.mark.parametrize("M", range(1, LINEAR_DIGITS_MAX_ROWS + 1))
-def test_every_group_length(check, make_weight, half, poison, M, group, symmetric):
-    check(make_weight(200, 768, group, symmetric, spread=8), random_x(M, 768, half))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_group_length(check, make_weight, half, poison, bits, M, group, symmetric):
+    check(make_weight(200, 768, group, symmetric, spread=8, bits=bits), random_x(M, 768, half))
 
 
 @pytest.mark.parametrize("warps", [1, 4, 8, 16])
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 @pytest.mark.parametrize("block_n", [16, 32, 64])
-def test_every_tile(check, make_weight, half, poison, warps, ahead, block_n):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_tile(check, make_weight, half, poison, bits, warps, ahead, block_n):
     """9 steps: fewer than some blocks ask for at once, and no multiple of any."""
     tile = LinearDigitsTile(warps=warps, ahead=ahead, block_n=block_n)
-    check(make_weight(136, 1152, 128, symmetric=False), random_x(3, 1152, half), tile=tile)
+    packed = make_weight(136, 1152, 128, symmetric=False, bits=bits)
+    check(packed, random_x(3, 1152, half), tile=tile)
 
 
 @pytest.mark.parametrize("K", [128, 256, 1024, 2176])
@@ -72,6 +75,19 @@ def test_every_tile(check, make_weight, half, poison, warps, ahead, block_n):
 def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, K):
     bias = torch.randn(N, device="cuda").to(half)
     check(make_weight(N, K, 128, symmetric=False), random_x(2, K, half), bias)
+
+
+def test_extreme_codes_and_inputs(check, make_weight, half, poison):
+    """The largest sum of a step that there is: every code and every digit at its end."""
+    for bits in (4, 8):
+        for symmetric in (True, False):
+            packed = make_weight(64, 256, 128, symmetric, bits=bits)
+            packed.words_NW[:32], packed.words_NW[32:] = 0, -1
+            if not symmetric:
+                packed.zeros_NG[::2], packed.zeros_NG[1::2] = 0, 2**bits - 1
+            x = torch.full((3, 256), 255 / 256, device="cuda", dtype=half)
+            x[1], x[2, ::2] = -x[1], -x[2, ::2]
+            check(packed, x)
 
 
 @pytest.mark.parametrize("M", [1, 4])
@@ -89,7 +105,7 @@ def test_a_large_input_under_a_code_of_zero_hides_nothing(make_weight, half):
     packed.words_NW.copy_(pack(codes, 4))
     x = random_x(2, 256, half) / 4
     x[:, [5, 200]] = 2.0**12
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(packed, half, kernel=f"triton_w{packed.spec.bits}a16")
     got = w4a16.linear(x, weight, tile=TILE).double()
     want = x.double() @ packed.dequantize(torch.float64).t()
     assert (got - want).norm() < 2 * torch.finfo(half).eps * want.norm()
@@ -108,7 +124,7 @@ def test_any_size(check, make_weight, half, poison, power):
 
 def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(packed, half, kernel=f"triton_w{packed.spec.bits}a16")
     x = random_x(4, 256, half)
     want = w4a16.linear(x, weight, tile=TILE)
     x[1, 3], x[2, 255] = float("nan"), float("-inf")
@@ -127,7 +143,7 @@ def test_strides_and_an_odd_address(make_weight, half):
 def test_chosen_and_captured_among_others(make_weight, half):
     """A graph of products that share digits' memory, replayed with new inputs."""
     N, K = 1024, 4096
-    assert linear_digits_tile(2, N, K, 128, 132) is not None
+    assert linear_digits_tile(2, N, K, 128, 4, 132) is not None
     packed = [make_weight(N, K, 128), make_weight(K, N, 128, symmetric=False)]
     weights = [ops.prepare_weight(each, half) for each in packed]
     x = random_x(2, K, half)

@@ -6,25 +6,27 @@ import torch
 from qkernels.input_digits import digits_of
 
 
-def columns_of(digits, M, K):
+def columns_of(digits, bits):
     """Digits as integers [K/128, T, 8 columns, 128 inputs in order]."""
     steps, T = digits.words.shape[:2]
-    data = digits.words.cpu().view(torch.int8).view(steps, T, 2, 8, 4, 2, 2, 2, 2)
-    # [.., j / 2, column, t, j % 2, h, e, i] -> k = 32 j + 16 i + 8 h + 2 t + e
-    return data.permute(0, 1, 3, 2, 5, 8, 6, 4, 7).reshape(steps, T, 8, 128)
+    # [.., i, column, t / 2, t % 2, w / 2, w % 2, e, 1 of {0, 16} or {0, 8}]
+    data = digits.words.cpu().view(torch.int8).view(steps, T, 2, 8, 2, 2, 2, 2, 2, 2)
+    order = {4: (2, 6, 9, 7, 4, 5, 8), 8: (5, 6, 7, 9, 2, 4, 8)}[bits]
+    return data.permute(0, 1, 3, *order).reshape(steps, T, 8, 128)
 
 
 @pytest.mark.parametrize("M, K", [(1, 128), (2, 384), (3, 256), (4, 128)])
 @pytest.mark.parametrize("spread", [0, 12])
-def test_digits_are_the_inputs(half, device, M, K, spread):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_digits_are_the_inputs(half, device, M, K, spread, bits):
     generator = torch.Generator().manual_seed(M + K)
     x = torch.randn(M, K, generator=generator)
     x = (x * 2 ** (spread * torch.rand(M, K, generator=generator))).to(half)
     x[0, 5] = 0
-    digits = digits_of(x.to(device), with_sums=True)
-    columns = columns_of(digits, M, K).double()
+    digits = digits_of(x.to(device), bits, with_sums=True)
+    columns = columns_of(digits, bits).double()
     steps, T = columns.shape[:2]
-    scales = 16 * digits.scales.cpu().double().view(steps, T, 8)
+    scales = digits.scales.cpu().double().view(steps, T, 8)
     sums = digits.sums.cpu().view(steps, T, 8)
     for m in range(M):
         own = slice(4 * m % 8, 4 * m % 8 + 4)
@@ -41,11 +43,11 @@ def test_digits_are_the_inputs(half, device, M, K, spread):
 def test_zeros_and_what_is_no_number(half, device):
     x = torch.zeros(4, 256, dtype=half)
     x[1, 200], x[2, 3] = float("inf"), float("nan")
-    digits = digits_of(x.to(device), with_sums=False)
+    digits = digits_of(x.to(device), 4, with_sums=False)
     assert digits.sums is None
     scales = digits.scales.cpu().view(2, 2, 2, 4)  # step, tile, row of it, digit
     nan = scales.isnan().all(-1).permute(1, 2, 0).reshape(4, 2)
     assert nan.tolist() == [[False, False], [False, True], [True, False], [False, False]]
     assert torch.equal(scales.isnan().any(-1), scales.isnan().all(-1))
-    columns = columns_of(digits, 4, 256)
+    columns = columns_of(digits, 4)
     assert not columns[:, 0, :4].any() and not columns[:, 1, 4:].any()

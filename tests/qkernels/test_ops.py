@@ -60,13 +60,15 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
 
 
 def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
-    def note(group):
-        spec = QuantSpec(bits=4, symmetric=True, group_size=group)
-        return explain("linear", **linear_problem(spec=spec, in_features=256))[0].reason
+    def note(group, bits=4):
+        spec = QuantSpec(bits=bits, symmetric=True, group_size=group)
+        problem = linear_problem(spec=spec, in_features=256)
+        return next(each.reason for each in explain("linear", **problem) if each.taken)
 
     monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
     assert note(128).endswith("many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
+    assert note(128, bits=8).endswith("rows go as digits")
     assert note(64).endswith("takes groups divisible by 128, not 64")
     monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90")
     other = "all rows take the portable body; those for Hopper: written for sm_90"

@@ -194,10 +194,12 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
             if tile is not None:
                 fault = tile_faults.linear_tile_fault(tile, group=128, bits=4, **problem)
                 assert fault is None, f"{problem}: {fault}"
-            tile = linear_digits_tile(M, N, K, 128, sm_count)
-            assert (tile is not None) == (M <= LINEAR_DIGITS_MAX_ROWS)
-            if tile is not None:
-                assert OPS["w4a16"].fault(tile, problem | {"group": 128, "bits": 4}) is None
+            for bits in (4, 8):
+                tile = linear_digits_tile(M, N, K, 128, bits, sm_count)
+                assert (tile is not None) == (M <= LINEAR_DIGITS_MAX_ROWS)
+                if tile is not None:
+                    whole = problem | {"group": 128, "bits": bits}
+                    assert OPS["w4a16"].fault(tile, whole) is None, whole
             tile = int8_tile(M, N, K, sm_count)
             assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
     for heads in (1, 3, 4, 16):
@@ -238,7 +240,7 @@ def test_what_digits_need():
         return tile_faults.linear_digits_tile_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384) is None
-    for change in ({"M": 5}, {"bits": 8}, {"group": 64}, {"K": 2**20}):
+    for change in ({"M": 5}, {"bits": 3}, {"group": 64}, {"K": 2**20}):
         assert fault(**change) is not None, change
     for change in ({"block_n": 48}, {"warps": 3}, {"warps": 32}, {"ahead": 0}, {"ahead": 9}):
         assert fault(change) is not None, change
