@@ -15,10 +15,9 @@ from qkernels.act_quant import (
     CODE_RANGE,
     dependent_launch,
     encode,
-    magnitude_bits,
     row_chunks,
     row_warps,
-    scale_of,
+    scale_of_chunks,
     start_dependents_and_wait,
 )
 from qkernels.launch import INTERPRETED, on_device
@@ -165,7 +164,7 @@ def _rms_norm_quantize(
     normed = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(DTYPE).to(tl.float32)
     y = (weight * normed).to(DTYPE)
     DYNAMIC: tl.constexpr = scale_ptr is None
-    scale = scale_of(magnitude_bits(y), LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
+    scale = scale_of_chunks((y,), LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
     codes = encode(y, scale, SMALLEST, LARGEST, codes_ptr.dtype.element_ty, DYNAMIC, INTERPRETED)
     tl.store(codes_ptr + row + c, codes, mask=mask)
     tl.store(scales_ptr + place, scale)
@@ -216,13 +215,10 @@ def _silu_and_mul_quantize(
         gates = gates + (tl.load(ptrs, mask=mask, other=0.0),)
         ups = ups + (tl.load(ptrs + I, mask=mask, other=0.0),)
     ys = ()
-    bits = tl.zeros((CHUNK,), tl.int32)
     for i in tl.static_range(CHUNKS):
         activated = _silu(gates[i].to(tl.float32), INTERPRETED).to(DTYPE).to(tl.float32)
-        y = (activated * ups[i].to(tl.float32)).to(DTYPE)
-        bits = tl.maximum(bits, magnitude_bits(y))
-        ys = ys + (y,)
-    scale = scale_of(bits, LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
+        ys = ys + ((activated * ups[i].to(tl.float32)).to(DTYPE),)
+    scale = scale_of_chunks(ys, LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
     CODE: tl.constexpr = codes_ptr.dtype.element_ty
     for i in tl.static_range(CHUNKS):
         codes = encode(ys[i], scale, SMALLEST, LARGEST, CODE, DYNAMIC, INTERPRETED)
