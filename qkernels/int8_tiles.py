@@ -105,6 +105,10 @@ class Int8HopperTile:
     stores: int = 2  # pieces of the result on their way out, of each warpgroup
     max_stages: int = 24
     blocks_per_sm: int = 1
+    # Asked for before the block waits for the kernel before. An SM's copies queue up, and those of
+    # x behind too many of the weight's: us of qkv at 16 rows, down at 64, x rounded, of 2, 4, 8 and
+    # all (22, 13) stages 9.7 / 9.5 / 9.2 / 9.6 and 19.8 / 19.8 / 19.6 / 20.1
+    max_first_stages: int = 8
 
     @property
     def block_left(self) -> int:
@@ -124,12 +128,25 @@ class Int8HopperTile:
         return min(self.max_stages, (shared - 512 - stores) // stage)
 
     @property
+    def first_stages(self) -> int:
+        return min(self.stages, self.max_first_stages)
+
+    @property
     def registers(self) -> int:
         """Of each thread at launch; then the copying warpgroup gives its own to the others."""
-        sums = self.part * self.block_right // 128 * (2 if self.steps_of_sum else 1)
-        if sums < 64:
+        if self._registers_of_sums < 64:
             return 96 if self.blocks_per_sm == 1 else 80
-        return 168 if sums > 64 and self.parts == 2 else 128
+        return 168 if self._registers_of_sums > 64 and self.parts == 2 else 128
+
+    @property
+    def _registers_of_sums(self) -> int:
+        return self.part * self.block_right // 128 * (2 if self.steps_of_sum else 1)
+
+    @property
+    def early_factors(self) -> bool:
+        """Whether scales and bias are loaded before the product: where registers have room."""
+        # us of o / qkv at 64 rows of codes: 7.3 / 8.9, with early ones 6.4 / 8.6
+        return self._registers_of_sums <= 64
 
     @property
     def consumer_registers(self) -> int:

@@ -31,8 +31,6 @@ from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
 
-# named differently in triton 3.6 and 3.9
-
 
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
@@ -141,13 +139,14 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
     BR: gl.constexpr = TILE.block_right
     BK: gl.constexpr = left.block_type.shape[1]
     STAGES: gl.constexpr = TILE.stages
+    FIRST: gl.constexpr = TILE.first_stages
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     BYTES: gl.constexpr = (PARTS * PART + BR) * BK
     first = gl.program_id(0)
     units = tiles_left * tiles_right * TILE.split
     # weights never change: their share of the first stages needs no wait for the kernel before
     tile_left, tile_right, begin, end = _place(first, tiles_left, tiles_right, steps, TILE)
-    started = gl.minimum(end - begin, STAGES)
+    started = gl.minimum(end - begin, FIRST)
     for stage in range(started):
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES)
@@ -215,6 +214,7 @@ def _multiply(
     SPLIT: gl.constexpr = TILE.split
     STAGES: gl.constexpr = TILE.stages
     STEPS_OF_SUM: gl.constexpr = TILE.steps_of_sum
+    PIECES: gl.constexpr = BR // TILE.store_width
     # triton has the integer instruction for up to 224 columns
     columns: gl.constexpr = min(BR, 128)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
@@ -227,6 +227,15 @@ def _multiply(
         row = (tile_left * PARTS + WHICH) * PART
         column = tile_right * BR
         sums = gl.zeros([PART, BR], SUM, layout)
+        factors = ()
+        if TILE.early_factors:
+            # from memory while the product runs
+            piece: gl.constexpr = _pieces(sums, PIECES)[0].type.layout
+            for j in gl.static_range(PIECES):
+                c = column + j * TILE.store_width
+                factors += (
+                    _factors_of_piece(pointers, sizes, row, c, TILE, HAS_BIAS, BLOCKS, piece),
+                )
         if STEPS_OF_SUM == 0:
             for step in range(begin, end):
                 mbarrier.wait(full.index(stage), phase)
@@ -290,6 +299,7 @@ def _multiply(
                 pointers,
                 sizes,
                 sums,
+                factors,
                 row,
                 column,
                 WHICH,
@@ -335,12 +345,50 @@ def _pieces(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _factors_of_piece(
+    pointers,
+    sizes,
+    row,
+    column,
+    TILE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Of one piece of the result (scales of x, scales of the weight, bias), each if there is any.
+
+    As columns or rows, which spread over the piece.
+    """
+    input_scales_ptr, scales_ptr, bias_ptr, _, _, _, _ = pointers
+    M, N, _, _, _ = sizes
+    M_AXIS: gl.constexpr = 0 if TILE.weight_left else 1
+    m, n = _indices_of_piece(row, column, M, N, TILE, layout)
+    input_scales, scales, bias = (), (), ()
+    if not BLOCKS:
+        input_scales = gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
+        scales = gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
+    if HAS_BIAS:
+        bias = gl.expand_dims(gl.load(bias_ptr + n), 1 - M_AXIS)
+    return input_scales, scales, bias
+
+
+@gluon.jit
+def _indices_of_piece(row, column, M, N, TILE: gl.constexpr, layout: gl.constexpr):
+    """(m, n) of a piece; beyond the edge, where nothing is stored, the last there are."""
+    rows = row + gl.arange(0, TILE.part, gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, TILE.store_width, gl.SliceLayout(0, layout))
+    m, n = (columns, rows) if TILE.weight_left else (rows, columns)
+    return gl.minimum(m, M - 1), gl.minimum(n, N - 1)
+
+
+@gluon.jit
 def _store(
     operands,
     rings,
     pointers,
     sizes,
     sums,
+    factors,
     row,
     column,
     WHICH: gl.constexpr,
@@ -352,9 +400,8 @@ def _store(
     """Sums times both scales, plus bias, rounded once, through shared memory by bulk copies."""
     _, _, y = operands
     _, _, y_bufs, _, _ = rings
-    input_scales_ptr, scales_ptr, bias_ptr, zeros_ptr, weight_sums_ptr, _, _ = pointers
+    _, _, _, zeros_ptr, weight_sums_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
-    PART: gl.constexpr = TILE.part
     BR: gl.constexpr = TILE.block_right
     STORES: gl.constexpr = TILE.stores
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
@@ -363,23 +410,23 @@ def _store(
     M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
     layout: gl.constexpr = pieces[0].type.layout
     for j in gl.static_range(BR // WIDTH):
-        rows = row + gl.arange(0, PART, gl.SliceLayout(1, layout))
-        columns = column + j * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-        m, n = (columns, rows) if WEIGHT_LEFT else (rows, columns)
-        # beyond the edge nothing is stored; any scale will do there
-        m, n = gl.minimum(m, M - 1), gl.minimum(n, N - 1)
         piece = pieces[j]
         if HAS_ZEROS:
             # sum of (code - zero) * weight code, still exact
+            m, n = _indices_of_piece(row, column + j * WIDTH, M, N, TILE, layout)
             zeros = gl.expand_dims(gl.load(zeros_ptr + m), M_AXIS)
             piece = piece - zeros * gl.expand_dims(gl.load(weight_sums_ptr + n), 1 - M_AXIS)
+        if TILE.early_factors:
+            input_scales, scales, bias = factors[j]
+        else:
+            input_scales, scales, bias = _factors_of_piece(
+                pointers, sizes, row, column + j * WIDTH, TILE, HAS_BIAS, BLOCKS, layout
+            )
         result = piece.to(gl.float32)
         if not BLOCKS:
-            result = result * gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
-            result = result * gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
+            result = result * input_scales * scales
         if HAS_BIAS:
-            bias = gl.load(bias_ptr + n).to(gl.float32)
-            result = result + gl.expand_dims(bias, 1 - M_AXIS)
+            result = result + bias.to(gl.float32)
         buf = y_bufs.index(WHICH * STORES + j % STORES)
         # the copy out of this buffer that was started STORES pieces ago has read it
         tma.store_wait(STORES - 1)

@@ -23,6 +23,8 @@ pytestmark = [
 TILES = {
     "one warpgroup": Int8HopperTile(parts=1, block_right=16),
     "two": Int8HopperTile(parts=2, block_right=32),
+    "two steps before the wait": Int8HopperTile(parts=1, block_right=64, max_first_stages=2),
+    "all steps before the wait": Int8HopperTile(parts=1, block_right=64, max_first_stages=24),
     "three": Int8HopperTile(parts=3, block_right=256),
     "two parts of K": Int8HopperTile(parts=1, block_right=128, split=2),
     "three parts of K": Int8HopperTile(parts=2, block_right=64, split=3),
@@ -97,7 +99,7 @@ def test_zero_points_are_subtracted_exactly(poison, half, tile):
     assert torch.equal(got, want.float().to(half))
 
 
-@pytest.mark.parametrize("tile", ["two", "x left"])
+@pytest.mark.parametrize("tile", ["two", "x left", "wide", "x left, tall"])
 def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, tile):
     M, N, K = 77, 136, 608
     codes_MK, codes_NK = random_codes(M, K), random_codes(N, K, seed=1)

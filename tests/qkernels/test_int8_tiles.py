@@ -73,6 +73,12 @@ def test_every_hopper_choice_fits(N, sm_count, kind):
             threads = (tile.parts + 1) * 128
             assert tile.blocks_per_sm * threads * tile.registers <= 65536
             assert tile.registers % 8 == 0
+            assert 1 <= tile.first_stages <= tile.stages
+            sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
+            if tile.early_factors:  # a thread's columns of the result, and a row or two
+                assert sums + tile.block_right // 4 + 48 <= tile.consumer_registers
+            # a lone tile of a block has nothing else to hide their loads behind
+            assert tile.early_factors or M > 64, tile
             assert tile.parts * tile.consumer_registers + 24 <= (tile.parts + 1) * tile.registers
             sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
             assert sums + 24 <= tile.consumer_registers <= 240
