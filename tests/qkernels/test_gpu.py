@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from formats.activation import quantize_input
 from formats.packed import PackedWeight
-from formats.scheme import QuantSpec, Scheme
+from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import QuantLinear, ops, reference
 from qkernels.launch import workspace
@@ -341,3 +342,16 @@ def test_a_captured_decode_step_follows_its_inputs(half):
         want = step(reference)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(saved, pages, rtol=2e-2, atol=2e-2)
+
+
+def test_codes_of_every_number_under_every_largest(half):
+    """Each row has another mantissa as its largest, and every number that may stand beside it."""
+    count = 128 if half == torch.bfloat16 else 1024
+    mantissas = 1 + torch.arange(count) / count
+    x = (mantissas * 2.0 ** torch.arange(-12, 1)[:, None]).flatten()
+    largest = mantissas[:, None]
+    x_MK = torch.where(x <= largest, x, 0)
+    x_MK = torch.cat([x_MK, -x_MK, largest], 1).to(half)
+    got = ops.quantize_input(x_MK.cuda(), ActivationSpec(), kernel="triton")
+    want = quantize_input(x_MK, ActivationSpec(), None)
+    assert torch.equal(got[0].cpu(), want[0]) and torch.equal(got[1].cpu(), want[1])

@@ -37,3 +37,47 @@ def test_codes_over_the_smallest_scale_are_exact(largest):
         got.to(torch.float8_e4m3fn).view(torch.uint8),
         want.to(torch.float8_e4m3fn).view(torch.uint8),
     )
+
+
+def inverse_for_codes(scale, largest=127.0):
+    """act_quant._inverse_for_codes; float64 holds each fused multiply-add exactly enough."""
+    inverse = 1 / scale
+    half = (scale * largest).bfloat16().float() / 2
+    quotient = corrected_once(half, scale)
+    rest = half.double() * inverse.double() - largest / 2
+    too_low = (quotient >= largest / 2) & (rest < 0)
+    too_high = (quotient < largest / 2) & (rest >= 0)
+    return (inverse.view(torch.int32) + too_low.int() - too_high.int()).view(torch.float32)
+
+
+def one_product(x, inverse):
+    """The product with an inverse, rounded once, to an integer."""
+    return (x.double() * inverse.double()).round()
+
+
+MANTISSAS = 1 + torch.arange(128) / 128  # of bfloat16
+
+
+def test_one_product_makes_the_codes():
+    """Every mantissa, down to the smallest codes, below the largest of its row, of every mantissa.
+
+    A product of 8 and 24 bits is exact in float64.
+    """
+    x = (MANTISSAS * 2.0 ** torch.arange(-12, 1)[:, None]).flatten()
+    largest = MANTISSAS[:, None]
+    scales = largest / 127
+    below = x <= largest
+    want = (x / scales).round()
+    got = one_product(x, inverse_for_codes(scales))
+    assert torch.equal(got[below], want[below])
+    # no inverse that is chosen in one way for all rows does
+    for step in (-1, 0, 1):
+        inverse = ((1 / scales).view(torch.int32) + step).view(torch.float32)
+        assert not torch.equal(one_product(x, inverse)[below], want[below])
+
+
+def test_one_product_makes_the_codes_over_the_smallest_scale():
+    x = (MANTISSAS.double() * 2.0 ** torch.arange(-140, -20)[:, None]).float().flatten()
+    scale = torch.tensor([MIN_INPUT_SCALE])
+    x = x[x <= 127 * scale]
+    assert torch.equal(one_product(x, inverse_for_codes(scale)), (x / scale).round())
