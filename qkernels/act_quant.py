@@ -17,6 +17,7 @@ from qkernels.tiles import ceil_div, power_of_two
 # [smallest, largest] code; a dynamic scale is the row's largest magnitude over the largest code
 CODE_RANGE = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-FP8_MAX, FP8_MAX)}
 CODE_DTYPE = {"int": torch.int8, "float": torch.float8_e4m3fn}
+NO_DEPENDENT_LAUNCH = {"EARLY": False, "SIGNAL_FIRST": False}
 
 
 def row_warps(block: int) -> int:
@@ -27,7 +28,7 @@ def row_warps(block: int) -> int:
 def row_chunks(width: int, element_size: int) -> tuple[int, int, int]:
     """(channels of a chunk, chunks, warps) for a row: 8 channels of a chunk for each thread."""
     # us of 4096 rows of 14336: silu_and_mul_quantize 72, with 4096 and 16 warps 79, with 8192 and
-    # 32 warps 114; quantize_input 43, 47, 49
+    # 32 warps 114, with 1024 and 4 warps 74; quantize_input 43, 47, 49
     largest = 2048 if width * element_size <= 2**15 else 4096
     chunk = min(largest, max(256, power_of_two(width)))
     return chunk, ceil_div(width, chunk), chunk // 256
@@ -36,13 +37,13 @@ def row_chunks(width: int, element_size: int) -> tuple[int, int, int]:
 def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, bool]:
     """Launch arguments: EARLY and, with it, whether the next kernel starts before this one can.
 
-    A product then copies its first weights while the kernel before both of them ends: qkv at 1 row
-    takes 9.6 us, else 10.2. But with more rows than SMs, waiting blocks take the room of working
-    ones (silu_and_mul_quantize of 4096 rows 76.5 us, else 72), and down takes 23 us, else 20.
+    A product then copies its first weights while the kernel before both of them ends: rounding
+    included, qkv at 256 rows takes 14.9 us, else 15.3; down at 1 row 18.7, else 19.4. But blocks
+    that wait take the room of working ones: down at 64 rows 19.9, else 19.6, at 256 33.8 and 33.4.
     """
     if not has_dependent_launch(device):
-        return {"EARLY": False, "SIGNAL_FIRST": False}
-    first = rows <= sm_count(device) and width <= 8192
+        return NO_DEPENDENT_LAUNCH
+    first = rows <= (2 * sm_count(device) if width <= 8192 else 16)
     return {"EARLY": True, "SIGNAL_FIRST": first, "launch_pdl": True}
 
 
@@ -255,7 +256,8 @@ def _inverse_for_codes(inverse, scale, LARGEST: tl.constexpr):
     """
     TIE: tl.constexpr = LARGEST / 2
     half = (scale * LARGEST).to(tl.bfloat16).to(tl.float32) * 0.5
-    quotient = tl.div_rn(half, scale)
+    quotient = half * inverse
+    quotient = tl.fma(tl.fma(-quotient, scale, half), inverse, quotient)
     rest = tl.fma(half, inverse, -TIE)
     too_low = (quotient >= TIE) & (rest < 0)
     too_high = (quotient < TIE) & (rest >= 0)

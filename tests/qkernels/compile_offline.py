@@ -553,6 +553,7 @@ CASES = {
     "linear sm_90 int8 M=1, split": lambda: hopper_int8_case(1, 4096, 4096),
     "linear sm_90 int8 M=16, wide": lambda: hopper_int8_case(16, 28672, 4096),
     "linear sm_90 int8 M=128, split": lambda: hopper_int8_case(128, 4096, 14336),
+    "linear sm_90 int8 M=256": lambda: hopper_int8_case(256, 6144, 4096),
     "linear sm_90 int8 M=1024": lambda: hopper_int8_case(1024, 6144, 4096),
     "linear sm_90 int8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096),
     "linear sm_90 float8 M=64": lambda: hopper_int8_case(64, 4096, 4096, "fp8e4nv"),
@@ -567,6 +568,9 @@ CASES = {
     "norm and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**13),
     "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
     "silu and quantize": lambda: fused_case(fused_quant._silu_and_mul_quantize, 14336, maxnreg=80),
+    "silu and quantize, few rows": lambda: fused_case(
+        fused_quant._silu_and_mul_quantize, 14336, maxnreg=96
+    ),
     "silu and quantize, widest": lambda: fused_case(fused_quant._silu_and_mul_quantize, 2**15),
     "dequantize": dequantize_case,
     "kv write": lambda: kv_case(rotate=False),
