@@ -23,7 +23,7 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     packed = make_weight(128, 256, 64)
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
     x = torch.randn(5, 256).to(device, half)
-    monkeypatch.setattr(w4a16, "linear_tile", no_default)
+    monkeypatch.setattr(w4a16, "chosen_linear_tile", no_default)
     problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 16}
     want = x.double() @ packed.dequantize(torch.float64).t()
     for tile in (LinearTile(block_m=16, block_n=128, split=3), None):
