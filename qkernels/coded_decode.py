@@ -337,6 +337,24 @@ def _copy_step(
     async_copy.commit_group()
 
 
+@gluon.jit
+def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
+    """As paged_attention.py's, in Gluon: the two cannot call each other."""
+    PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    probe = gl.arange(0, 32, layout=PROBES)
+    first = 0
+    count = R
+    while count > 1:
+        apart = (count + 31) // 32
+        request = first + probe * apart
+        inside = probe * apart < count
+        start = gl.load(starts_ptr + request, mask=inside, other=0)
+        owned = inside & (start // BLOCK_Q + request <= block)
+        first += (gl.sum(owned.to(gl.int32), 0) - 1) * apart
+        count = gl.minimum(apart, R - first)
+    return first
+
+
 @gluon.jit(do_not_specialize=["R", "T"])
 def _coded_decode(
     q_ptr,  # [T, H, D]
@@ -392,15 +410,7 @@ def _coded_decode(
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
     # the heads of a request run beside each other: their rows are neighbours in memory
     kv_head, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    low = 0
-    high = R
-    while low < high:
-        middle = (low + high) // 2
-        if gl.load(starts_ptr + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    request = low - 1
+    request = _request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
     count = gl.load(starts_ptr + request + 1) - start
     first_row = (block - start // BLOCK_Q - request) * BLOCK_Q

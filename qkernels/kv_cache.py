@@ -11,6 +11,7 @@ import triton.language as tl
 
 from formats.activation import MIN_INPUT_SCALE
 from qkernels.act_quant import CODE_RANGE, encode, magnitude_bits, scale_of
+from qkernels.dependent_launch import early, start_early
 from qkernels.launch import INTERPRETED, on_device
 from qkernels.tiles import ceil_div, power_of_two
 
@@ -118,6 +119,7 @@ def _launch(
             MIN_SCALE=MIN_INPUT_SCALE,
             INTERPRETED=INTERPRETED,
             num_warps=max(1, heads * padded_d // 256),
+            **early(k_TJD, T),
         )
     return q_out
 
@@ -172,6 +174,7 @@ def _rope_write_kv(
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program does HEADS heads of one token: queries, then keys, then values."""
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -179,6 +182,8 @@ def _rope_write_kv(
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, HEADS)
     d = tl.arange(0, PADDED_D)
+    if EARLY:
+        start_early()
     if Q_BLOCKS > 0 and block < Q_BLOCKS:
         head = block * HEADS + n
         real = (head < H)[:, None] & (d < D)[None, :]

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from qkernels.attention_tiles import AttentionTile, attention_tile
+from qkernels.dependent_launch import early, start_early
 from qkernels.launch import lacks_gluon, on_device, sm_count, tile_table_of
 from qkernels.tiles import ceil_div, power_of_two
 
@@ -140,6 +141,7 @@ def paged_attention(
                 KEYS=tile.keys,
                 STAGES=tile.stages,
                 num_warps=tile.warps,
+                **early(q_THD, T),
             )
         if tile.split > 1:
             _merge_parts[(T, H)](
@@ -154,6 +156,7 @@ def paged_attention(
                 PADDED_D=power_of_two(D),
                 SPLIT=tile.split,
                 num_warps=ceil_div(power_of_two(D) * tile.split, 1024),
+                **early(q_THD, T),
             )
     return out_THD
 
@@ -178,6 +181,27 @@ def gluon_refuses(
 def alignment(*strides: int) -> int:
     """Elements in a row that may be read at once: 16 where all strides allow it, 8 or 1."""
     return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
+
+
+@triton.jit
+def _request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
+    """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
+
+    Each load is a wait of 0.3 us before the first key can be asked for, so 32 places are looked at
+    at once: none for one request, one for up to 32.
+    """
+    probe = tl.arange(0, 32)
+    first = 0
+    count = R
+    while count > 1:
+        apart = (count + 31) // 32
+        request = first + probe * apart
+        inside = probe * apart < count
+        start = tl.load(starts_ptr + request, mask=inside, other=0)
+        owned = inside & (start // BLOCK_Q + request <= block)
+        first += (tl.sum(owned.to(tl.int32)) - 1) * apart
+        count = min(apart, R - first)
+    return first
 
 
 @triton.jit(do_not_specialize=["R", "T"])
@@ -226,17 +250,12 @@ def _paged_attention(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    low = 0
-    high = R
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    request = low - 1
+    if EARLY:
+        start_early()
+    request = _request_of(starts_ptr, block, R, BLOCK_Q)
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
     first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
@@ -415,8 +434,11 @@ def _merge_parts(
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if EARLY:
+        start_early()
     if token >= tl.load(starts_ptr + R):
         return
     s = tl.arange(0, SPLIT)

@@ -390,6 +390,7 @@ def attention_case(
         "KEYS": tile.keys,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
+        "EARLY": True,
     }
     if tile.split > 1:
         pointers |= {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
@@ -407,7 +408,8 @@ def attention_case(
         for name in paged_attention._paged_attention.arg_names
         if "stride" in name and name not in constants
     }
-    kernel, options = paged_attention._paged_attention, {"num_warps": tile.warps}
+    kernel = paged_attention._paged_attention
+    options = {"num_warps": tile.warps, "launch_pdl": True}
     return compile_kernel(kernel, pointers, scalars, constants, options) | {"split": tile.split}
 
 
@@ -492,12 +494,13 @@ def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int =
         "LARGEST": 127.0,
         "MIN_SCALE": 1e-10,
         "INTERPRETED": False,
+        "EARLY": True,
     }
     constants |= {
         name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers
     }
     scalars = {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
-    options = {"num_warps": max(1, heads * D // 256)}
+    options = {"num_warps": max(1, heads * D // 256), "launch_pdl": True}
     return compile_kernel(kernel, pointers, scalars | {"eps": "fp32"}, constants, options)
 
 
