@@ -34,7 +34,8 @@ def test_every_decode_step_runs_in_the_next_larger_graph(most):
         (130, 3, (192, 8)),
         (160, 33, (192, 64)),
         (512, 64, (512, 64)),
-        (513, 1, None),
+        (513, 1, (768, 8)),
+        (1025, 1, None),
     ],
 )
 def test_chunks_run_in_the_smallest_graph_that_holds_them(num_tokens, num_requests, graph):
