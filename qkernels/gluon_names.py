@@ -37,6 +37,15 @@ def reshaped(memory, shape: gl.constexpr, layout: gl.constexpr):
         return memory._reinterpret(memory.dtype, shape, layout)
 
 
+@gluon.jit
+def retyped(memory, dtype: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with elements of another type, as wide."""
+    if _RENAMED:
+        return memory.reinterpret(dtype, memory.shape, layout)
+    else:
+        return memory._reinterpret(dtype, memory.shape, layout)
+
+
 def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine needs to copy boxes of `block` of a matrix."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
