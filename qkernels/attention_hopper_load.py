@@ -24,7 +24,7 @@ PIECE = gl.constexpr(16)  # query rows that are loaded together
 SLOTS = gl.constexpr(2)  # tiles that are known, and whose queries have room
 # 32-bit words of a known tile in shared memory
 WORDS = gl.constexpr(8)
-IS_TILE = gl.constexpr(0)
+REQUEST = gl.constexpr(0)  # -1: there is no further tile
 START = gl.constexpr(1)
 COUNT = gl.constexpr(2)
 LENGTH = gl.constexpr(3)
@@ -61,6 +61,24 @@ def new_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=READERS)
     return full, empty
+
+
+@gluon.jit
+def zero_tail(v_ring, n, length, B: gl.constexpr):
+    """Zero the values after the context's last key: zero weights times NaN would be NaN.
+
+    Where both warpgroups do it, neither waits for the other: they write the same.
+    """
+    chunks: gl.constexpr = v_ring[0].shape[2] // COLUMNS
+    lanes: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    memory: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    boxes = reshaped(v_ring[0], [STAGES * chunks * (KEYS // B), B, COLUMNS], memory)
+    for c in gl.static_range(chunks):
+        box = boxes.index((n % STAGES * chunks + c) * (KEYS // B) + length % KEYS // B)
+        exists = gl.arange(0, B, gl.SliceLayout(1, layout)) < length % B
+        box.store(gl.where(exists[:, None], box.load(layout), 0.0))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -109,8 +127,7 @@ def _announce(tile_ring, n, request, tile):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     wait_empty(tile_ring, n, SLOTS)
     slot = n % SLOTS * WORDS
-    is_tile = gl.full([1], (request >= 0).to(gl.int32), gl.int32, layout)
-    tile_ring[0].index(slot + IS_TILE).store(is_tile)
+    tile_ring[0].index(slot + REQUEST).store(gl.full([1], request, gl.int32, layout))
     for word in gl.static_range(6):
         tile_ring[0].index(slot + START + word).store(gl.full([1], tile[word], gl.int32, layout))
     fill(tile_ring, n, SLOTS)
@@ -126,7 +143,7 @@ def word_of_tile(tile_ring, n, word):
 def wait_tile(tile_ring, n):
     """Whether there is an nth tile; its words can be read until its slot is released."""
     wait_full(tile_ring, n, SLOTS)
-    return word_of_tile(tile_ring, n, IS_TILE) > 0
+    return word_of_tile(tile_ring, n, REQUEST) >= 0
 
 
 @gluon.jit
@@ -148,28 +165,52 @@ def steps_of(tile, window, GROUP: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: g
 
 
 @gluon.jit
-def _copy_step(desc, ring, n, pages, kv_head):
-    """Ask the copy engine for one step's keys, or values: a box for each page and 64 columns."""
-    B: gl.constexpr = desc.block_shape[1]
+def _copy_step(desc, ring, n, pages, kv_head, B: gl.constexpr):
+    """Ask the copy engine for one step's keys, or values: for slots n, n + 1 .. of the ring.
+
+    A box is rows of a page and up to 128 bytes of a head.
+    """
+    BOX: gl.constexpr = desc.block_shape[1]
+    WIDTH: gl.constexpr = desc.block_shape[3]
+    NUM_SLOTS: gl.constexpr = ring[0].shape[0]
+    SLOT_ROWS: gl.constexpr = ring[0].shape[1]
     PADDED_D: gl.constexpr = ring[0].shape[2]
-    chunks: gl.constexpr = PADDED_D // COLUMNS
+    chunks: gl.constexpr = PADDED_D // WIDTH
+    boxes_of_chunk: gl.constexpr = SLOT_ROWS // BOX
     layout: gl.constexpr = desc.layout
-    # in the swizzled order, the 64 columns of consecutive rows are contiguous
-    boxes = reshaped(ring[0], [STAGES * chunks * (KEYS // B), 1, B, 1, COLUMNS], layout)
-    stage = n % STAGES
-    wait_empty(ring, n, STAGES)
-    full = ring[1].index(stage)
-    mbarrier.expect(full, KEYS * PADDED_D * 2)
-    for b in gl.static_range(KEYS // B):
-        for c in gl.static_range(chunks):
-            box = boxes.index((stage * chunks + c) * (KEYS // B) + b)
-            load_box(desc, [pages[b], 0, kv_head, c * COLUMNS], full, box)
+    # in the swizzled order, these columns of consecutive rows are contiguous
+    boxes = reshaped(ring[0], [NUM_SLOTS * chunks * boxes_of_chunk, 1, BOX, 1, WIDTH], layout)
+    for piece in gl.static_range(KEYS // SLOT_ROWS):
+        slot = (n + piece) % NUM_SLOTS
+        wait_empty(ring, n + piece, NUM_SLOTS)
+        full = ring[1].index(slot)
+        mbarrier.expect(full, SLOT_ROWS * PADDED_D * (desc.dtype.primitive_bitwidth // 8))
+        for b in gl.static_range(boxes_of_chunk):
+            for c in gl.static_range(chunks):
+                box = boxes.index((slot * chunks + c) * boxes_of_chunk + b)
+                page = pages[(piece * SLOT_ROWS + b * BOX) // B]
+                row = (piece * SLOT_ROWS + b * BOX) % B
+                load_box(desc, [page, row, kv_head, c * WIDTH], full, box)
 
 
 @gluon.jit
-def _load_steps(k_desc, v_desc, k_ring, v_ring, n, first, last, count, seen, table, kv_head):
+def _load_steps(
+    k_desc,
+    v_desc,
+    k_ring,
+    v_ring,
+    n,
+    first,
+    last,
+    count,
+    seen,
+    table,
+    kv_head,
+    B: gl.constexpr,
+    SHARED: gl.constexpr,
+):
     """Steps first..last of `count`, from the tile's last key on. `seen`: (first key, end)."""
-    B: gl.constexpr = k_desc.block_shape[1]
+    slots_of_step: gl.constexpr = KEYS // k_ring[0].shape[1]
     nowhere = k_desc.shape[0]
     for i in range(first, last):
         pages = ()
@@ -181,8 +222,13 @@ def _load_steps(k_desc, v_desc, k_ring, v_ring, n, first, last, count, seen, tab
             if (key < seen[1]) & (key + B > seen[0]):
                 page = gl.load(table + key // B)
             pages = pages + (page,)
-        _copy_step(k_desc, k_ring, n + i, pages, kv_head)
-        _copy_step(v_desc, v_ring, n + i, pages, kv_head)
+        if SHARED:
+            slot = (n + i) * (2 * slots_of_step)
+            _copy_step(k_desc, k_ring, slot, pages, kv_head, B)
+            _copy_step(v_desc, k_ring, slot + slots_of_step, pages, kv_head, B)
+        else:
+            _copy_step(k_desc, k_ring, n + i, pages, kv_head, B)
+            _copy_step(v_desc, v_ring, n + i, pages, kv_head, B)
 
 
 @gluon.jit
@@ -197,12 +243,17 @@ def load_pages(
     tables_ptr,
     stride_table,
     window,
+    B: gl.constexpr,
     J: gl.constexpr,
     GROUP: gl.constexpr,
     WINDOWED: gl.constexpr,
     SPLIT: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
-    """One warp: takes tiles, tells the others of them, and loads their keys and values."""
+    """One warp: takes tiles, tells the others of them, and loads their keys and values.
+
+    SHARED: both rings are the same; each step's keys come before its values.
+    """
     request, tile = _next_tile(batch, tickets, J, GROUP, SPLIT)
     _announce(tile_ring, 0, request, tile)
     tiles = 1
@@ -213,12 +264,16 @@ def load_pages(
         table = tables_ptr + request.to(gl.int64) * stride_table
         steps = last - first
         # The next tile is looked up while the first steps of this one are on their way.
-        soon = gl.minimum(STAGES, steps)
-        _load_steps(k_desc, v_desc, k_ring, v_ring, n, 0, soon, last, seen, table, tile[4])
+        soon = gl.minimum(1 if SHARED else STAGES, steps)
+        _load_steps(
+            k_desc, v_desc, k_ring, v_ring, n, 0, soon, last, seen, table, tile[4], B, SHARED
+        )
         next_request, next_tile = _next_tile(batch, tickets, J, GROUP, SPLIT)
         _announce(tile_ring, tiles, next_request, next_tile)
         tiles += 1
-        _load_steps(k_desc, v_desc, k_ring, v_ring, n, soon, steps, last, seen, table, tile[4])
+        _load_steps(
+            k_desc, v_desc, k_ring, v_ring, n, soon, steps, last, seen, table, tile[4], B, SHARED
+        )
         n += steps
         request = next_request
         tile = next_tile

@@ -26,6 +26,7 @@ from qkernels.tiles import (
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
+CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of pages
 QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
 FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
 CPU_GROUPS = (32, 64, 128, 256)
@@ -324,8 +325,8 @@ def _supports_hopper_attention(problem: Problem) -> str | None:
         return "made for the many rows of a prompt chunk"
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
-    if problem.pages_dtype not in (None, problem.dtype):
-        return f"takes pages of {problem.dtype}, not {problem.pages_dtype}"
+    if problem.pages_dtype not in (None, problem.dtype, *CODE_DTYPES):
+        return f"takes pages of {problem.dtype}, int8 or float8, not {problem.pages_dtype}"
     if not 16 <= problem.head_dim <= 128 or problem.head_dim % 8:
         return f"takes heads of 16 to 128, divisible by 8, not {problem.head_dim}"
     if problem.page_size not in (16, 32, 64, 128):

@@ -86,8 +86,8 @@ def facts(compiled) -> dict:
     return found
 
 
-def spills_in_product_loops(sass: str) -> int:
-    """Registers stored to or loaded from local memory in the innermost loops with products."""
+def product_loops(sass: str) -> list[list[str]]:
+    """The instructions of each innermost loop with products."""
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
     index = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     loops = []  # first and last line; a branch without a condition returns from a wait
@@ -95,13 +95,23 @@ def spills_in_product_loops(sass: str) -> int:
         target = re.match(r"@!?U?P\d BRA(?:\.\w+)? 0x([0-9a-f]+)$", text)
         if target and int(target[1], 16) < int(address, 16):
             loops.append((index[int(target[1], 16)], i))
-    spills = 0
+    found = []
     for first, last in loops:
         body = [text for _, text in lines[first : last + 1]]
         inner = any(first < other and end < last for other, end in loops)
         if not inner and any("GMMA" in text for text in body):
-            spills += sum(bool(re.search(r"\b(STL|LDL)\b", text)) for text in body)
-    return spills
+            found.append(body)
+    return found
+
+
+def spills_in_product_loops(sass: str) -> int:
+    """Registers stored to or loaded from local memory in the innermost loops with products."""
+    bodies = product_loops(sass)
+    return sum(bool(re.search(r"\b(STL|LDL)\b", text)) for body in bodies for text in body)
+
+
+def most_waits_in_product_loops(sass: str) -> int:
+    return max(sum("WARPGROUP.DEPBAR" in text for text in body) for body in product_loops(sass))
 
 
 def dump(compiled, what: str) -> str | None:
@@ -448,26 +458,44 @@ def coded_decode_case(pages: str, D: int = 128, split: int = 1, **changes) -> di
 
 
 def chunk_attention_case(
-    D: int = 128, group: int = 4, page: int = 16, dtype: str = "bf16", split: int = 1, **changes
+    D: int = 128,
+    group: int = 4,
+    page: int = 16,
+    dtype: str = "bf16",
+    split: int = 1,
+    pages: str | None = None,
+    **changes,
 ) -> dict:
     kernel = attention_hopper._chunk_attention
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
+    padded_d = max(64, 1 << math.ceil(math.log2(D)))
+    kind, bits, width = (dtype, 16, 64) if pages is None else ("i8", 8, padded_d)
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=width * bits // 8, element_bitwidth=bits, rank=4
+    )
     pointers = dict.fromkeys((n for n in kernel.arg_names if n.endswith("_ptr")), "*i32")
     pointers |= dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}")
-    boxes = f"tensordesc<{dtype}[1, {page}, 1, 64],{layout}>"
+    pointers |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+    rows = page if pages is None else min(64, page)
+    boxes = f"tensordesc<{kind}[1, {rows}, 1, {width}],{layout!r}>"
     pointers |= dict.fromkeys(("k_desc", "v_desc"), boxes)
-    constants = {"H": 8 * group, "J": 8, "D": D, "PADDED_D": max(64, 1 << math.ceil(math.log2(D)))}
-    constants |= {"WINDOWED": False, "SOFT_CAP": False, "SPLIT": split} | changes
-    for name in ("partials_ptr", "sums_ptr"):
-        pointers[name] = "*fp32"
-        if split == 1:
-            constants[name] = None
-            del pointers[name]
+    constants = {"H": 8 * group, "J": 8, "D": D, "PADDED_D": padded_d, "B": page}
+    constants |= {"WINDOWED": False, "SOFT_CAP": False, "SPLIT": split, "IS_INT": pages == "int8"}
+    constants |= {"UNIFORM": False}
+    constants |= dict.fromkeys(("stride_ksb", "stride_vsb"), 1) | changes
+    pointers |= dict.fromkeys(("partials_ptr", "sums_ptr"), "*fp32")
+    absent = () if split > 1 else ("partials_ptr", "sums_ptr")
+    for name in absent if pages else (*absent, "k_scales_ptr", "v_scales_ptr"):
+        constants[name] = None
+        del pointers[name]
     absent = {*pointers, *constants}
     scalars = dict.fromkeys((n for n in kernel.arg_names if n not in absent), "i32")
     scalars |= {"scale": "fp32", "cap_log2": "fp32"}
-    options = {"num_warps": 4, "maxnreg": attention_hopper.REGISTERS}
-    return compile_kernel(kernel, pointers, scalars, constants, options)
+    registers = attention_hopper.CODED_REGISTERS if pages else attention_hopper.REGISTERS
+    options = {"num_warps": 4, "maxnreg": registers}
+    compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
+    sass = dump(compiled, "--dump-sass")
+    waits = {} if sass is None else {"waits_in_loops": most_waits_in_product_loops(sass)}
+    return facts(compiled) | waits
 
 
 def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
@@ -601,6 +629,13 @@ CASES = {
     ),
     "attention hopper, window, soft cap": lambda: chunk_attention_case(
         WINDOWED=True, SOFT_CAP=True
+    ),
+    "attention hopper, int8": lambda: chunk_attention_case(pages="int8"),
+    "attention hopper, float8, window, soft cap": lambda: chunk_attention_case(
+        pages="float8", WINDOWED=True, SOFT_CAP=True
+    ),
+    "attention hopper, int8, one scale, parts": lambda: chunk_attention_case(
+        D=80, group=7, page=128, dtype="fp16", split=4, pages="int8", UNIFORM=True
     ),
     "sampling, first": lambda: sampling_case(sampling._scan_chunks),
     "sampling, second": lambda: sampling_case(sampling._pick),

@@ -40,9 +40,11 @@ def test_no_kernel_spills_or_overfills_shared_memory(compiled):
         assert not facts["local_in_ptx"], name
         if name.startswith("attention hopper"):
             # Its loading warps keep 24 registers each and spill; of the loops that multiply, only
-            # the one with masks may, and little.
-            assert facts.get("loop_spills", 0) <= 24, name
-            assert facts.get("registers", 168) == 168, name
+            # those with masks may, and little. Over 8-bit pages they have fewer registers, and with
+            # a soft cap as well triton 3.9 spills 20 of them in each masked loop.
+            coded = "int8" in name or "float8" in name
+            assert facts.get("loop_spills", 0) <= (128 if coded else 24), name
+            assert facts.get("registers", 128 if coded else 168) == (128 if coded else 168), name
             continue
         if name == "digits float16 asymmetric":
             # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
@@ -77,6 +79,18 @@ def test_digits_go_from_memory_to_registers(compiled):
         assert facts["integer_mma"] and facts["integer_mma"] % 4 == 0, name
         assert facts["shared"] <= 4096, name
         assert facts.get("registers", 0) <= (168 if "wide" in name else 80), name
+
+
+def test_the_products_of_attention_do_not_wait_for_each_other(compiled):
+    """A loop waits twice, for scores and for sums of values.
+
+    Where weights are written while a product reads those before, ptxas waits for every product.
+    """
+    found = [facts for name, facts in compiled.items() if name.startswith("attention hopper")]
+    assert len(found) == 6
+    for facts in found:
+        if "waits_in_loops" in facts:
+            assert facts["waits_in_loops"] == 2
 
 
 def test_few_requests_split_the_context(compiled):
