@@ -33,15 +33,21 @@ ATTENTION_M = {
     "32768x128": (1,),
 }
 KV_WRITE_SHAPES = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-CODED_NAMES = {torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
+# dtype of 8-bit pages, and whether one scale does for all slots, as a checkpoint's
+CODED = {
+    "_int8": (torch.int8, False),
+    "_fp8": (torch.float8_e4m3fn, False),
+    "_int8_static": (torch.int8, True),
+}
 KV_WRITE_M = (1, 32, 256, 4096)
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 
 
 def _paged_attention(
-    shape: str, ms: tuple[int, ...], baselines: Baselines, codes: torch.dtype | None = None
+    shape: str, ms: tuple[int, ...], baselines: Baselines, coded: str = ""
 ) -> Iterator[Case]:
-    """m requests; their pages lie anywhere in a pool that no cache holds. `codes`: 8-bit pages."""
+    """m requests; their pages lie anywhere in a pool that no cache holds. `coded`: 8-bit pages."""
+    codes, static = CODED.get(coded, (None, False))
     context, rows = read_shape(ATTENTION_SHAPES, shape)
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
     X = -(-context // PAGE)
@@ -57,6 +63,10 @@ def _paged_attention(
             k_pages, v_pages = ((30 * x).to(codes) for x in (k_pages, v_pages))
             k_scales, v_scales = (
                 (torch.rand(pages, J, PAGE, device="cuda") / 30).transpose(1, 2) for _ in range(2)
+            )
+        if static:
+            k_scales, v_scales = (
+                torch.tensor(1 / 30, device="cuda").expand(pages, PAGE, J) for _ in range(2)
             )
         tables = torch.randperm(pages, device="cuda").view(copies, m, X).int()
         starts = (torch.arange(m + 1, device="cuda") * rows).int()
@@ -120,7 +130,7 @@ def _paged_attention(
             others["sdpa"] = [lambda q=q, k=k, v=v, f=attend, m=m: f(q, k, v, m)] * 2
         seen = rows * context - rows * (rows - 1) // 2  # pairs of a query and a key
         yield Case(
-            op="paged_attention" + CODED_NAMES.get(codes, ""),
+            op=f"paged_attention{coded}",
             shape=shape,
             m=m,
             num_bytes=num_bytes + 4 * m * rows * H * D,
@@ -191,13 +201,13 @@ OPS: dict[str, BenchedOp] = {
     ),
     **{
         f"paged_attention{name}": BenchedOp(
-            cases=functools.partial(_paged_attention, codes=codes),
+            cases=functools.partial(_paged_attention, coded=name),
             shapes=ATTENTION_SHAPES,
             default_m=ATTENTION_M,
             baselines=("sdpa",),
             dims=2,
         )
-        for codes, name in CODED_NAMES.items()
+        for name in CODED
     },
     "rope_write_kv": BenchedOp(
         cases=_rope_write_kv,
