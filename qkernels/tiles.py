@@ -36,19 +36,6 @@ class LinearTile:
     early: bool = False  # start while the kernel before it ends
 
 
-LINEAR_HOPPER_BLOCK_M, LINEAR_HOPPER_BLOCK_N = 256, 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearHopperTile:
-    """How one W4A16 product is cut for the Hopper body. Each block makes several whole tiles."""
-
-    blocks: int  # of the grid: at most one for each SM
-    block_m: int = LINEAR_HOPPER_BLOCK_M
-    block_n: int = LINEAR_HOPPER_BLOCK_N
-    stages: int = 4  # slices of 64 inputs of x
-
-
 LINEAR_DIGITS_MAX_ROWS = 4
 LINEAR_DIGITS = 4  # of one input, 8 bits each
 LINEAR_DIGITS_COLUMNS = 8  # of one product of the tensor core: a row takes LINEAR_DIGITS of them
@@ -164,39 +151,6 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
     )
 
 
-# us of one wave of blocks and 128 inputs: the Hopper body (128 x 256, one block on an SM) took 43
-# to 50 for a wave of 4096 inputs, the portable one (64 x 128, two blocks on an SM) 26 to 29.
-_LINEAR_HOPPER_STEP = 1.4
-_PORTABLE_STEP = 0.83
-_LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
-_DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
-
-
-# Measured, us for qkv / o / gate_up / down, in brackets the portable body or the library:
-# M = 256   42 (27) / 42 (21) / 91 (115) / 151 (53)
-# M = 512   43 (53) / 43 (27) / 174 (207) / 138 (93)
-# M = 1024  91 (80) / 47 (53) / 349 (419) / 159 (187)
-# M = 4096  265 (311) / 177 (203) / 1391 (1501) / 645 (693)
-@functools.lru_cache(maxsize=4096)
-def linear_hopper_tile(
-    M: int, N: int, K: int, group: int, sm_count: int
-) -> LinearHopperTile | None:
-    """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
-    if linear_block_k(group) != LINEAR_MAX_BLOCK_K:
-        return None
-    steps = K / LINEAR_MAX_BLOCK_K
-    tiles = ceil_div(N, LINEAR_HOPPER_BLOCK_N) * ceil_div(M, LINEAR_HOPPER_BLOCK_M)
-    hopper = ceil_div(tiles, sm_count) * steps * _LINEAR_HOPPER_STEP
-    portable = linear_tile(M, N, K, group, sm_count)
-    if portable is None:
-        other = 2e-6 * M * N * K / _LIBRARY_RATE + 2.5e-6 * N * K / _DEQUANTIZE_RATE
-    else:
-        blocks = linear_padded_n(N) // portable.block_n * ceil_div(M, portable.block_m)
-        waves = ceil_div(blocks * portable.split, 2 * sm_count)
-        other = waves * steps / portable.split * _PORTABLE_STEP
-    return LinearHopperTile(blocks=min(tiles, sm_count)) if hopper < other else None
-
-
 def linear_digits_fit(M: int, K: int) -> bool:
     """Whether the digits of M rows, their scales and sums fit into the workspace."""
     columns = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS) * LINEAR_DIGITS_COLUMNS
@@ -230,15 +184,3 @@ def linear_digits_tile(
         warps = 4 if wide else 8
         ahead = min(2, ceil_div(steps, warps))
     return LinearDigitsTile(block_n=32 if wide else 16, warps=warps, ahead=ahead)
-
-
-def chosen_linear_tile(
-    M: int, N: int, K: int, group: int, bits: int, sm_count: int, gluon: bool
-) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
-    """The best body's tile; None: the library multiplies. `gluon`: the bodies for sm_90 run."""
-    tile = None
-    if gluon:
-        tile = linear_digits_tile(M, N, K, group, bits, sm_count)
-    if gluon and bits == 4:
-        tile = tile or linear_hopper_tile(M, N, K, group, sm_count)
-    return tile or linear_tile(M, N, K, group, sm_count)

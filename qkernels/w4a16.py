@@ -22,17 +22,17 @@ from qkernels.launch import (
     tile_table_of,
     workspace,
 )
+from qkernels.linear_choice import chosen_linear_tile
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
     LinearDigitsTile,
-    LinearHopperTile,
     LinearTile,
     ceil_div,
-    chosen_linear_tile,
     linear_block_k,
     linear_padded_n,
 )
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 # Or-ing a code q into this word's low bits gives a number exactly: 1024 + q in float16 (ten
 # mantissa bits), 128 + q in bfloat16 (seven). Both halves of a word are converted at once. bfloat16

@@ -20,15 +20,15 @@ from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile, int8_tile
+from qkernels.linear_choice import chosen_linear_tile
 from qkernels.tile_table import Tile, TileRow, TileTable
 from qkernels.tiles import (
     LINEAR_MAX_ROWS,
     LinearDigitsTile,
-    LinearHopperTile,
     LinearTile,
-    chosen_linear_tile,
     linear_tile,
 )
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5

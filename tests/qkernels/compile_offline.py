@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import triton
-from sass import overwritten_in_flight
+from sass import overlapped, overwritten_in_flight
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
@@ -40,10 +40,10 @@ from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
 from qkernels.tiles import (
     LINEAR_DIGITS,
     LINEAR_DIGITS_COLUMNS,
-    LinearHopperTile,
     linear_digits_tile,
     linear_tile,
 )
+from qkernels.w4a16_hopper_tiles import linear_hopper_tile
 
 BF16 = "*bf16"
 LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
@@ -168,41 +168,41 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
     return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
 
 
-def hopper_linear_case(dtype: str = "bf16", symmetric: bool = True, group: int = 128) -> dict:
-    """The Hopper body of W4A16, at its one tile."""
-    tile = LinearHopperTile(blocks=132)
+def hopper_linear_case(
+    M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, group: int = 128
+) -> dict:
+    """The Hopper body of W4A16, at the tile of w4a16_hopper_tiles.py."""
+    tile = linear_hopper_tile(M, N, K, group, 132)
     element = gl.bfloat16 if dtype == "bf16" else gl.float16
-    pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "bias_ptr": f"*{dtype}"}
-    for name, block in (
-        ("x_desc", [tile.block_m, w4a16_hopper.SLICE]),
-        ("y_desc", [tile.block_m, tile.block_n]),
+    pointers = {"scales_ptr": "*fp16", "offsets_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
+    pointers |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    for name, kind, block, type in (
+        ("x_desc", dtype, [tile.block_m, w4a16_hopper.SLICE], element),
+        ("half_desc", dtype, [tile.block_m // 2, w4a16_hopper.SLICE], element),
+        ("words_desc", "i32", w4a16_hopper.WORDS_BOX, gl.int32),
+        ("y_desc", dtype, [tile.store_rows, 64], element),
     ):
-        layout = gl.NVMMASharedLayout.get_default_for(block, element)
-        pointers[name] = f"tensordesc<{dtype}[{block[0]}, {block[1]}],{layout!r}>"
-    constants = {
-        "STEPS_OF_GROUP": group // 128,
-        "MAGIC": 0x43004300 if dtype == "bf16" else 0x64006400,
-        "OFFSET": 0x43084308 if dtype == "bf16" else 0x64086408,
-        "BM": tile.block_m,
-        "BK": 128,
-        "SK": w4a16_hopper.SLICE,
-        "TILE_N": 64,
-        "STAGES": tile.stages,
-    }
-    if symmetric:
-        constants["offsets_ptr"] = None
-    else:
-        pointers["offsets_ptr"] = f"*{dtype}"
-    scalars = {"M": "i32", "N": "i32", "K": "i32"}
-    options = {"num_warps": tile.block_n // 16}
+        layout = gl.NVMMASharedLayout.get_default_for(block, type)
+        pointers[name] = f"tensordesc<{kind}[{block[0]}, {block[1]}],{layout!r}>"
+    format = w4a16_hopper.Format(
+        steps_of_group=group // 128,
+        magic=0x43004300 if dtype == "bf16" else 0x64006400,
+        offset=0x43084308 if dtype == "bf16" else 0x64086408,
+        has_offsets=not symmetric,
+        has_bias=True,
+    )
+    constants = {"TILE": tile, "FORMAT": format}
+    scalars = {"M": "i32", "N": "i32", "K": "i32", "whole": "i32"}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     kernel = w4a16_hopper._w4a16_hopper
     compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
     sass = dump(compiled, "--dump-sass")
     in_flight = {}
     if sass is not None:
-        in_flight["waits_for_one"] = sass.count("DEPBAR.LE gsb0, 0x1")
+        in_flight["overlapped"] = overlapped(sass)
         in_flight["overwritten_in_flight"] = overwritten_in_flight(sass)
-    return facts(compiled) | in_flight
+    shape = f"{tile.parts} x {tile.block_m} / {tile.split}" + " halves" * tile.halves
+    return facts(compiled) | in_flight | {"tile": shape}
 
 
 def digits_linear_case(
@@ -569,9 +569,11 @@ CASES = {
     "linear M=256 asymmetric": lambda: linear_case(256, 4096, 14336, 128, False),
     "linear M=1 8 bits": lambda: linear_case(1, 4096, 4096, 128, True, bits=8),
     "linear M=256 8 bits": lambda: linear_case(256, 4096, 4096, 128, False, bits=8),
-    "linear hopper": hopper_linear_case,
-    "linear hopper float16": lambda: hopper_linear_case("fp16", group=256),
-    "linear hopper asymmetric": lambda: hopper_linear_case(symmetric=False),
+    "linear hopper M=64": lambda: hopper_linear_case(64, 4096, 4096),
+    "linear hopper M=256": lambda: hopper_linear_case(256, 4096, 4096, symmetric=False),
+    "linear hopper M=512": lambda: hopper_linear_case(512, 6144, 4096),
+    "linear hopper M=512, wide": lambda: hopper_linear_case(512, 4096, 14336, "fp16", group=256),
+    "linear hopper M=1024": lambda: hopper_linear_case(1024, 6144, 4096, symmetric=False),
     "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
     "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
     "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),

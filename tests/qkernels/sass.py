@@ -14,53 +14,62 @@ def instructions(sass: str) -> list[Instruction]:
     return [(int(address, 16), text.strip()) for address, text in found]
 
 
-def overwritten_in_flight(sass: str) -> list[str]:
-    """Instructions of the loop around the products that write what a product may still read.
+def overlapped(sass: str) -> bool:
+    """Whether in every loop around products one is waited for only when the next was issued."""
+    code = instructions(sass)
+    loops = _loops(code)
+    waits = [any("DEPBAR.LE gsb0, 0x1" in text for _, text in code[a:b]) for a, b in loops]
+    return bool(loops) and all(waits)
 
-    Knows loops in which each group of products is waited for once the next group has begun.
+
+def overwritten_in_flight(sass: str) -> list[str]:
+    """Instructions that write what a product may still read.
+
+    Follows the code from top to bottom, and each innermost loop around products twice: a product
+    may be in flight over its end.
     """
     code = instructions(sass)
-    groups = _groups(code)
-    start, end = _loop(code, groups)
-    waits = [i for i in range(start, end) if "DEPBAR.LE gsb0, 0x1" in code[i][1]]
-    assert len(waits) == len(groups), f"{len(groups)} groups of products, {len(waits)} waits"
-    found = []
-    for number, group in enumerate(groups):
-        reads = {register for _, first in group for register in range(first, first + 4)}
-        issued = group[-1][0]
-        if number + 1 < len(groups):
-            turn = range(issued, waits[number + 1])
+    ends = {end: start for start, end in _loops(code)}
+    assert ends, "no products in a loop"
+    groups: list[set[int]] = []  # registers that issued groups of products read, oldest first
+    group: set[int] = set()  # of the group that is being issued
+    found, repeated, i = [], set(), 0
+    while i < len(code):
+        text = code[i][1]
+        product = re.search(r"HGMMA\S+ R\d+, R(\d+),", text)
+        wait = re.search(r"DEPBAR\.LE gsb0, 0x([0-9a-f]+)", text)
+        if product:
+            first = int(product.group(1))
+            group |= set(range(first, first + 4))
+            if "gsb0" in text:
+                groups.append(group)
+                group = set()
+        elif wait:
+            groups = groups[max(0, len(groups) - int(wait.group(1), 16)) :]
+        elif _written(text) & group.union(*groups):
+            found.append(text)
+        if i in ends and i not in repeated:
+            repeated.add(i)
+            i = ends[i]
         else:
-            turn = (*range(issued, end), *range(start, waits[0]))
-        found += [code[i][1] for i in turn if reads & _written(code[i][1])]
-        for i, first in group:
-            one = set(range(first, first + 4))
-            found += [code[j][1] for j in range(i + 1, issued) if one & _written(code[j][1])]
+            i += 1
     return found
 
 
-def _groups(code: list[Instruction]) -> list[list[tuple[int, int]]]:
-    """Of each group of products: (index of the instruction, first register of the left operand)."""
-    groups, group = [], []
-    for i, (_, text) in enumerate(code):
-        match = re.search(r"HGMMA\S+ R\d+, R(\d+),", text)
-        if match:
-            group.append((i, int(match.group(1))))
-            if "gsb0" in text:
-                groups.append(group)
-                group = []
-    return groups
-
-
-def _loop(code: list[Instruction], groups: list[list[tuple[int, int]]]) -> tuple[int, int]:
-    """Indices of the first instruction of the loop, and of the branch back to it."""
-    first, last = groups[0][0][0], groups[-1][-1][0]
-    addresses = {address: i for i, (address, _) in enumerate(code)}
-    for i in range(last, len(code)):
-        match = re.search(r"BRA 0x([0-9a-f]+)", code[i][1])
-        if match and int(match.group(1), 16) < code[first][0]:
-            return addresses[int(match.group(1), 16)], i
-    raise AssertionError("the products are in no loop")
+def _loops(code: list[Instruction]) -> list[tuple[int, int]]:
+    """Indices of the first instruction and the branch back, of innermost loops with products."""
+    index = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, text) in enumerate(code):
+        branch = re.match(r"@!?U?P\d BRA(?:\.\w+)? 0x([0-9a-f]+)$", text)
+        if branch and int(branch.group(1), 16) < address:
+            loops.append((index[int(branch.group(1), 16)], i))
+    return [
+        (a, b)
+        for a, b in loops
+        if any("HGMMA" in text for _, text in code[a : b + 1])
+        and not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)
+    ]
 
 
 def _written(text: str) -> set[int]:

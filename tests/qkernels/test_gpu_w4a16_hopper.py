@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from qkernels import ops
-from qkernels.launch import lacks_gluon
-from qkernels.tiles import (
-    LINEAR_HOPPER_BLOCK_M,
-    LINEAR_HOPPER_BLOCK_N,
-    LinearHopperTile,
-    ceil_div,
-    linear_hopper_tile,
-)
+from qkernels.launch import lacks_gluon, workspace
+from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 
@@ -24,14 +18,39 @@ pytestmark = [
 ]
 
 
+WHOLE = {
+    "64": {"block_m": 64},
+    "128": {"block_m": 128},
+    "three": {"parts": 3},
+    "256": {"block_m": 256},
+    "halves": {"block_m": 256, "halves": True},
+}
+PARTS_OF_K = {
+    "64 / 4": {"block_m": 64, "split": 4},
+    "128 / 2": {"split": 2},
+    "128 / 4": {"split": 4},
+    "three / 2": {"parts": 3, "split": 2},
+    "256 / 2": {"block_m": 256, "split": 2},
+}
+SHAPES = WHOLE | PARTS_OF_K
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+whole_shapes = pytest.mark.parametrize("shape", WHOLE.values(), ids=list(WHOLE))
+parts_of_k = pytest.mark.parametrize("shape", PARTS_OF_K.values(), ids=list(PARTS_OF_K))
+
+
+def tile_of(shape, M, N, blocks=132):
+    """As many blocks as there are units of work, up to `blocks`."""
+    tile = LinearHopperTile(blocks=blocks, **shape)
+    units = tile.tiles(M, N) * tile.split * (2 if tile.halves else 1)
+    return LinearHopperTile(blocks=min(blocks, units), **shape)
+
+
 @pytest.fixture
 def check(assert_close, tolerance):
-    """One product in `blocks` blocks, whole and by element, twice."""
+    """One product with tiles of `shape`, whole and by element, twice."""
 
-    def run(packed, x, bias=None, blocks=132):
-        M, N = x.shape[0], packed.out_features
-        tiles = ceil_div(N, LINEAR_HOPPER_BLOCK_N) * ceil_div(M, LINEAR_HOPPER_BLOCK_M)
-        tile = LinearHopperTile(blocks=min(blocks, tiles))
+    def run(packed, x, shape, bias=None, blocks=132):
+        tile = tile_of(shape, x.shape[0], packed.out_features, blocks)
         weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
         got = w4a16.linear(x, weight, bias, tile=tile)
         assert got.dtype == x.dtype
@@ -45,6 +64,7 @@ def check(assert_close, tolerance):
         assert ((got.double() - want).abs() <= bound).all(), "an element is off"
         again = w4a16.linear(x.to(got.dtype), weight, bias, tile=tile)
         assert torch.equal(got, again), "equal inputs, equal bits"
+        assert not workspace(got.device)[1].any(), "a counter was left"
 
     return run
 
@@ -56,41 +76,63 @@ def random_x(M, K, dtype):
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", [128, 256, 384, -1])
-def test_every_group_length(check, make_weight, half, poison, group, symmetric):
-    check(make_weight(200, 768, group, symmetric, spread=8), random_x(140, 768, half))
+@pytest.mark.parametrize("shape", [{"split": 4}, {"block_m": 256}], ids=["128 / 4", "256"])
+def test_every_group_length(check, make_weight, half, poison, group, symmetric, shape):
+    check(make_weight(200, 768, group, symmetric, spread=8), random_x(140, 768, half), shape)
 
 
 @pytest.mark.parametrize("M", [1, 3, 17, 63, 118, 257, 520])
-def test_rows_beyond_the_tile_are_not_written(check, make_weight, half, poison, M):
-    check(make_weight(136, 256, 128), random_x(M, 256, half))
+@every_shape
+def test_rows_beyond_the_tile_are_not_written(check, make_weight, half, poison, M, shape):
+    check(make_weight(136, 512, 128), random_x(M, 512, half), shape)
 
 
 @pytest.mark.parametrize("N", [8, 24, 72, 136, 1000])
-def test_padded_outputs_are_not_written(check, make_weight, half, poison, N):
+@every_shape
+def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, shape):
     bias = torch.randn(N, device="cuda").to(half)
-    check(make_weight(N, 256, 128, symmetric=False), random_x(130, 256, half), bias)
+    check(make_weight(N, 512, 128, symmetric=False), random_x(130, 512, half), shape, bias)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 11])
 @pytest.mark.parametrize("K", [128, 384, 1152])
-def test_a_block_goes_on_with_the_next_tile(check, make_weight, half, poison, K, blocks):
-    """12 tiles; 128 inputs are fewer slices than x is loaded ahead."""
-    check(make_weight(504, K, 128, spread=8), random_x(600, K, half), blocks=blocks)
+@whole_shapes
+def test_a_block_goes_on_with_the_next_tile(check, make_weight, half, poison, K, blocks, shape):
+    """9 to 40 tiles, and halves of them; 128 inputs are fewer steps than are copied ahead."""
+    check(make_weight(504, K, 128, spread=8), random_x(600, K, half), shape, blocks=blocks)
 
 
-def test_the_weights_have_the_bits_of_packed(make_weight, half):
+@pytest.mark.parametrize("K", [512, 640, 1152])
+@parts_of_k
+def test_parts_of_k_of_any_length_meet(check, make_weight, half, poison, K, shape):
+    """5 and 9 steps are in no equal parts."""
+    check(make_weight(504, K, 128, spread=8), random_x(250, K, half), shape)
+
+
+@every_shape
+def test_the_weights_have_the_bits_of_packed(make_weight, half, shape):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
-    packed = make_weight(200, 256, 128, symmetric=False, spread=8)
+    packed = make_weight(200, 512, 128, symmetric=False, spread=8)
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
-    one_hot = torch.eye(256, dtype=half, device="cuda")
-    got = w4a16.linear(one_hot, weight, tile=LinearHopperTile(blocks=2))
+    one_hot = torch.eye(512, dtype=half, device="cuda")
+    got = w4a16.linear(one_hot, weight, tile=tile_of(shape, 512, 200))
     assert torch.equal(got.t(), packed.dequantize(half))
+
+
+@parts_of_k
+def test_the_bits_do_not_depend_on_who_comes_last(make_weight, half, shape):
+    M, N, K = 128, 192 if shape.get("parts") == 3 else 512, 4096
+    weight = ops.prepare_weight(make_weight(N, K, 128), half, kernel="triton_w4a16")
+    x = random_x(M, K, half)
+    first = w4a16.linear(x, weight, tile=tile_of(shape, M, N))
+    for _ in range(100):
+        assert torch.equal(w4a16.linear(x, weight, tile=tile_of(shape, M, N)), first)
 
 
 def test_x_at_an_odd_address_and_with_strides(make_weight, half):
     weight = ops.prepare_weight(make_weight(136, 128, 128), half, kernel="triton_w4a16")
     x = random_x(1, 2 * 140 * 128 + 1, half)[0, 1:].view(140, 256)
-    dense, tile = x[:, ::2].clone(), LinearHopperTile(blocks=2)
+    dense, tile = x[:, ::2].clone(), tile_of({}, 140, 136)
     assert x.data_ptr() % 16 and dense.data_ptr() % 16 == 0
     want = w4a16.linear(dense, weight, tile=tile)
     assert torch.equal(w4a16.linear(x[:, ::2], weight, tile=tile), want)
@@ -100,9 +142,10 @@ def test_x_at_an_odd_address_and_with_strides(make_weight, half):
     )
 
 
-def test_chosen_and_captured(make_weight, half):
-    """The choice of tiles.py takes the body at this shape; a graph replays it with new inputs."""
-    N, K, M = 4096, 4096, 1024
+@pytest.mark.parametrize("M", [64, 128, 512, 1024])
+def test_chosen_and_captured(make_weight, half, M):
+    """The chosen tile takes the body at this shape; a graph replays it with new inputs."""
+    N, K = 4096, 4096
     assert linear_hopper_tile(M, N, K, 128, 132) is not None
     packed = make_weight(N, K, 128)
     weight = ops.prepare_weight(packed, half)
@@ -111,9 +154,11 @@ def test_chosen_and_captured(make_weight, half):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = ops.linear(x, weight)
+        z = ops.linear(y, weight)
     weight_NK = packed.dequantize(torch.float64)
     for _ in range(3):
         x.normal_()
         graph.replay()
-        want = x.double() @ weight_NK.t()
-        assert float((y.double() - want).norm() / want.norm()) < 4e-3
+        for got, given in ((y, x), (z, y)):
+            want = given.double() @ weight_NK.t()
+            assert float((got.double() - want).norm() / want.norm()) < 4e-3

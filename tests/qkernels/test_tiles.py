@@ -8,7 +8,6 @@ from qkernels.tiles import (
     LINEAR_WORKSPACE_FLOATS,
     ceil_div,
     linear_block_k,
-    linear_hopper_tile,
     linear_padded_n,
     linear_tile,
 )
@@ -53,33 +52,6 @@ def test_every_choice_fits_its_workspace(N, group, sm_count):
                 assert tile.split * M * N <= LINEAR_WORKSPACE_FLOATS
                 tiles = linear_padded_n(N) // tile.block_n * ceil_div(M, tile.block_m)
                 assert tiles <= LINEAR_COUNTERS
-
-
-# shape -> M -> whether the Hopper body was the fastest of ours
-MEASURED_LINEAR_HOPPER = {
-    "qkv": {128: False, 256: False, 512: True, 1024: False, 4096: True},
-    "o": {128: False, 256: False, 512: False, 1024: True, 4096: True},
-    "gate_up": {128: False, 256: True, 512: True, 1024: True, 4096: True},
-    "down": {128: False, 256: False, 512: False, 1024: True, 4096: True},
-}
-
-
-@pytest.mark.parametrize(
-    "shape, M", [(s, M) for s in MEASURED_LINEAR_HOPPER for M in MEASURED_LINEAR_HOPPER[s]]
-)
-def test_the_measured_choices_of_the_hopper_body(shape, M):
-    N, K = SHAPES[shape]
-    tile = linear_hopper_tile(M, N, K, 128, H200_SMS)
-    assert (tile is not None) == MEASURED_LINEAR_HOPPER[shape][M]
-    if tile is not None:
-        tiles = ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m)
-        assert tile.blocks == min(tiles, H200_SMS)
-
-
-def test_the_hopper_body_takes_steps_of_128_inputs_only():
-    N, K = SHAPES["gate_up"]
-    assert linear_hopper_tile(1024, N, K, 256, H200_SMS) is not None
-    assert linear_hopper_tile(1024, N, K, 64, H200_SMS) is None
 
 
 def test_many_rows_go_to_the_library():

@@ -1,0 +1,164 @@
+"""Tile choices of W4A16's Hopper body: problem sizes in, launch numbers out. Plain Python.
+
+Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's, as in tiles.py.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from qkernels.tiles import (
+    LINEAR_COUNTERS,
+    LINEAR_MAX_BLOCK_K,
+    LINEAR_TILE_N,
+    LINEAR_WORKSPACE_FLOATS,
+    ceil_div,
+    linear_block_k,
+    linear_padded_n,
+    linear_tile,
+)
+
+_REGISTERS = 65536  # of an SM
+_COPY_REGISTERS = 24  # of a thread of the warp that copies, where it gives its own to the others
+_SHARED = 227 * 1024  # bytes, of a block
+_STORED_BYTES = LINEAR_TILE_N * LINEAR_MAX_BLOCK_K // 2  # of a stored tile's words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHopperTile:
+    """How one W4A16 product is cut for the Hopper body: tiles of 64 parts outputs by block_m rows.
+
+    A block makes several tiles, or with `split` one part of K of one tile.
+    """
+
+    blocks: int  # of the grid: at most one for each SM
+    parts: int = 2  # warpgroups that multiply, 64 outputs each
+    block_m: int = 128
+    split: int = 1  # parts of K, which meet: the grid has a block for each
+    halves: bool = False  # tiles beyond the last full round of blocks are cut in two along the rows
+
+    @property
+    def ahead(self) -> bool:
+        """Whether products are in flight over the end of a step, and warps keep their registers.
+
+        ptxas waits for each product in such a loop (C7512) where any warp of the block, be it one
+        that copies, has less than about 128 registers.
+        """
+        return self.parts == 2 and self.block_m <= 128
+
+    @property
+    def piece(self) -> int:
+        """Inputs of one product: those of 64 take 16 registers, twice, those of 32 take 8."""
+        return 64 if self.parts == 2 else 32
+
+    @property
+    def store_rows(self) -> int:
+        """Rows of x in one piece of the result on its way out."""
+        return 32 if self.block_m == 256 else self.block_m // self.split
+
+    @property
+    def stages(self) -> int:
+        """Steps of 128 inputs that are on their way: as many as shared memory holds, up to 8."""
+        stores = self.parts * LINEAR_TILE_N * self.store_rows * 2
+        stage = self.block_m * LINEAR_MAX_BLOCK_K * 2 + self.parts * _STORED_BYTES
+        return min(8, (_SHARED - 512 - stores) // stage)
+
+    @property
+    def registers(self) -> int:
+        """Of each thread at launch: of the multiplying warps and of the four that copy."""
+        return _REGISTERS // (128 * (self.parts + 1)) // 8 * 8
+
+    @property
+    def copy_registers(self) -> int:
+        return self.registers if self.ahead else _COPY_REGISTERS
+
+    @property
+    def multiply_registers(self) -> int:
+        left = (self.parts + 1) * self.registers - self.copy_registers
+        return left // self.parts // 8 * 8
+
+    def tiles(self, M: int, N: int) -> int:
+        return ceil_div(N, LINEAR_TILE_N * self.parts) * ceil_div(M, self.block_m)
+
+    def fits(self, M: int, N: int, K: int) -> bool:
+        """Whether each part of K has a step and a block, and its sums a place in the workspace."""
+        if self.split == 1:
+            return True
+        floats = self.tiles(M, N) * self.split * self.parts * LINEAR_TILE_N * self.block_m
+        return (
+            self.split <= K // LINEAR_MAX_BLOCK_K
+            and self.tiles(M, N) * self.split <= self.blocks
+            and floats <= LINEAR_WORKSPACE_FLOATS
+            and self.tiles(M, N) * self.parts <= LINEAR_COUNTERS
+        )
+
+
+# us of one step of 128 inputs, for each (parts, block_m)
+_STEP = {(2, 64): 0.42, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21}
+_START = 5.2  # us of a launch, the first copies and the last store
+_ROUND = 2.5  # us from one tile of a block to its next
+_MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
+
+# The portable body's, for its tiles of 64 outputs by at most 64 rows and by 128
+_PORTABLE_START = 3.6
+_PORTABLE_STEP = {64: 0.55, 128: 0.95}
+_LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
+_DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
+_MIN_ROWS = 33  # below, most of a tile's rows would be empty
+
+
+# Measured, us for qkv / o / gate_up / down, in brackets the portable body (from 4096 rows on the
+# library). (parts, block_m, split), h for halves:
+# M = 64    - / 10.2 (12.0) 2,64,4 / - / 21.3 (22.2) 2,64,4
+# M = 128   16.4 (17.9) 2,128,2 / 12.2 (14.3) 2,128,4 / 50.8 (56.9) 2,128 / 26.9 (33.3) 2,128,4
+# M = 256   23.2 (26.9) 3,128,2 / 17.0 (21.2) 2,128,2 / 86.0 2,256 / 44.0 (53.4) 2,256,4
+# M = 512   37.0 3,128 / 26.4 (27.5) 2,128 / 158.1 2,256,h / 78.7 (94.2) 2,256,2
+# M = 1024  68.9 (80.4) 2,256,h / 43.8 2,256 / 302.3 2,256 / 144.5 2,256
+@functools.lru_cache(maxsize=4096)
+def linear_hopper_tile(
+    M: int, N: int, K: int, group: int, sm_count: int
+) -> LinearHopperTile | None:
+    """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or M < _MIN_ROWS:
+        return None
+    best, least = None, _other_time(M, N, K, group, sm_count)
+    for parts, block_m in _STEP:
+        if block_m == 64 and M > 64:
+            continue
+        for split, halves in ((1, False), (2, False), (4, False), (1, True)):
+            if halves and block_m < 256:
+                continue
+            shape = {"parts": parts, "block_m": block_m, "split": split, "halves": halves}
+            tile = LinearHopperTile(blocks=sm_count, **shape)
+            time = _time(tile, M, N, K)
+            if tile.fits(M, N, K) and time < least:
+                units = tile.tiles(M, N) * split * (2 if halves else 1)
+                best, least = LinearHopperTile(blocks=min(units, sm_count), **shape), time
+    return best
+
+
+def _time(tile: LinearHopperTile, M: int, N: int, K: int) -> float:
+    """Microseconds, as measured tiles of these sizes add up."""
+    step = _STEP[tile.parts, tile.block_m]
+    steps = K / LINEAR_MAX_BLOCK_K / tile.split
+    tiles = tile.tiles(M, N)
+    if tile.halves:
+        rounds, rest = divmod(tiles, tile.blocks)
+        halves = ceil_div(2 * rest, tile.blocks)
+        products = (rounds * step + halves * _STEP[tile.parts, tile.block_m // 2]) * steps
+        rounds += halves
+    else:
+        rounds = ceil_div(tiles * tile.split, tile.blocks)
+        products = rounds * step * steps
+    meeting = _MEETING * tile.parts * tile.block_m if tile.split > 1 else 0
+    return _START + (rounds - 1) * _ROUND + products + meeting
+
+
+def _other_time(M: int, N: int, K: int, group: int, sm_count: int) -> float:
+    """Microseconds of the portable body, or of dequantizing and the library."""
+    portable = linear_tile(M, N, K, group, sm_count)
+    if portable is None:
+        return 2e-6 * M * N * K / _LIBRARY_RATE + 2.5e-6 * N * K / _DEQUANTIZE_RATE
+    blocks = linear_padded_n(N) // LINEAR_TILE_N * ceil_div(M, portable.block_m) * portable.split
+    steps = K / LINEAR_MAX_BLOCK_K / portable.split
+    waves = ceil_div(blocks, 2 * sm_count)
+    return _PORTABLE_START + waves * steps * _PORTABLE_STEP[max(64, portable.block_m)]
