@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DTYPES = {
     torch.int8: gl.int8,
+    torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,

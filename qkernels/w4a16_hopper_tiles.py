@@ -93,7 +93,7 @@ class LinearHopperTile:
 
 
 # us of one step of 128 inputs, for each (parts, block_m)
-_STEP = {(2, 64): 0.42, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21}
+_STEP = {(2, 64): 0.5, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21}
 _START = 5.2  # us of a launch, the first copies and the last store
 _ROUND = 2.5  # us from one tile of a block to its next
 _MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
@@ -101,18 +101,20 @@ _MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
 # The portable body's, for its tiles of 64 outputs by at most 64 rows and by 128
 _PORTABLE_START = 3.6
 _PORTABLE_STEP = {64: 0.55, 128: 0.95}
+_PORTABLE_MEETING = 0.3  # us for each part of K
 _LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
 _DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
 _MIN_ROWS = 33  # below, most of a tile's rows would be empty
 
 
-# Measured, us for qkv / o / gate_up / down, in brackets the portable body (from 4096 rows on the
-# library). (parts, block_m, split), h for halves:
-# M = 64    - / 10.2 (12.0) 2,64,4 / - / 21.3 (22.2) 2,64,4
-# M = 128   16.4 (17.9) 2,128,2 / 12.2 (14.3) 2,128,4 / 50.8 (56.9) 2,128 / 26.9 (33.3) 2,128,4
+# Measured, us for qkv / o / gate_up / down, (parts, block_m, split), h for halves; in brackets the
+# other one: the portable body, or up to 64 rows this one where it is not taken
+# M = 64    12.8 (13.3) - / 10.1 (11.9) 2,64,4 / 34.5 (38.8) - / 21.4 (22.4) 2,64,4
+# M = 128   16.4 (17.9) 3,128,4 / 12.2 (14.3) 2,128,4 / 50.8 (56.9) 2,128 / 26.9 (33.3) 2,128,4
 # M = 256   23.2 (26.9) 3,128,2 / 17.0 (21.2) 2,128,2 / 86.0 2,256 / 44.0 (53.4) 2,256,4
 # M = 512   37.0 3,128 / 26.4 (27.5) 2,128 / 158.1 2,256,h / 78.7 (94.2) 2,256,2
 # M = 1024  68.9 (80.4) 2,256,h / 43.8 2,256 / 302.3 2,256 / 144.5 2,256
+# M = 4096  304.6 2,256 / 203.8 2,256 / 1392 2,256,h / 689 2,256
 @functools.lru_cache(maxsize=4096)
 def linear_hopper_tile(
     M: int, N: int, K: int, group: int, sm_count: int
@@ -161,4 +163,5 @@ def _other_time(M: int, N: int, K: int, group: int, sm_count: int) -> float:
     blocks = linear_padded_n(N) // LINEAR_TILE_N * ceil_div(M, portable.block_m) * portable.split
     steps = K / LINEAR_MAX_BLOCK_K / portable.split
     waves = ceil_div(blocks, 2 * sm_count)
-    return _PORTABLE_START + waves * steps * _PORTABLE_STEP[max(64, portable.block_m)]
+    products = waves * steps * _PORTABLE_STEP[max(64, portable.block_m)]
+    return _PORTABLE_START + products + _PORTABLE_MEETING * portable.split

@@ -13,7 +13,12 @@ TILES = [(2, 64), (2, 128), (3, 128), (2, 256)]
 # shape -> M -> (parts, block_m, split, halves): the fastest of those whose times stand beside
 # linear_hopper_tile
 MEASURED = {
-    "qkv": {256: (3, 128, 2, False), 512: (3, 128, 1, False), 1024: (2, 256, 1, True)},
+    "qkv": {
+        128: (3, 128, 4, False),
+        256: (3, 128, 2, False),
+        512: (3, 128, 1, False),
+        1024: (2, 256, 1, True),
+    },
     "o": {
         **{64: (2, 64, 4, False), 128: (2, 128, 4, False), 256: (2, 128, 2, False)},
         **{512: (2, 128, 1, False), 1024: (2, 256, 1, False), 4096: (2, 256, 1, False)},
@@ -73,6 +78,11 @@ def test_steps_of_128_inputs_only():
     N, K = SHAPES["gate_up"]
     assert linear_hopper_tile(1024, N, K, 256, H200_SMS) is not None
     assert linear_hopper_tile(1024, N, K, 64, H200_SMS) is None
+
+
+@pytest.mark.parametrize("shape", ["qkv", "gate_up"])
+def test_64_rows_stay_where_they_were_faster(shape):
+    assert linear_hopper_tile(64, *SHAPES[shape], 128, H200_SMS) is None
 
 
 def test_few_rows_and_small_weights_go_elsewhere():
