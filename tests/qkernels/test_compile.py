@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.qkernels import sass
+
 HERE = Path(__file__).parent
 SHARED_MEMORY = 227 * 1024  # of one block on sm_90
 
@@ -91,6 +93,27 @@ def test_the_products_of_attention_do_not_wait_for_each_other(compiled):
     for facts in found:
         if "waits_in_loops" in facts:
             assert facts["waits_in_loops"] == 2
+
+
+def test_a_write_to_a_register_in_use_is_found():
+    """Products that are waited for one turn later: the next turn writes what the last one reads."""
+    loop = """
+        /*0000*/   {first} ;
+        /*0010*/   HGMMA.64x128x16.F32.BF16 R24, R104, gdesc[UR12], R24, gsb0 ;
+        /*0020*/   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0030*/   {second} ;
+        /*0040*/   HGMMA.64x128x16.F32.BF16 R24, R108, gdesc[UR12], R24, gsb0 ;
+        /*0050*/   WARPGROUP.DEPBAR.LE gsb0, {left} ;
+        /*0060*/   @P0 BRA 0x0 ;
+    """
+    right = {"first": "LDS.128 R104, [R3]", "second": "HFMA2 R109, R1, R2, R3", "left": "0x1"}
+    assert sass.overwritten_in_flight(loop.format(**right)) == []
+    assert sass.overlapped(loop.format(**right))
+    late = right | {"first": "LDS.64 R110, [R3]"}
+    assert sass.overwritten_in_flight(loop.format(**late)) == ["LDS.64 R110, [R3]"]
+    assert sass.overwritten_in_flight(loop.format(**late | {"left": "0x0"})) == []
+    early = right | {"second": "HFMA2 R107, R1, R2, R3"}
+    assert sass.overwritten_in_flight(loop.format(**early)) == [early["second"]] * 2
 
 
 def test_few_requests_split_the_context(compiled):
