@@ -9,6 +9,9 @@ MAX_STOP_STRINGS = 4
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
+# What the sampler holds: 64-bit integers, and factors that keep float32 logits finite.
+MAX_INTEGER = 2**63 - 1
+MAX_REPETITION_PENALTY = 100.0
 
 
 class ParameterError(InputError):
@@ -59,14 +62,14 @@ class SamplingParams:
         self._require(
             "top_p", math.isfinite(self.top_p) and 0 < self.top_p <= 1, "more than 0, up to 1"
         )
-        self._require("top_k", self.top_k >= -1, "-1 or more")
+        self._require("top_k", -1 <= self.top_k <= MAX_INTEGER, f"-1 to {MAX_INTEGER}")
         self._require("min_p", math.isfinite(self.min_p) and 0 <= self.min_p <= 1, "0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2 <= getattr(self, name) <= 2, "-2 to 2")
         self._require(
             "repetition_penalty",
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "more than 0",
+            1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"{1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:g}",
         )
         self._require(
             "logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} tokens"

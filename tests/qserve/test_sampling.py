@@ -132,3 +132,20 @@ def test_a_bias_outside_the_vocabulary_is_refused(llm):
     with pytest.raises(InputError, match="logit_bias: token id 8192 is not in 0..8191"):
         run(llm, greedy(logit_bias={8192: 1.0}))
     assert not llm.engine.has_work()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"repetition_penalty": 100.0},
+        {"repetition_penalty": 0.01},
+        {"top_k": 2**63 - 1},
+        {"top_p": 1e-300, "min_p": 1e-300},
+        {"seed": -(2**63)},
+    ],
+)
+def test_the_ends_of_every_range_are_sampled(llm, temperature, extreme):
+    params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True, **extreme)
+    for completion in run(llm, params):
+        assert len(completion.token_ids) == 3
