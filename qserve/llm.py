@@ -138,10 +138,8 @@ class LLM:
             outputs=[CompletionOutput(index=i) for i in range(params.n)],
         )
         for completion in output.outputs:
-            i = completion.index
-            seed = None if params.seed is None else params.seed + i
-            child = replace(params, n=1, seed=seed)
-            request_id = f"{name}-{i}"
+            child = params.choice(completion.index)
+            request_id = f"{name}-{completion.index}"
             self.engine.add_request(request_id, ids, child)
             stream = TextStream(self.get_tokenizer(), child, ids) if detokenize else None
             streams[request_id] = (completion, stream)

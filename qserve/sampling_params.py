@@ -1,7 +1,7 @@
 """SamplingParams: what a request asks of the sampler. Loads no torch; field names are vLLM's."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from formats.errors import InputError
 
@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
 # What the sampler holds: 64-bit integers, and factors that keep float32 logits finite.
 MAX_INTEGER = 2**63 - 1
+SEEDS = 2**64
 MAX_REPETITION_PENALTY = 100.0
 
 
@@ -101,6 +102,14 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def choice(self, index: int) -> "SamplingParams":
+        """The parameters of output `index` of `n` alone."""
+        seed = self.seed
+        if seed is not None:
+            # Beyond the largest 64-bit seed comes the smallest.
+            seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
+        return replace(self, n=1, seed=seed)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

@@ -4,7 +4,7 @@ Making one blocks (parsing, the chat template, tokenizing), so routes do it in a
 """
 
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
@@ -18,7 +18,6 @@ from qserve.server.sampling import sampling_params
 from qserve.server.service import Service
 
 MAX_CHOICES = 1024  # outputs of one request, over all its prompts
-SEEDS = 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +42,7 @@ class Job:
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters that the engine runs for one choice."""
         prompt, repeat = divmod(index, self.params[0].n)
-        params = self.params[prompt]
-        seed = params.seed
-        if seed is not None:
-            # Beyond the largest 64-bit seed comes the smallest.
-            seed = (seed + repeat + SEEDS // 2) % SEEDS - SEEDS // 2
-        return self.prompts[prompt], replace(params, n=1, seed=seed)
+        return self.prompts[prompt], self.params[prompt].choice(repeat)
 
     def echo(self, index: int) -> str:
         """The text that one choice's reply begins with."""
