@@ -112,12 +112,13 @@ class Engine:
         for token in prompt_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise InputError(subject, f"token id {token} is not in 0..{self.vocab_size - 1}")
-        for token, _ in params.logit_bias:
-            if token >= self.vocab_size:
-                raise InputError(
-                    f"{subject} logit_bias",
-                    f"token id {token} is not in 0..{self.vocab_size - 1}",
-                )
+        biased = [token for token, _ in params.logit_bias]
+        for name, tokens in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
+            for token in tokens:
+                if token >= self.vocab_size:
+                    raise InputError(
+                        f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
+                    )
         room = self.max_model_len - length
         seed = params.seed
         if seed is None:

@@ -98,11 +98,18 @@ def _windows(config: Any, kind: str) -> tuple[int | None, ...]:
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    """The end tokens: generation_config.json's, which chat models rely on, and config.json's."""
+    """The end tokens: generation_config.json's, which chat models rely on, and config.json's.
+
+    Some models name -1, or ids beyond the vocabulary; these are never drawn. Raises InputError.
+    """
     found: set[int] = set()
     path = folder / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     for value in (generation.get("eos_token_id"), config.eos_token_id):
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
-    return frozenset(found)
+    if not all(type(token) is int for token in found):
+        raise InputError(
+            f"{folder} eos_token_id", f"expected token ids, found {sorted(map(repr, found))}"
+        )
+    return frozenset(token for token in found if 0 <= token < config.vocab_size)

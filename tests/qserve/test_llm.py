@@ -1,5 +1,8 @@
 """The offline API: prompts in any form, sampling that repeats, settings and errors."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 
 from formats.errors import InputError
@@ -64,6 +67,13 @@ def test_n_gives_indexed_outputs_of_consecutive_seeds(llm):
     assert output.outputs[0].token_ids != output.outputs[1].token_ids
 
 
+def test_seeds_of_n_go_on_from_the_smallest(llm):
+    last, first = (SamplingParams(seed=seed, max_tokens=6) for seed in (2**63 - 1, -(2**63)))
+    (both,) = llm.generate("The", replace(last, n=2), use_tqdm=False)
+    alone = [llm.generate("The", params, use_tqdm=False)[0] for params in (last, first)]
+    assert texts([both])[0] == [output.outputs[0].text for output in alone]
+
+
 def test_stop_string_ends_the_request_and_frees_its_pages(llm):
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (full,) = llm.generate("A process is", greedy, use_tqdm=False)
@@ -100,6 +110,27 @@ def test_max_tokens_is_limited_by_the_model(llm):
 def test_token_outside_the_vocabulary_is_refused(llm):
     with pytest.raises(InputError, match="8192 is not in 0..8191"):
         llm.generate([[1, 8192]], use_tqdm=False)
+
+
+def test_stop_token_outside_the_vocabulary_is_refused(llm):
+    params = SamplingParams(stop_token_ids=[8192], min_tokens=2)
+    with pytest.raises(InputError, match="stop_token_ids: token id 8192 is not in 0..8191"):
+        llm.generate("The", params, use_tqdm=False)
+    assert not llm.engine.has_work()
+
+
+def test_end_tokens_that_no_model_can_draw_are_no_end_tokens(docs_5m, tmp_path):
+    shutil.copytree(docs_5m, tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text('{"eos_token_id": [2, -1, 8192]}')
+    llm = LLM(tmp_path / "model", device="cpu")
+    assert llm.engine.model_config.eos_token_ids == {2}
+    # until min_tokens the sampler forbids each of them
+    params = SamplingParams(min_tokens=3, max_tokens=3)
+    assert len(llm.generate("The", params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    path.write_text('{"eos_token_id": ["2"]}')
+    with pytest.raises(InputError, match="eos_token_id: expected token ids"):
+        LLM(tmp_path / "model", device="cpu")
 
 
 def test_request_larger_than_the_pool_is_refused(quantized_5m):
