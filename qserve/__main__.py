@@ -1,0 +1,8 @@
+"""`python -m qserve`: the command line, for where the script `qserve` is not on PATH."""
+
+import sys
+
+from qserve.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
