@@ -4,8 +4,11 @@ A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the
 Names follow vLLM where the meaning is the same.
 """
 
-from dataclasses import MISSING, dataclass, field
+import math
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
+
+from formats.errors import InputError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -34,21 +37,45 @@ REQUIRED = MISSING  # as a default: the flag must be given
 
 
 def setting(
-    default: Any, help: str, choices: tuple[str, ...] | None = None, *, positional: bool = False
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    *,
+    positional: bool = False,
+    low: float | None = None,
+    high: float | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line flag, or an argument without one.
 
-    A list is a flag that may be repeated.
+    A list is a flag that may be repeated. `low` and `high` are the ends of a number's range.
     """
     metadata = {"help": help, "choices": choices, "positional": positional}
+    metadata |= {"low": low, "high": high}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def check_settings(config: object) -> None:
+    """Raise InputError for a setting that is none of its choices, or outside of its range."""
+    for each in fields(config):
+        value, allowed = getattr(config, each.name), each.metadata
+        flag = f"--{each.name.replace('_', '-')}"
+        if value is None or not allowed:
+            continue
+        if allowed["choices"] is not None and value not in allowed["choices"]:
+            raise InputError(
+                flag, f"expected one of {', '.join(allowed['choices'])}, found {value!r}"
+            )
+        low, high = allowed["low"], allowed["high"]
+        if low is not None and not low <= value <= (math.inf if high is None else high):
+            expected = f"{low} or more" if high is None else f"{low} to {high}"
+            raise InputError(flag, f"expected {expected}, found {value}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that the engine is told."""
+    """Everything that the engine is told. Raises InputError, also where Python code makes one."""
 
     model: str  # the model folder; a positional argument on the command line
     dtype: str = setting(
@@ -58,14 +85,16 @@ class EngineConfig:
     max_model_len: int | None = setting(
         None, "longest prompt plus output, in tokens; default: the model's own limit"
     )
-    max_num_seqs: int = setting(256, "most requests in one step")
+    max_num_seqs: int = setting(256, "most requests in one step", low=1)
     max_num_batched_tokens: int = setting(
-        8192, "token budget of one step; smaller: steadier inter-token times, larger: throughput"
+        8192,
+        "token budget of one step; smaller: steadier inter-token times, larger: throughput",
+        low=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "share of the GPU's memory for weights, activations and KV pages"
+        0.9, "share of the GPU's memory for weights, activations and KV pages", low=0, high=1
     )
-    block_size: int = setting(16, "tokens of one KV page")
+    block_size: int = setting(16, "tokens of one KV page", low=1)
     kv_cache_dtype: str = setting(
         "auto",
         "what KV pages hold; auto: 8 bits if the checkpoint was calibrated for them, else --dtype;"
@@ -73,14 +102,21 @@ class EngineConfig:
         KV_CACHE_DTYPES,
     )
     num_gpu_blocks_override: int | None = setting(
-        None, "number of KV pages, in place of what the memory allows"
+        None, "number of KV pages, in place of what the memory allows", low=1
     )
-    cpu_kv_cache_memory: float = setting(1.0, "GiB for KV pages when running on a CPU")
+    cpu_kv_cache_memory: float = setting(
+        1.0, "GiB for KV pages when running on a CPU", low=0, high=2**20
+    )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
     )
-    seed: int = setting(0, "seed of requests that give none, and of dummy weights")
+    seed: int = setting(
+        0, "seed of requests that give none, and of dummy weights", low=-(2**63), high=2**63 - 1
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

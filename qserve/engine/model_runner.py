@@ -179,8 +179,16 @@ class ModelRunner:
 
 
 def num_pages_on_cpu(runner: ModelRunner) -> int:
-    """KV pages that `cpu_kv_cache_memory` holds."""
-    return int(runner.config.cpu_kv_cache_memory * GIB) // runner.bytes_per_page
+    """KV pages that `cpu_kv_cache_memory` holds. Raises InputError where it holds none."""
+    memory = runner.config.cpu_kv_cache_memory
+    num_pages = int(memory * GIB) // runner.bytes_per_page
+    if num_pages < 1:
+        raise InputError(
+            "--cpu-kv-cache-memory",
+            f"{memory} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
+            "raise it, or lower --block-size",
+        )
+    return num_pages
 
 
 def num_pages_on_gpu(runner: ModelRunner, largest_step: StepPlan) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, InputError
-from qserve.config import KV_CACHE_DTYPES
 from qserve.model.attention import Attention, LayerCache
 from qserve.model.decoder import Decoder
 
@@ -45,8 +44,6 @@ def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvForma
 
     "auto" is 8-bit where the checkpoint was calibrated for it, else the activations' dtype.
     """
-    if name not in KV_CACHE_DTYPES:
-        raise InputError(FLAG, f"expected one of {', '.join(KV_CACHE_DTYPES)}, found {name!r}")
     quant = decoder.config.quant
     calibrated = quant.kv_cache if quant is not None else None
     has_scales = calibrated is not None and _has_scales(decoder)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from formats.errors import InputError
 from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
 
@@ -73,6 +74,13 @@ def test_options_are_frozen():
         for name, parser in subparsers().items()
     }
     assert found == FLAGS
+
+
+def test_package_is_a_command():
+    command = [sys.executable, "-m", "qserve"]
+    done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("qserve inspect: nowhere: ")
+    assert subprocess.run([*command, "--version"], capture_output=True).returncode == 0
 
 
 def test_every_option_has_help_text():
@@ -184,6 +192,32 @@ def test_unknown_architecture(capsys, docs_5m, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((docs_5m / "model.safetensors").read_bytes())
     for command in (["quantize", "-o", str(tmp_path / "x")], ["generate", "--prompt", "a"]):
         fails_with(capsys, [command[0], str(tmp_path), *command[1:]], "RwkvForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--block-size", "0"),
+        ("--max-num-seqs", "0"),
+        ("--max-num-seqs", "-1"),
+        ("--max-num-batched-tokens", "0"),
+        ("--num-gpu-blocks-override", "0"),
+        ("--cpu-kv-cache-memory", "nan"),
+        ("--cpu-kv-cache-memory", "inf"),
+        ("--cpu-kv-cache-memory", "1e-09"),
+        ("--gpu-memory-utilization", "7"),
+        ("--max-model-len", "0"),
+        ("--seed", str(2**63)),
+    ],
+)
+def test_engine_setting_out_of_range_is_named(capsys, docs_5m, flag, value):
+    fails_with(capsys, ["generate", str(docs_5m), "--prompt", "a", flag, value], flag, value)
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "load_format", "kv_cache_dtype"])
+def test_choices_hold_in_python_too(docs_5m, name):
+    with pytest.raises(InputError, match=f"--{name.replace('_', '-')}: expected one of auto, "):
+        config.EngineConfig(model=str(docs_5m), **{name: "x"})
 
 
 def test_bench_of_an_unknown_kernel_lists_the_known_ones(capsys):
