@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from formats.errors import InputError
@@ -154,6 +155,8 @@ class EngineClient:
             return
         output = self._outputs[request_id] = _Output()
         try:
+            # The engine knows no text: megabytes of stop strings would go with each of n outputs.
+            params = replace(params, stop=())
             add = Add(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params)
             self._writer.write(messages.encode(add))
             # A lost connection is reported by the reader, to all requests at once.

@@ -209,6 +209,20 @@ def test_cancelled_task_aborts_in_the_engine(journal):
     asyncio.run(scenario())
 
 
+def test_stop_strings_stay_with_the_client(monkeypatch):
+    sent, original = [], messages.encode
+    monkeypatch.setattr(messages, "encode", lambda m: sent.append(original(m)) or sent[-1])
+
+    async def scenario():
+        client = await start()
+        params = SamplingParams(max_tokens=2, stop=["x" * 10**6])
+        assert tokens(await collect(client, "r", [1], params)) == [2, 3]
+        await client.close()
+
+    asyncio.run(scenario())
+    assert sent and max(map(len, sent)) < 2000
+
+
 def test_slow_reader_gets_everything_in_merged_events():
     async def scenario():
         client = await start()
