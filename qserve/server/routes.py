@@ -56,7 +56,8 @@ async def _answer(
     if job.streams:
         return EventStream(_chunks(service, job, reply))
     outputs = await while_connected(request.receive, generation.run(service, job))
-    return json_response(reply.whole(outputs))
+    # In a thread: with log probabilities of many outputs it takes seconds.
+    return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
 
 
 async def _chunks(service: Service, job: Job, reply: Reply) -> AsyncGenerator[dict, None]:
