@@ -99,7 +99,8 @@ async def _load(config: EngineConfig, engine: str) -> tuple[Tokenizer, EngineCli
 
 async def _stop_when_dead(client: EngineClient, server: "_Server") -> None:
     await client.wait_until_dead()
-    server.should_exit = True
+    if not server.should_exit:
+        server.stop()
 
 
 class _Server(uvicorn.Server):
@@ -121,9 +122,16 @@ class _Server(uvicorn.Server):
         print(self._ready_line, f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     def stop(self) -> None:
-        """Let running requests finish; the second time, drop them."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        """Let running requests finish for a while; the second time, drop them.
+
+        They are dropped by closing the engine, so that each still gets its error. uvicorn's own
+        limit would cut them off in the middle of a line.
+        """
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            self.should_exit = True
+            asyncio.get_running_loop().call_later(SHUTDOWN_GRACE, self.stop)
 
 
 def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
@@ -133,7 +141,6 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_GRACE,
     )
 
 

@@ -63,7 +63,7 @@ class ClientGone(Exception):
 
 
 def engine_dead() -> ApiError:
-    return ApiError(503, "The engine has died; the server is stopping.")
+    return ApiError(503, "The engine has ended; the server is stopping.")
 
 
 def as_api_error(error: Exception) -> ApiError:

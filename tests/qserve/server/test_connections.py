@@ -209,7 +209,7 @@ def test_official_client_raises_its_own_errors(server, client):
     with pytest.raises(openai.APIError, match="generation failed"):
         list(client.completions.create(model="tiny", prompt="a", stream=True))
     server.client.dies_at = 0
-    with pytest.raises(openai.InternalServerError, match="engine has died"):
+    with pytest.raises(openai.InternalServerError, match="engine has ended"):
         client.completions.create(model="tiny", prompt="a")
 
 

@@ -9,7 +9,7 @@ def test_health_follows_the_engine(server, error):
     assert server.get("/health").status_code == 200
     server.client.is_alive = False
     body = error(server.get("/health"), 503)
-    assert "died" in body["message"]
+    assert "ended" in body["message"]
 
 
 def test_models_by_list_and_by_name(server, error):

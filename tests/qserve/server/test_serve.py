@@ -1,5 +1,6 @@
 """The whole server in its own process, with an engine process that needs no model."""
 
+import json
 import os
 import signal
 import socket
@@ -20,11 +21,12 @@ PROGRAM = """
 import sys
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.server.app import serve
+from qserve.server import app
+app.SHUTDOWN_GRACE = float(sys.argv[5])
 config = ServerConfig(host=sys.argv[2], port=int(sys.argv[3]), served_model_name="tiny")
 try:
     engine_config = EngineConfig(model=sys.argv[1], max_model_len=int(sys.argv[4]))
-    sys.exit(serve(engine_config, config, engine="fake_engine:FakeEngine"))
+    sys.exit(app.serve(engine_config, config, engine="fake_engine:FakeEngine"))
 except InputError as error:
     sys.exit(f"error: {error}")
 """
@@ -35,14 +37,15 @@ def start(tmp_path, docs_5m):
     """Start a server; the processes that a test leaves are killed."""
     started = []
 
-    def run(model=docs_5m, host="127.0.0.1", port=0, max_model_len=2048) -> subprocess.Popen:
+    def run(model=docs_5m, host="127.0.0.1", port=0, max_model_len=2048, grace=SHUTDOWN_GRACE):
         path = os.pathsep.join([str(HERE.parent), str(HERE.parents[2])])
         environment = {
             **os.environ,
             "PYTHONPATH": path,
             "FAKE_ENGINE_JOURNAL": str(tmp_path / "journal"),
         }
-        command = [sys.executable, "-c", PROGRAM, str(model), host, str(port), str(max_model_len)]
+        options = map(str, (model, host, port, max_model_len, grace))
+        command = [sys.executable, "-c", PROGRAM, *options]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
         started.append(process)
@@ -107,6 +110,29 @@ def test_second_signal_drops_what_runs(start, tmp_path):
     assert not is_running(engine_pid(tmp_path))
 
 
+def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
+    process = start(grace=0.5)
+    url = url_of(process)
+    body = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "n": 2}
+    wholes = []
+    thread = threading.Thread(
+        target=lambda: wholes.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+    )
+    thread.start()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        *_, error, end = (line for line in lines if line)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert end == "data: [DONE]"
+    thread.join()
+    assert wholes[0].status_code == 503 and wholes[0].json()["error"]["code"] == 503
+    assert process.wait(10) == 0
+    assert "Traceback" not in process.stderr.read()
+    assert not is_running(engine_pid(tmp_path))
+
+
 @pytest.mark.parametrize("token", [STEP_FAILS, PROCESS_DIES])
 def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
     process = start()
@@ -114,7 +140,7 @@ def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
     body = {"prompt": [token], "max_tokens": 50}
     reply = httpx.post(f"{url}/v1/completions", json=body)
     assert reply.status_code == 503
-    assert reply.json()["error"]["message"] == "The engine has died; the server is stopping."
+    assert reply.json()["error"]["message"] == "The engine has ended; the server is stopping."
     assert process.wait(10) == 1
     assert "The engine died" in process.stderr.read()
 
