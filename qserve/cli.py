@@ -239,6 +239,8 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 1."""
+    # Names of folders and tensors may hold what the terminal's encoding does not.
+    sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args([_with_dashes(argument) for argument in argv])
     command = COMMANDS[arguments.command]

@@ -159,6 +159,15 @@ def test_missing_folder(capsys, tmp_path):
     fails_with(capsys, ["inspect", str(tmp_path / "none")], "is not a folder")
 
 
+def test_text_that_the_terminal_cannot_show(quantized_5m, tmp_path):
+    folder = tmp_path / "mod\u00e8le"
+    folder.symlink_to(quantized_5m)
+    command = [sys.executable, "-m", "qserve.cli", "inspect", str(folder)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "mod\\xe8le: LlamaForCausalLM" in done.stdout
+
+
 def test_output_that_holds_something_is_refused(capsys, docs_5m, tmp_path):
     keep = tmp_path / "keep.txt"
     keep.write_text("mine")
