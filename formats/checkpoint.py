@@ -81,7 +81,10 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 str(path), f"has {size} bytes, the limit is {MAX_JSON_BYTES}", "fetch it again"
             )
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half a character: ValueError
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "is this a model folder?") from None
     except OSError as error:
@@ -132,6 +135,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         for name, item in header.items():
             if name == "__metadata__":
                 continue
+            if not name.isprintable():  # no writer's name: half a character, or a terminal's code
+                raise ValueError(f"{name!r:.100} is no name of a tensor")
             if item["dtype"] not in DTYPES:
                 raise CheckpointError(f"{path}: {name}", f"unknown dtype {item['dtype']!r}")
             dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])

@@ -86,6 +86,8 @@ def twice(name: str) -> bytes:
         ({"a": tensor(), "b": tensor(begin=8, end=24)}, b"\0" * 24),
         ({"a": tensor(), "b": tensor(begin=20, end=36)}, b"\0" * 36),
         (twice("a"), b"\0" * 16),
+        ({"\ud800": tensor()}, b"\0" * 16),
+        ({"\x1b[2J": tensor()}, b"\0" * 16),
     ],
 )
 def test_header(tmp_path, raw_safetensors, header, data):
@@ -125,7 +127,16 @@ def test_json_of_100_megabytes(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\0", b"[" * 10**6, b"[1]", b'{"a": ' + b"1" * 10**5 + b"}", b'{"a": "\xff"}']
+    "text",
+    [
+        b"",
+        b"\0",
+        b"[" * 10**6,
+        b"[1]",
+        b'{"a": ' + b"1" * 10**5 + b"}",
+        b'{"a": "\xff"}',
+        b'{"a": ["\\ud800"]}',
+    ],
 )
 def test_json_that_is_none(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text)
