@@ -20,3 +20,11 @@ class SchemeError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint's files, names, shapes or bytes are not what they must be."""
+
+
+def one_line(error: BaseException) -> str:
+    """The message of somebody else's error, fit for one line of ours; its type if it says nothing.
+
+    Some are pages long, or quote the input.
+    """
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -162,7 +162,8 @@ class LLM:
         self, event: RequestEvent, completion: CompletionOutput, stream: TextStream | None
     ) -> None:
         if event.finish_reason == "error":
-            raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            remedy = "look at the model with `qserve inspect`"
+            raise InputError(f"request {event.request_id}", event.error, remedy)
         completion.token_ids += event.token_ids
         if event.logprobs:
             completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]

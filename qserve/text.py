@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
@@ -42,7 +42,7 @@ class Tokenizer:
         except Exception as error:
             raise TextError(
                 self.folder,
-                f"has no tokenizer that transformers can load: {_one_line(error)}",
+                f"has no tokenizer that transformers can load: {one_line(error)}",
                 "copy tokenizer.json and tokenizer_config.json from the original model",
             ) from error
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -106,7 +106,7 @@ class Tokenizer:
         # A template fails by its own raise_exception, or as any expression can.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TextError(
-                "messages", f"the model's chat template refuses them: {_one_line(error)}"
+                "messages", f"the model's chat template refuses them: {one_line(error)}"
             ) from error
 
     def encode_chat(
@@ -298,7 +298,3 @@ class TextStream:
             if any(stop.startswith(tail) for stop in self._params.stop):
                 return start
         return len(self._held)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -34,11 +34,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def architecture_of(config: dict[str, Any]) -> tuple[str, Architecture]:
     """The row that config.json names. Raises InputError where there is none."""
-    names = config.get("architectures") or []
-    if len(names) == 1 and names[0] in ARCHITECTURES:
-        return names[0], ARCHITECTURES[names[0]]
+    names = config.get("architectures")
+    for name, architecture in ARCHITECTURES.items():
+        if names == [name]:
+            return name, architecture
     raise InputError(
         "config.json architectures",
-        f"expected one of {', '.join(ARCHITECTURES)}, found {names}",
+        f"expected one of {', '.join(ARCHITECTURES)}, found {names!r:.200}",
         "a new family is a row in qserve/model/architectures.py",
     )

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, read_json
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK, QuantConfig, find_block
-from qserve.model.architectures import architecture_of
+from qserve.model.architectures import Architecture, architecture_of
 from qserve.model.rope import RopeConfig
 
 
@@ -50,7 +50,21 @@ class ModelConfig:
             plain = {key: value for key, value in raw.items() if key != BLOCK}
             config = AutoConfig.for_model(plain.pop("model_type"), **plain)
         except Exception as error:  # what a config class raises is not documented
-            raise InputError(f"{folder}/{CONFIG}", f"transformers refuses it: {error}") from None
+            problem = f"transformers refuses it: {one_line(error)}"
+            raise InputError(f"{folder}/{CONFIG}", problem) from None
+        try:
+            return cls._from_config(name, family, config, block, Path(folder))
+        except InputError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"cannot be used: {type(error).__name__}: {one_line(error)}"
+            raise InputError(f"{folder}/{CONFIG}", problem) from None
+
+    @classmethod
+    def _from_config(
+        cls, name: str, family: Architecture, config: Any, block: dict | None, folder: Path
+    ) -> "ModelConfig":
+        """The same, of transformers' config and the quantization block."""
         if config.hidden_act != "silu":
             raise InputError(
                 "config.json hidden_act", f"expected 'silu', found {config.hidden_act!r}"
@@ -84,7 +98,7 @@ class ModelConfig:
             windows=_windows(config, family.window),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
             quant=QuantConfig.from_dict(block) if block else None,
-            eos_token_ids=_eos_token_ids(Path(folder), config),
+            eos_token_ids=_eos_token_ids(folder, config),
         )
 
 
@@ -102,14 +116,12 @@ def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
 
     Some models name -1, or ids beyond the vocabulary; these are never drawn. Raises InputError.
     """
-    found: set[int] = set()
+    found: list[int] = []
     path = folder / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     for value in (generation.get("eos_token_id"), config.eos_token_id):
         if value is not None:
-            found.update(value if isinstance(value, list) else [value])
+            found += value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in found):
-        raise InputError(
-            f"{folder} eos_token_id", f"expected token ids, found {sorted(map(repr, found))}"
-        )
+        raise InputError(f"{folder} eos_token_id", f"expected token ids, found {found!r:.100}")
     return frozenset(token for token in found if 0 <= token < config.vocab_size)

@@ -90,6 +90,34 @@ def test_unknown_architecture_names_the_known_ones(edited):
     refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "architectures.py")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", 7),
+        ("architectures", {"a": 1}),
+        ("architectures", None),
+        ("head_dim", ["x"]),
+        ("model_type", "llama2"),
+        ("model_type", ["x"]),
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 2**63),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": None}),
+    ],
+)
+def test_strange_config_is_one_line(edited, key, value):
+    folder = edited(config=lambda c: c.update({key: value}))
+    with pytest.raises(InputError, match="config.json") as error:
+        load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_weights_that_compute_nan_are_one_line(edited):
+    folder = edited(lambda s: s["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(InputError, match="request 0-0: the model's logits contain NaN"):
+        load(folder).generate([[5]], use_tqdm=False)
+
+
 def test_truncated_file_is_named(edited):
     folder = edited()
     path = folder / "model.safetensors"
