@@ -118,14 +118,16 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     fused_mixed = _check_fused(linears, findings)
     _check_labels(linears, quant, block, findings)
     check_model(config, shards, findings)
-    check_shapes(config, linears, findings)
+    check_shapes(config, linears, shards, findings)
     check_kv_scales(quant, shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     names = config.get("architectures")
+    names = [str(name) for name in names] if isinstance(names, list) else []
     method = _format_name(block, shards)
     block = block if isinstance(block, dict) else {}
     errors = [problem for problem in findings.problems if problem.severity == "error"]
     facts = Facts(
+        architecture=names[0] if len(names) == 1 else "",
         method=method,
         config=quant,
         config_error=config_error,
@@ -137,7 +139,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     )
     return Inspection(
         folder=str(folder),
-        architecture=str(names[0]) if isinstance(names, list) and names else "",
+        architecture=names[0] if names else "",
         format=method,
         scheme=str(quant.scheme) if quant else "",
         kv_cache=quant.kv_cache if quant else None,

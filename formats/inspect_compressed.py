@@ -35,7 +35,8 @@ def compressed_linear(
         findings.error(name, f"{in_features} inputs have no whole groups in {scheme}")
     number = expected[0] * expected[1]
     one_for_all = scheme.weight.type == "int" and scales in ((), (1,), (1, 1)) and expected[1] == 1
-    if _count(scales) != number and not one_for_all:
+    fits = scales == expected or (len(scales) != 2 and _count(scales) == number)
+    if not fits and not one_for_all:
         findings.error(
             f"{name}.weight_scale", f"expected {list(expected)} for {scheme}, found {list(scales)}"
         )

@@ -29,6 +29,17 @@ EXTENTS = {
     "mlp.up_proj": ("intermediate_size", "hidden_size"),
     "mlp.down_proj": ("hidden_size", "intermediate_size"),
 }
+# of what is never quantized, and of a float head
+FLOAT_SHAPES = {
+    "model.embed_tokens.weight": ("vocab_size", "hidden_size"),
+    "model.norm.weight": ("hidden_size",),
+    "lm_head.weight": ("vocab_size", "hidden_size"),
+    "input_layernorm.weight": ("hidden_size",),
+    "post_attention_layernorm.weight": ("hidden_size",),
+    "self_attn.q_norm.weight": ("head_dim",),
+    "self_attn.k_norm.weight": ("head_dim",),
+    **{f"{name}.bias": (rows,) for name, (rows, _) in EXTENTS.items()},
+}
 
 
 def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> None:
@@ -67,24 +78,55 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
 
 
 def check_shapes(
-    config: Mapping[str, Any], linears: Iterable[LinearSummary], findings: Findings
+    config: Mapping[str, Any],
+    linears: Iterable[LinearSummary],
+    shards: Shards,
+    findings: Findings,
 ) -> None:
-    """Report linears whose shape is not the one that config.json states, as far as it does."""
+    """Report tensors whose shape is not the one that config.json states, as far as it does."""
     if config.get("model_type") not in UNIFORM_MODEL_TYPES:
         return
-    extents = {key: config.get(key) for key in ("hidden_size", "intermediate_size")}
-    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    extents = _extents(config)
+    for linear in linears:
+        local = ".".join(linear.name.split(".")[-2:])
+        found = (linear.out_features, linear.in_features)
+        _check_shape(linear.name, EXTENTS.get(local, ()), found, extents, findings)
+    summarized = {f"{linear.name}.weight" for linear in linears}
+    for name, entry in shards.entries.items():
+        if name in summarized:
+            continue
+        local = LAYER_NUMBER.split(name)[-1]
+        keys = FLOAT_SHAPES.get(local) or EXTENTS.get(local.removesuffix(".weight"), ())
+        _check_shape(name, keys, entry.shape, extents, findings)
+
+
+def _extents(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that EXTENTS and FLOAT_SHAPES name; None where config.json does not say."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    extents = {name: config.get(name) for name in names}
+    heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads", heads)
-    if head_dim is None and isinstance(heads, int) and isinstance(extents["hidden_size"], int):
-        head_dim = extents["hidden_size"] // max(heads, 1)
+    hidden, head_dim = extents["hidden_size"], extents["head_dim"]
+    if head_dim is None and isinstance(heads, int) and isinstance(hidden, int):
+        head_dim = extents["head_dim"] = hidden // max(heads, 1)
     if isinstance(head_dim, int):
         extents["q"] = heads * head_dim if isinstance(heads, int) else None
         extents["kv"] = kv_heads * head_dim if isinstance(kv_heads, int) else None
-    for linear in linears:
-        local = ".".join(linear.name.split(".")[-2:])
-        wanted = [extents.get(key) for key in EXTENTS.get(local, ())]
-        found = (linear.out_features, linear.in_features)
-        for expected, extent in zip(wanted, found, strict=False):
-            if isinstance(expected, int) and expected != extent:
-                findings.error(linear.name, f"config.json states {wanted}, found {list(found)}")
-                break
+    return extents
+
+
+def _check_shape(
+    name: str,
+    keys: tuple[str, ...],
+    found: tuple[int, ...],
+    extents: Mapping[str, Any],
+    findings: Findings,
+) -> None:
+    """Report a shape that is not the extents of `keys`; an extent that is None fits any."""
+    wanted = [extents.get(key) for key in keys]
+    fits = len(found) == len(wanted) and all(
+        expected == extent or not isinstance(expected, int)
+        for expected, extent in zip(wanted, found, strict=True)
+    )
+    if keys and not fits:
+        findings.error(name, f"config.json states {wanted}, found {list(found)}")

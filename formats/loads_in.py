@@ -13,6 +13,13 @@ from formats.scheme import CHANNEL, Scheme
 
 MARLIN_GROUPS = (CHANNEL, 32, 64, 128)
 SERVED_GPTQ = ((4, True), (8, True))
+# The rows of qserve/model/architectures.py, which this package cannot import. A test compares them.
+OUR_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 
 
 class Verdict(NamedTuple):
@@ -27,6 +34,7 @@ class Verdict(NamedTuple):
 class Facts:
     """What the rules look at."""
 
+    architecture: str  # of config.json; empty: it states none, or several
     method: str  # "float", or a quant_method
     config: QuantConfig | None  # None: float, or it cannot be read
     config_error: str  # why it cannot be read
@@ -59,6 +67,8 @@ def _ours(facts: Facts) -> Answer:
         return "no", facts.config_error
     if facts.first_error:
         return "no", facts.first_error
+    if facts.architecture not in OUR_ARCHITECTURES:
+        return "no", f"serves {', '.join(OUR_ARCHITECTURES)}"
     if "act-order" in facts.traits:
         return "slow", "inputs are put in order on every call"
     if facts.config is not None and any(s.weight.bits in (2, 3) for s in facts.schemes):

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from formats.loads_in import OUR_ARCHITECTURES
+from qserve.model.architectures import ARCHITECTURES
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"formats", "qkernels", "calibrate", "qserve"}
 # package -> our packages that it may import
@@ -80,6 +83,10 @@ def test_nothing_third_party_reads_pickles_or_remote_code():
             text = path.read_text()
             for banned in ("import pickle", "torch.load(", "trust_remote_code=True", "eval("):
                 assert banned not in text.replace("model.eval()", ""), f"{path}: {banned}"
+
+
+def test_served_architectures_are_those_that_the_doctor_knows():
+    assert tuple(ARCHITECTURES) == OUR_ARCHITECTURES
 
 
 def test_shadowed_sibling_is_named(tmp_path):

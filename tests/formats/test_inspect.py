@@ -337,3 +337,43 @@ def test_hostile_tensor_names_do_not_crash_it(float_model, write_folder):
 def test_what_is_no_folder_raises(tmp_path):
     with pytest.raises(CheckpointError, match="not a folder"):
         inspect_checkpoint(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (64, 128)),
+        ("lm_head.weight", (64, 128)),
+        ("model.norm.weight", (64, 1)),
+        ("model.layers.1.input_layernorm.weight", (32,)),
+        ("model.layers.0.mlp.up_proj.weight", (96 * 64,)),
+        ("model.layers.0.mlp.up_proj.weight", (1, 96, 64)),
+    ],
+)
+def test_float_tensor_of_another_shape_than_the_config_states(
+    float_model, write_folder, name, shape
+):
+    tensors, config = float_model
+    assert tensors[name].shape != shape
+    tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    problem_of(inspect_checkpoint(write_folder(tensors, config)), "error", name, "config.json")
+
+
+def test_bias_of_another_shape_than_the_config_states(float_model, write_folder):
+    tensors, config = float_model
+    config["num_attention_heads"] = 4
+    for layer in (0, 1):
+        tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = torch.zeros(64 - layer)
+    config["num_key_value_heads"] = 2
+    found = inspect_checkpoint(write_folder(tensors, config))
+    problem_of(found, "error", "model.layers.1.self_attn.q_proj.bias", "[64], found [63]")
+
+
+@pytest.mark.parametrize("names", [["Phi3ForCausalLM"], [], ["LlamaForCausalLM", "X"], "Llama", 7])
+def test_model_that_is_not_served_here_says_so(float_model, write_folder, names):
+    tensors, config = float_model
+    config["architectures"] = names
+    answers = {v.program: v for v in inspect_checkpoint(write_folder(tensors, config)).loads_in}
+    assert answers["this project"].answer == "no"
+    assert "Qwen3ForCausalLM" in answers["this project"].reason
+    assert answers["vLLM"].answer == "yes"

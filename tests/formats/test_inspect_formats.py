@@ -228,3 +228,14 @@ def test_sizes_of_tensor_parallel(model, write_folder):
     assert parallel[1] == ""
     assert parallel[2] == "model.layers.0.mlp.down_proj: a share of 48 is not divisible by 32"
     assert parallel[8] == "4 attention heads"
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8", "w4a16-sym-g32"])
+def test_scales_that_lie_across(model, write_folder, scheme):
+    tensors, config = model("compressed-tensors", scheme)
+    tensors[f"{Q0}.weight_scale"] = tensors[f"{Q0}.weight_scale"].t().contiguous()
+    found = inspect_checkpoint(write_folder(tensors, config))
+    assert any(
+        p.subject == f"{Q0}.weight_scale" and "expected [64, " in p.text for p in found.problems
+    )
+    assert not found.ok
