@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from calibrate.evaluate import make_windows
+from calibrate.evaluate import check_text, make_windows, read_file, read_rows
 from formats.errors import InputError
 
 DEFAULT_SAMPLES = 128
@@ -87,24 +87,9 @@ def read_documents(source: str) -> list[Any]:
         return _from_datasets(source, path=source)
     if path.suffix == ".parquet":
         return _from_datasets(source, path="parquet", data_files=source)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(source, error.strerror or "cannot be read") from None
-    except UnicodeDecodeError as error:
-        raise InputError(source, f"is not UTF-8 text: {error.reason}") from None
     if path.suffix != ".jsonl":
-        return [content]
-    # JSON may hold U+2028 and the like inside a string, which splitlines() would cut at
-    lines = enumerate(content.split("\n"), 1)
-    return [_document(_row(line), f"{source} line {n}") for n, line in lines if line.strip()]
-
-
-def _row(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
+        return [read_file(path)]
+    return [_document(row, where) for where, row in read_rows(path)]
 
 
 def _document(row: Any, where: str) -> Any:
@@ -112,8 +97,9 @@ def _document(row: Any, where: str) -> Any:
     row = row if isinstance(row, dict) else {}
     text, messages = row.get("text"), row.get("messages")
     if isinstance(text, str):
-        return text
+        return check_text(text, where)
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        check_text(json.dumps(messages, ensure_ascii=False, default=str), where)
         return messages
     raise InputError(where, 'expected an object with a string "text" or a list of "messages"')
 

@@ -6,9 +6,10 @@ Each window is predicted on its own: its first token is given, the others count.
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,29 +27,50 @@ class Perplexity:
     mean_nll: float
 
 
-def read_texts(path: str | Path) -> list[str]:
-    """The "text" fields of a .jsonl file; any other file is one text. Raises InputError."""
-    path = Path(path)
+def read_file(path: Path) -> str:
+    """A text file's content, without the mark that some editors put first. Raises InputError."""
     try:
-        content = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None
     except UnicodeDecodeError as error:
         raise InputError(str(path), f"is not UTF-8 text: {error.reason}") from None
-    if path.suffix != ".jsonl":
-        return [content]
-    texts = []
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each line of a .jsonl file that is not blank: where it is, and its object; None: no JSON.
+
+    Raises InputError.
+    """
     # JSON may hold U+2028 and the like inside a string, which splitlines() would cut at
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            text = None
+    for number, line in enumerate(read_file(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{path} line {number}", json.loads(line)
+            except (ValueError, RecursionError):
+                yield f"{path} line {number}", None
+
+
+def check_text(text: str, where: str) -> str:
+    """The text. Raises InputError where it holds half a character, which JSON can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(where, "has half a character, which no tokenizer takes") from None
+    return text
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """The "text" fields of a .jsonl file; any other file is one text. Raises InputError."""
+    path = Path(path)
+    if path.suffix != ".jsonl":
+        return [read_file(path)]
+    texts = []
+    for where, row in read_rows(path):
+        text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
-            raise InputError(f"{path} line {number}", 'expected a JSON object with a string "text"')
-        texts.append(text)
+            raise InputError(where, 'expected a JSON object with a string "text"')
+        texts.append(check_text(text, where))
     return texts
 
 

@@ -85,6 +85,24 @@ def test_bad_line_is_named(tmp_path, tokenizer, line):
         read(str(path), tokenizer)
 
 
+@pytest.mark.parametrize(
+    "fields", ['"text": "%s"', '"messages": [{"role": "user", "content": "%s"}]']
+)
+def test_half_a_character_is_named(tmp_path, tokenizer, fields):
+    path = tmp_path / "half.jsonl"
+    path.write_text("{" + fields % "good" + "}\n{" + fields % "a\\ud800b" + "}")
+    with pytest.raises(InputError, match="half.jsonl line 2: has half a character"):
+        read(str(path), tokenizer)
+
+
+def test_byte_order_mark_and_windows_lines_are_no_text(tmp_path, tokenizer):
+    row = json.dumps({"text": "A borrow is a reference. " * 40})
+    plain, marked = tmp_path / "plain.jsonl", tmp_path / "marked.jsonl"
+    plain.write_text(f"{row}\n{row}\n")
+    marked.write_bytes(f"\ufeff{row}\r\n\r\n{row}\r\n".encode())
+    assert torch.equal(read(str(plain), tokenizer).ids_WS, read(str(marked), tokenizer).ids_WS)
+
+
 def test_missing_file_and_missing_package(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(InputError, match="nowhere.txt: not found"):
         read(str(tmp_path / "nowhere.txt"), tokenizer)

@@ -22,13 +22,20 @@ def test_jsonl_gives_its_text_fields_and_other_files_one_text(tmp_path):
     plain = tmp_path / "a.txt"
     plain.write_text("one\n\ntwo\n")
     assert read_texts(plain) == ["one\n\ntwo\n"]
+    plain.write_bytes("\ufeffone".encode())
+    assert read_texts(plain) == ["one"]
 
 
-@pytest.mark.parametrize("line", ['{"text": 3}', '{"txt": ""}', "[]", "3", "{", "null"])
+@pytest.mark.parametrize(
+    "line", ['{"text": 3}', '{"txt": ""}', "[]", "3", "{", "null", "[" * 10**5]
+)
 def test_bad_jsonl_line_is_named(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n' + line)
     with pytest.raises(InputError, match="line 2"):
+        read_texts(path)
+    path.write_text('{"text": "\\ud83d"}')
+    with pytest.raises(InputError, match="line 1: has half a character"):
         read_texts(path)
 
 
