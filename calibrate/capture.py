@@ -7,6 +7,9 @@ full model is ever built. Legend: W windows, S tokens of a window, D hidden size
 
 import importlib
 import inspect
+import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from calibrate.statistics import InputStatistics
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError, DiskError, InputError
+from formats.table import size_text
 
 # Windows are run in batches of about this many tokens: enough to fill a GPU, little memory.
 BATCH_TOKENS = 8192
@@ -203,7 +207,7 @@ class HiddenStates:
         runner: LayerRunner,
         spill: Path | None = None,
     ) -> None:
-        """Embed the windows. `spill`: a file to hold the states in place of memory."""
+        """Embed the windows. `spill`: a folder to hold the states in place of memory."""
         if int(ids_WS.max()) >= embedding_VD.shape[0]:
             raise InputError(
                 "calibration data",
@@ -215,9 +219,7 @@ class HiddenStates:
         if spill is None:
             self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         else:
-            size = ids_WS.numel() * embedding_VD.shape[1]
-            flat = torch.from_file(str(spill), shared=True, size=size, dtype=runner.dtype)
-            self.states_WSD = flat.view(shape)
+            self.states_WSD = _in_file(spill, shape, runner.dtype)
         scale = shape[-1] ** 0.5 if runner.layer_map.embedding_times_root else 1.0
         for number, ids_S in enumerate(ids_WS):
             rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)
@@ -241,6 +243,23 @@ class HiddenStates:
                     "does the float model work? try --device cpu, which computes in float32",
                 )
             batch_BSD.copy_(output_BSD)
+
+
+def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a file that has lost its name, so that nothing is left. Raises DiskError."""
+    size = math.prod(shape)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            # All of its blocks now: without space for one, a write to memory would be fatal.
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+            return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
+    except OSError as error:
+        raise DiskError(
+            f"--spill {folder}",
+            f"cannot hold {size_text(size * dtype.itemsize)} of hidden states: {error.strerror}",
+            "give a folder on a disk with more space",
+        ) from None
 
 
 def collect_statistics(

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from calibrate.layer import FinishedLayer
 from calibrate.report import LinearReport
 from formats.checkpoint import read_json
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError, DiskError, InputError
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec
@@ -74,7 +74,7 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         given_up = kind is not None and issubclass(kind, InputError)
-        if given_up and not issubclass(kind, JournalError):
+        if given_up and not issubclass(kind, (JournalError, DiskError)):
             self.remove()
 
     def remove(self) -> None:
@@ -107,7 +107,7 @@ class Journal:
             save_file(tensors, partial, metadata={RECORD: json.dumps(record)})
             self._publish(partial, self._path(layer))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
+            raise DiskError(
                 str(self.folder), f"cannot be written: {error}", "is the disk full?"
             ) from None
 

@@ -350,8 +350,6 @@ def _open_stream(
     from calibrate.stream import Stream
 
     embedding = model.get(model.layer_map.embedding)
-    if spill is not None:
-        Path(spill).mkdir(parents=True, exist_ok=True)
     bits = context.activation_bits
     return Stream(
         LayerRunner(model, model.layer_map, device),

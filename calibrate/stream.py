@@ -40,19 +40,15 @@ class Stream:
         the quantized model's evaluation reads keys and values from such a cache.
         """
 
-        def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor, name: str):
-            if ids_WS is None:
-                return None
-            return HiddenStates(ids_WS, table_VD, runner, spill / name if spill else None)
+        def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor):
+            return None if ids_WS is None else HiddenStates(ids_WS, table_VD, runner, spill)
 
         self.runner, self.activation, self.evaluation_WS = runner, activation, evaluation_WS
         self.kv_cache = kv_cache
-        self._calibration = embed(calibration_WS, rewritten_VD, "calibration.states")
-        self._reference = (
-            embed(calibration_WS, rewritten_VD, "reference.states") if with_reference else None
-        )
-        self._after = embed(evaluation_WS, rewritten_VD, "after.states")
-        self._before = embed(evaluation_WS, embedding_VD, "before.states")
+        self._calibration = embed(calibration_WS, rewritten_VD)
+        self._reference = embed(calibration_WS, rewritten_VD) if with_reference else None
+        self._after = embed(evaluation_WS, rewritten_VD)
+        self._before = embed(evaluation_WS, embedding_VD)
 
     def statistics(self, layer: int, state: LayerState) -> dict[str, InputStatistics]:
         """What the calibration data is at the layer's inputs; empty without data."""

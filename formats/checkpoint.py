@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, DiskError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -360,11 +360,11 @@ class CheckpointWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns what a disk refuses into a CheckpointError."""
+        """Turns what a disk refuses into a DiskError."""
         try:
             yield
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
+            raise DiskError(
                 str(self.folder), f"cannot be written: {error}", "is the disk full?"
             ) from None
 

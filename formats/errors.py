@@ -22,6 +22,10 @@ class CheckpointError(InputError):
     """A checkpoint's files, names, shapes or bytes are not what they must be."""
 
 
+class DiskError(CheckpointError):
+    """The disk refuses to hold something. Space can be made, so what is finished stays."""
+
+
 def one_line(error: BaseException) -> str:
     """The message of somebody else's error, fit for one line of ours; its type if it says nothing.
 

@@ -178,3 +178,4 @@ def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
     quantize_checkpoint(docs_5m, tmp_path / "memory", recipe="gptq", **FAST)
     one, two = ((f / "model.safetensors").read_bytes() for f in (target, tmp_path / "memory"))
     assert one == two
+    assert list((tmp_path / "spill").iterdir()) == []

@@ -1,5 +1,7 @@
 """A killed run goes on where it was, with the same bytes; a changed setting is noticed."""
 
+import errno
+import importlib
 import json
 import os
 import shutil
@@ -14,7 +16,7 @@ from calibrate import gptq
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe
 from formats.checkpoint import CheckpointReader, CheckpointWriter
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError, DiskError, InputError
 from formats.scheme import Scheme
 
 ROOT = Path(__file__).parents[2]
@@ -157,3 +159,39 @@ def test_damaged_layer_is_refused(docs_5m, tmp_path):
             docs_5m, target, recipe=Recipe(name="mine", solver=gptq.solve), **OPTIONS
         )
     assert path.exists(), "the message asks the user to delete it"
+
+
+@pytest.mark.parametrize("where", ["calibrate.journal", "formats.checkpoint"])
+def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where):
+    target, calls = tmp_path / "out", []
+    module = importlib.import_module(where)
+    original = module.save_file
+
+    def save_file(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(*arguments, **options)
+
+    monkeypatch.setattr(module, "save_file", save_file)
+    options = {**OPTIONS, "recipe": "gptq", "max_shard_bytes": 10**6}
+    with pytest.raises(DiskError, match="No space left on device.*is the disk full"):
+        quantize_checkpoint(docs_5m, target, **options)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == [unfinished(target).name]
+    # a folder for hidden states that cannot be used is no reason to start again either
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="--spill .*file/x: cannot hold .* Not a directory"):
+        quantize_checkpoint(docs_5m, target, spill=tmp_path / "file" / "x", **options)
+    solved = []
+
+    def solve(*arguments):
+        solved.append(1)
+        return gptq.solve(*arguments)
+
+    recipe = Recipe(name="gptq", solver=solve)
+    quantize_checkpoint(docs_5m, target, **{**options, "recipe": recipe})
+    assert len(solved) < 28 - 7 and not unfinished(target).exists()
+    quantize_checkpoint(docs_5m, tmp_path / "fresh", **options)
+    for path in target.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
