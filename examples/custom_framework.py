@@ -7,6 +7,7 @@ finished integer codes. The folder that comes out passes `qserve inspect` and is
 """
 
 import argparse
+import sys
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe
 from calibrate.statistics import InputStatistics
 from formats import affine
+from formats.errors import InputError
 from formats.inspect import inspect_checkpoint
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec, Scheme
@@ -106,4 +108,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:  # yours to mend: a folder that is not empty, a missing model
+        sys.exit(f"custom_framework.py: {error}")

@@ -11,16 +11,27 @@ from qserve.sampling_params import SamplingParams
 ROOT = Path(__file__).parents[2]
 
 
-def test_custom_framework(docs_5m, tmp_path):
-    target = tmp_path / "mine"
-    script = "examples/custom_framework.py"
-    run = subprocess.run(
-        [sys.executable, script, str(docs_5m), str(target), "--samples", "2"],
+def run_example(model, target):
+    return subprocess.run(
+        [sys.executable, "examples/custom_framework.py", str(model), str(target), "--samples", "2"],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
+
+
+def test_mistake_is_one_line(docs_5m, tmp_path):
+    (tmp_path / "mine").touch()
+    run = run_example(docs_5m, tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith(f"custom_framework.py: {tmp_path}: already exists")
+
+
+def test_custom_framework(docs_5m, tmp_path):
+    target = tmp_path / "mine"
+    run = run_example(docs_5m, target)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     distance = float(next(line for line in lines if "from your grid" in line).split()[-1])
