@@ -129,6 +129,17 @@ class ServerConfig:
         None, "name that clients give; default: the model folder as typed"
     )
     api_key: str | None = setting(None, "require this key as a Bearer token on every /v1 route")
+    max_num_queued_reqs: int = setting(
+        2048, "outputs that may wait beyond --max-num-seqs; more get 503 until some are done", low=0
+    )
+    max_num_queued_tokens: int = setting(
+        2**22,
+        "tokens of all prompts, once for each output, that may be under way; beyond: 503",
+        low=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

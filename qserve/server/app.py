@@ -16,6 +16,7 @@ from qserve import __version__
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.client import EngineClient
 from qserve.engine.process import ENGINE
+from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey
 from qserve.server.errors import add_error_handlers
 from qserve.server.routes import router
@@ -33,9 +34,13 @@ def build_app(
     tokenizer: Tokenizer,
     config: ServerConfig,
     *,
+    max_num_seqs: int,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The ASGI app for a running engine. Raises InputError for a broken generation_config.json."""
+    """The ASGI app for an engine that runs `max_num_seqs` outputs at once.
+
+    Raises InputError for a broken generation_config.json.
+    """
     app = FastAPI(
         title="qserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -45,6 +50,9 @@ def build_app(
         model_name=config.served_model_name or tokenizer.folder,
         defaults=load_defaults(tokenizer.folder),
         max_body_bytes=max_body_bytes,
+        admission=Admission(
+            max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens
+        ),
     )
     app.include_router(router)
     add_error_handlers(app)
@@ -71,7 +79,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
             except asyncio.CancelledError:
                 return 0
         try:
-            app = build_app(client, tokenizer, config)
+            app = build_app(client, tokenizer, config, max_num_seqs=engine_config.max_num_seqs)
             server = _Server(_uvicorn_config(app), f"Serving {app.state.service.model_name} on")
             with _on_stop_signal(server.stop):
                 watch = asyncio.create_task(_stop_when_dead(client, server))

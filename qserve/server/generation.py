@@ -53,28 +53,29 @@ async def run(service: Service, job: Job) -> list[Output]:
 
 async def deltas(service: Service, job: Job) -> Deltas:
     """The deltas of all choices in the order they come. Raises as `run` does."""
-    if job.num_choices == 1:
-        async with aclosing(_choice(service, job, 0)) as stream:
-            async for item in stream:
-                yield item
-        return
-    # Holds one delta of each choice at most; behind it the engine's events merge.
-    inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
-    tasks = [asyncio.create_task(_feed(inbox, service, job, i)) for i in range(job.num_choices)]
-    try:
-        num_running = len(tasks)
-        while num_running:
-            item = await inbox.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with service.admission.admit(job.num_choices, job.num_engine_tokens):
+        if job.num_choices == 1:
+            async with aclosing(_choice(service, job, 0)) as stream:
+                async for item in stream:
+                    yield item
+            return
+        # Holds one delta of each choice at most; behind it the engine's events merge.
+        inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
+        tasks = [asyncio.create_task(_feed(inbox, service, job, i)) for i in range(job.num_choices)]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                item = await inbox.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _feed(inbox: asyncio.Queue, service: Service, job: Job, index: int) -> None:

@@ -39,6 +39,11 @@ class Job:
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
+    @property
+    def num_engine_tokens(self) -> int:
+        """Prompt tokens that the engine is given: each prompt once for each of its outputs."""
+        return self.num_prompt_tokens * self.params[0].n
+
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters that the engine runs for one choice."""
         prompt, repeat = divmod(index, self.params[0].n)

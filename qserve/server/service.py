@@ -7,6 +7,7 @@ from typing import Protocol
 
 from qserve.engine.request import RequestEvent
 from qserve.sampling_params import SamplingParams
+from qserve.server.admission import Admission
 from qserve.server.errors import ApiError
 from qserve.text import Tokenizer
 
@@ -34,6 +35,7 @@ class Service:
     model_name: str
     defaults: dict[str, float]  # sampling fields that the model's folder sets
     max_body_bytes: int
+    admission: Admission
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:

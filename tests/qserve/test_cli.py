@@ -50,7 +50,11 @@ FLAGS = {
         "--pad",
         "--max-shard-size",
     },
-    "serve": ENGINE_FLAGS | {"--host", "--port", "--served-model-name", "--api-key"},
+    "serve": ENGINE_FLAGS
+    | {
+        *("--host", "--port", "--served-model-name", "--api-key"),
+        *("--max-num-queued-reqs", "--max-num-queued-tokens"),
+    },
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "convert": {"--format", "--max-shard-size"},

@@ -56,7 +56,7 @@ def test_no_page_outlives_its_client(docs_5m, tmp_path, monkeypatch):
 
     async def scenario() -> dict:
         client = await EngineClient.start(config, engine="page_engine:PageEngine")
-        app = build_app(client, Tokenizer(docs_5m), ServerConfig())
+        app = build_app(client, Tokenizer(docs_5m), ServerConfig(), max_num_seqs=8)
         web = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="error"))
         serving = asyncio.create_task(web.serve())
         while not web.started:

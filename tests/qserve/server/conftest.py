@@ -96,7 +96,7 @@ class Server:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig, **options) -> None:
         self.client = ScriptedClient(tokenizer)
         self.tokenizer = tokenizer
-        self.app = build_app(self.client, tokenizer, config, **options)
+        self.app = build_app(self.client, tokenizer, config, max_num_seqs=8, **options)
 
     def request(self, method: str, path: str, **options) -> httpx.Response:
         async def call() -> httpx.Response:
@@ -172,14 +172,27 @@ def error():
 
 
 @pytest.fixture
-def live(server):
+def run_live():
+    """run_live(server) -> the port on which it runs until the test ends."""
+    running = []
+
+    def run(server: Server) -> int:
+        config = uvicorn.Config(server.app, port=0, log_level="critical", lifespan="off")
+        web = uvicorn.Server(config)
+        thread = threading.Thread(target=web.run, daemon=True)
+        thread.start()
+        running.append((web, thread))
+        while not web.started:
+            time.sleep(0.01)
+        return web.servers[0].sockets[0].getsockname()[1]
+
+    yield run
+    for web, thread in running:
+        web.should_exit = web.force_exit = True
+        thread.join(10)
+
+
+@pytest.fixture
+def live(server, run_live):
     """The server on a real port; gives the port."""
-    config = uvicorn.Config(server.app, port=0, log_level="critical", lifespan="off")
-    web = uvicorn.Server(config)
-    thread = threading.Thread(target=web.run, daemon=True)
-    thread.start()
-    while not web.started:
-        time.sleep(0.01)
-    yield web.servers[0].sockets[0].getsockname()[1]
-    web.should_exit = web.force_exit = True
-    thread.join(10)
+    return run_live(server)

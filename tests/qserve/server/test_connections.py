@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from qserve.config import ServerConfig
 from qserve.server import replies
 
 TEXT = "Hello there, general reader."
@@ -70,6 +71,33 @@ def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
     until(lambda: not server.client.running)
     server.client.endless, server.client.delay = False, 0
     assert ask()["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "held", "asked"),
+    [
+        ({"max_num_queued_reqs": 4}, {"n": 12}, {"n": 1}),  # beside the 8 that run at once
+        ({"max_num_queued_reqs": 4}, {"n": 2}, {"n": 11}),
+        ({"max_num_queued_tokens": 50}, {"prompt": [5] * 9, "n": 5}, {"prompt": [5] * 6}),
+        ({"max_num_queued_tokens": 50}, {"prompt": [5] * 60}, {"prompt": [5]}),
+    ],
+)
+def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, asked, stream):
+    server = make_server(ServerConfig(served_model_name="tiny", **limit))
+    port = run_live(server)
+    server.client.endless, server.client.delay = True, 0.02
+    # what a server without any other work takes may be more than the limit
+    connection = send(port, {**BODY, **held, "max_tokens": None, "ignore_eos": True})
+    until(lambda: len(server.client.running) == held.get("n", 1))
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    body = {**BODY, **asked, "max_tokens": 2, "stream": stream}
+    reply = httpx.post(url, json=body)
+    assert "busy" in error(reply, 503)["message"] and int(reply.headers["retry-after"]) > 0
+    assert len(server.client.running) == held.get("n", 1)
+    connection.close()
+    until(lambda: not server.client.running)
+    assert httpx.post(url, json=body).status_code == 200
 
 
 def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):

@@ -425,4 +425,4 @@ def test_key_outside_ascii(make_server, error):
 
 
 def test_app_is_built_without_running_anything(tokenizer):
-    assert build_app(None, tokenizer, ServerConfig()).title == "qserve"
+    assert build_app(None, tokenizer, ServerConfig(), max_num_seqs=1).title == "qserve"
