@@ -71,6 +71,16 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
         read(str(path), tokenizer)
 
 
+def test_template_that_writes_bos_gives_one(tmp_path, docs_5m):
+    tokenizer = AutoTokenizer.from_pretrained(docs_5m)
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "What is a trait? " * 30}]
+    path.write_text(json.dumps({"messages": messages}))
+    ids_S = read(str(path), tokenizer, samples=1).ids_WS[0]
+    assert (ids_S == tokenizer.bos_token_id).nonzero().tolist() == [[0]]
+
+
 def test_plain_text_is_one_text(tmp_path, tokenizer):
     path = tmp_path / "book.txt"
     path.write_text("A borrow is a reference. " * 100)

@@ -8,11 +8,12 @@ from safetensors.torch import load_file, save_file
 
 from calibrate.layer_map import find_layer_map
 from calibrate.pipeline import quantize_checkpoint
+from formats import convert
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, InputError, SchemeError
 from formats.inspect import inspect_checkpoint
-from formats.layouts import LAYOUTS, decode_linear, default_format, tensor_names
+from formats.layouts import LAYOUTS, decode_linear, default_format, encode_linear, tensor_names
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from formats.weights import same_weight
@@ -244,3 +245,15 @@ def test_awq_with_one_symmetric_linear_stays_asymmetric(written, tmp_path):
     convert_checkpoint(folder, tmp_path / "out", "compressed-tensors")
     for module, weight in weights_of(folder).items():
         assert same_weight(weight, weights_of(tmp_path / "out")[module]) is None
+
+
+def test_linear_that_would_change_on_the_way_is_refused(written, tmp_path, monkeypatch):
+    def encode(*arguments):
+        tensors = encode_linear(*arguments)
+        tensors["scales"] = tensors["scales"] * 2
+        return tensors
+
+    monkeypatch.setattr(convert, "encode_linear", encode)
+    with pytest.raises(CheckpointError, match="_proj: its scales would change in awq"):
+        convert_checkpoint(written("w4a16-sym-g32", "gptq"), tmp_path / "out", "awq")
+    assert list(tmp_path.iterdir()) == []

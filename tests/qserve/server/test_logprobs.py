@@ -68,6 +68,22 @@ def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, tex
     assert {name: sum((part[name] for part in parts), []) for name in whole} == whole
 
 
+def test_each_choice_counts_its_own_offsets(server, chunks):
+    fields = {"logprobs": 0, "n": 2, "max_tokens": 5}
+    whole = server.complete(**fields).json()["choices"]
+    streamed = {0: [], 1: []}
+    for chunk in chunks(server.complete(stream=True, **fields)):
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += (choice["logprobs"] or {"text_offset": []})["text_offset"]
+    assert streamed == {c["index"]: c["logprobs"]["text_offset"] for c in whole}
+    assert streamed[0] == streamed[1] and len(streamed[0]) == 5
+
+
+def test_chat_logprobs_without_alternatives(server):
+    (choice,) = server.chat(logprobs=True, max_tokens=2).json()["choices"]
+    assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
+
+
 def test_streamed_chat_logprobs_are_those_of_the_whole(server, chunks):
     fields = {"logprobs": True, "top_logprobs": 1, "n": 2}
     whole = server.chat(**fields).json()["choices"]

@@ -2,6 +2,8 @@
 
 import pytest
 
+from qserve.engine.request import RequestEvent
+
 TEXT = "Hello there, general reader."
 
 
@@ -95,6 +97,18 @@ def test_stream_ends_with_usage_when_asked(server, chunks, route):
     assert last["usage"] == call(n=2, max_tokens=4).json()["usage"]
     assert last["usage"]["completion_tokens"] == 8
     assert all(part["usage"] is None for part in parts)
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_usage_counts_tokens_of_merged_events(server, chunks, route, monkeypatch):
+    async def generate(request_id, prompt_token_ids, params):
+        yield RequestEvent(request_id=request_id, token_ids=(5, 6, 7))
+        yield RequestEvent(request_id=request_id, token_ids=(8, 9), finish_reason="length")
+
+    monkeypatch.setattr(server.client, "generate", generate)
+    call, options = getattr(server, route), {"include_usage": True}
+    *_, last = chunks(call(stream=True, stream_options=options))
+    assert last["usage"] == call().json()["usage"] and last["usage"]["completion_tokens"] == 5
 
 
 def test_choices_are_grouped_by_prompt(server, chunks):

@@ -47,7 +47,9 @@ def start(tmp_path, docs_5m):
         options = map(str, (model, host, port, max_model_len, grace))
         command = [sys.executable, "-c", PROGRAM, *options]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+        )
         started.append(process)
         return process
 
@@ -94,6 +96,24 @@ def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert "Traceback" not in process.stderr.read()
+
+
+def test_interrupt_from_the_terminal_reaches_the_server_alone(start, tmp_path):
+    """Ctrl-C goes to every process of the group; the engine must outlive the running requests."""
+    process = start()
+    url = url_of(process)
+    replies = []
+    body = {"prompt": [1], "max_tokens": 300}
+    thread = threading.Thread(
+        target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+    )
+    thread.start()
+    while "add cmpl" not in (tmp_path / "journal").read_text():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    thread.join()
+    assert replies[0].json()["usage"]["completion_tokens"] == 300
+    assert process.wait(10) == 0
 
 
 def test_second_signal_drops_what_runs(start, tmp_path):
