@@ -26,6 +26,7 @@ from qserve.text import Tokenizer
 
 MAX_BODY_BYTES = 8 * 2**20
 SHUTDOWN_GRACE = 10  # seconds that running requests get to finish after SIGTERM
+REPLY_GRACE = 1  # seconds that clients get to read the error of a request that was dropped
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -85,7 +86,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 watch = asyncio.create_task(_stop_when_dead(client, server))
                 await server.serve(sockets=[listener])
                 watch.cancel()
-            return 0 if client.is_alive else 1
+            code = 0 if client.is_alive else 1
+            await client.close()
+            await server.finish_replies()
+            return code
         finally:
             await client.close()
 
@@ -128,6 +132,11 @@ class _Server(uvicorn.Server):
         except OSError as error:
             raise _address_error(host, port, error) from error
         print(self._ready_line, f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+    async def finish_replies(self) -> None:
+        """Wait until requests that were dropped have written their errors."""
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=REPLY_GRACE)
 
     def stop(self) -> None:
         """Let running requests finish for a while; the second time, drop them.
