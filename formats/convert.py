@@ -103,7 +103,7 @@ def convert_checkpoint(
         target=str(target),
         from_format=config.method,
         to_format=layout.name,
-        scheme=str(new_config.scheme),
+        scheme=", ".join(dict.fromkeys(str(scheme) for scheme in schemes.values() if scheme)),
         num_linears=len(modules),
         bytes_before=sum(entry.num_bytes for entry in reader.entries.values()),
         bytes_after=sum(entry.num_bytes for entry in after.entries.values()),

@@ -257,3 +257,11 @@ def test_linear_that_would_change_on_the_way_is_refused(written, tmp_path, monke
     with pytest.raises(CheckpointError, match="_proj: its scales would change in awq"):
         convert_checkpoint(written("w4a16-sym-g32", "gptq"), tmp_path / "out", "awq")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_converted_is_named_by_its_codes(written, tmp_path):
+    """An AWQ config calls symmetric weights asymmetric; the report does not."""
+    folder = written("w4a16-sym-g32", "gptq")
+    there = convert_checkpoint(folder, tmp_path / "awq", "awq")
+    back = convert_checkpoint(tmp_path / "awq", tmp_path / "gptq", "gptq")
+    assert there.scheme == back.scheme == "w4a16-sym-g32"
