@@ -176,7 +176,14 @@ def act_order(tensors, config):
     config[BLOCK]["desc_act"] = True
 
 
+def desc_act(tensors, config):
+    config[BLOCK]["desc_act"] = True
+
+
 LOADS = [
+    ("gptq", "w4a16-sym-g32", desc_act, everywhere("yes", vLLM="no", SGLang="slow")),
+    # with one group there is no order to keep
+    ("gptq", "w4a16-sym-channel", desc_act, everywhere("yes", SGLang="slow")),
     ("gptq", "w4a16-sym-g32", None, everywhere("yes", SGLang="slow")),  # 64 x 64: no fast kernel
     ("gptq", "w4a16-asym-g32", None, everywhere("yes", vLLM="no", SGLang="slow")),
     (
