@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -200,10 +201,14 @@ class EngineClient:
             message = await messages.read(self._reader, FromEngine)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             code = await self._process.wait()
+            remedy = "its own messages are above"
+            if code == -signal.SIGKILL:
+                remedy = (
+                    "the system kills what needs more memory than there is; on a CPU --dtype"
+                    " bfloat16 needs least, and --cpu-kv-cache-memory can be lower"
+                )
             raise InputError(
-                "engine process",
-                f"ended with exit code {code} while it was starting",
-                "its own messages are above",
+                "engine process", f"ended with exit code {code} while it was starting", remedy
             ) from error
         if isinstance(message, StartFailed):
             raise InputError(message.subject, message.problem, message.remedy)

@@ -5,6 +5,7 @@ file named by FAKE_ENGINE_JOURNAL.
 """
 
 import os
+import signal
 import time
 
 from formats.errors import InputError
@@ -25,6 +26,8 @@ class FakeEngine:
             raise RuntimeError("out of memory\nand a long explanation")
         if config.model == "dies":
             os._exit(7)
+        if config.model == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if config.model == "slow":
             time.sleep(60)
         self._running = {}

@@ -289,7 +289,8 @@ def test_output_that_was_complete_before_the_death_stays_complete():
     [
         ("unusable", "unusable/config.json: no such architecture (use another)"),
         ("broken", "broken: RuntimeError: out of memory"),
-        ("dies", "ended with exit code 7 while it was starting"),
+        ("dies", "ended with exit code 7 while it was starting (its own messages are above)"),
+        ("killed", "exit code -9 while it was starting (the system kills what needs more memory"),
     ],
 )
 def test_failed_start_is_one_line_and_leaves_no_process(model, message):
