@@ -6,6 +6,7 @@ that what is there is whole.
 """
 
 import json
+import logging
 import os
 import shutil
 from dataclasses import asdict, fields
@@ -24,6 +25,8 @@ from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec
 from formats.weights import Weight
+
+log = logging.getLogger(__name__)
 
 IDENTITY = "journal.json"
 # spec type -> the tensors of a weight of that type, by the name that they have in the file
@@ -73,9 +76,14 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        given_up = kind is not None and issubclass(kind, InputError)
-        if given_up and not issubclass(kind, (JournalError, DiskError)):
+        if kind is None or issubclass(kind, JournalError):
+            return
+        if issubclass(kind, InputError) and not issubclass(kind, DiskError):
             self.remove()
+        elif any(self.folder.glob("layer-*")):
+            log.warning(
+                "%s keeps the finished layers: the same command goes on from there", self.folder
+            )
 
     def remove(self) -> None:
         """The run is complete, or cannot be completed."""

@@ -195,3 +195,21 @@ def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where
     quantize_checkpoint(docs_5m, tmp_path / "fresh", **options)
     for path in target.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
+    calls = []
+
+    def solve(*arguments):
+        calls.append(1)
+        if len(calls) > 7 * layers:
+            raise KeyboardInterrupt
+        return gptq.solve(*arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(
+            docs_5m, tmp_path / "out", recipe=Recipe(name="mine", solver=solve), **OPTIONS
+        )
+    said = f"{unfinished(tmp_path / 'out')} keeps the finished layers: the same command goes on"
+    assert (said in caplog.text) == bool(layers)
