@@ -23,7 +23,7 @@ from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from calibrate.statistics import InputStatistics
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, DiskError, InputError
+from formats.errors import CheckpointError, DiskError, InputError, one_line
 from formats.table import size_text
 
 # Windows are run in batches of about this many tokens: enough to fill a GPU, little memory.
@@ -46,7 +46,7 @@ class LayerRunner:
         except (KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 str(reader.folder / "config.json"),
-                f"transformers {transformers.__version__} cannot read it: {error}",
+                f"transformers {transformers.__version__} cannot read it: {one_line(error)}",
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
         # Soft-capped attention scores exist in the plain implementation only.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from calibrate.evaluate import check_text, make_windows, read_file, read_rows
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 
 DEFAULT_SAMPLES = 128
 DEFAULT_LENGTH = 2048
@@ -124,7 +124,7 @@ def _from_datasets(source: str, **arguments: Any) -> list[Any]:
     except InputError:
         raise
     except Exception as error:  # datasets raises what its readers and its hub client raise
-        raise InputError(source, f"cannot be read by datasets: {error}") from None
+        raise InputError(source, f"cannot be read by datasets: {one_line(error)}") from None
     return documents
 
 
@@ -140,7 +140,9 @@ def _render(document: Any, tokenizer: Any) -> str:
     try:
         text = tokenizer.apply_chat_template(document, tokenize=False)
     except Exception as error:  # whatever the template raises on a message that it cannot take
-        raise InputError("calibration data", f"the chat template refuses it: {error}") from None
+        raise InputError(
+            "calibration data", f"the chat template refuses it: {one_line(error)}"
+        ) from None
     # The template writes BOS itself; every text gets one.
     bos = tokenizer.bos_token or ""
     return text.removeprefix(bos) if bos else text

@@ -9,7 +9,7 @@ from calibrate.digest import combined, tensor_digest, tensors_digest
 from calibrate.layer_map import find_layer_map
 from calibrate.solving import LayerState
 from formats.checkpoint import CheckpointReader, TensorEntry
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError, InputError, one_line
 from formats.padding import Padding
 from formats.quant_config import BLOCK
 
@@ -82,14 +82,18 @@ class FloatModel:
         return self.get(self.layer_map.embedding if tied else self.layer_map.head)
 
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the folder. Raises InputError."""
+        """transformers' tokenizer of the folder, without code from it. Raises InputError."""
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.folder)
+            return AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=False, local_files_only=True
+            )
         except Exception as error:  # transformers raises what its many tokenizer classes raise
             raise InputError(
-                str(self.folder), f"its tokenizer cannot be loaded: {error}", "add tokenizer.json"
+                str(self.folder),
+                f"its tokenizer cannot be loaded: {one_line(error)}",
+                "add tokenizer.json",
             ) from None
 
     def _check_not_quantized(self) -> None:

@@ -1,5 +1,6 @@
 """What goes wrong on the way: NaN, starved experts, hopeless solvers, a foreign tokenizer."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -179,3 +180,28 @@ def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
     one, two = ((f / "model.safetensors").read_bytes() for f in (target, tmp_path / "memory"))
     assert one == two
     assert list((tmp_path / "spill").iterdir()) == []
+
+
+def test_code_in_the_models_folder_is_not_run(docs_5m, tmp_path, monkeypatch):
+    """Not even where transformers would ask and somebody says yes."""
+    source = tmp_path / "source"
+    shutil.copytree(docs_5m, source)
+    path = source / "tokenizer_config.json"
+    stated = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **stated}))
+    (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(InputError):
+        quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("change", [{"model_type": "nonsense"}, {"hidden_act": ["a", "b"]}])
+def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change):
+    source = tmp_path / "source"
+    shutil.copytree(docs_5m, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError) as error:
+        quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
