@@ -82,6 +82,11 @@ class ModelRunner:
         heads = 2 * self.config.block_size * model.num_kv_heads * model.num_layers
         return heads * self.kv_format.bytes_per_head(model.head_dim)
 
+    @property
+    def bytes_to_come(self) -> int:
+        """What requests may still ask of the device's memory, beside steps."""
+        return self._history.bytes_to_come
+
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages. Zeros: padding rows may read a page before it is written."""
         model, page_size = self.decoder.config, self.config.block_size
@@ -206,7 +211,8 @@ def num_pages_on_gpu(runner: ModelRunner, largest_step: StepPlan) -> int:
     stats = torch.cuda.memory_stats(device)
     # Beside torch's own: the CUDA context, other processes.
     outside = total - free - stats["reserved_bytes.all.current"]
-    peak = stats["allocated_bytes.all.peak"] + outside
+    # And the table of the first request with a penalty, which is made while requests run.
+    peak = stats["allocated_bytes.all.peak"] + outside + runner.bytes_to_come
     budget = total * runner.config.gpu_memory_utilization
     num_pages = int(budget - peak) // runner.bytes_per_page
     if num_pages < 1:

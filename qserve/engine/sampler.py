@@ -3,6 +3,8 @@
 Knows rows, not requests' lives. The arithmetic is qkernels' `sample_`.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -48,6 +50,11 @@ class TokenHistory:
         self._device = device
         self._rows: dict[Request, int] = {}
         self.table: torch.Tensor | None = None  # [W, V] int32, made for the first such request
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Of the table, while no request has asked for it."""
+        return 0 if self.table is not None else math.prod(self._shape) * torch.int32.itemsize
 
     def row_of(self, request: Request) -> int:
         """The request's row, filled when it is new."""

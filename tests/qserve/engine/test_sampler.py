@@ -1,10 +1,12 @@
 """What rows ask of the sampler, and the token counts of requests with penalties."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from qserve.engine.model_runner import ModelRunner, num_pages_on_gpu
 from qserve.engine.request import Request, Status
 from qserve.engine.sampler import TokenHistory, sample_row
 from qserve.engine.scheduler import Chunk
@@ -100,3 +102,28 @@ def test_rows_of_ended_and_preempted_requests_are_reused():
 def test_out_of_range_parameters_are_refused(field, value):
     with pytest.raises(ParameterError, match=field):
         SamplingParams(**{field: value})
+
+
+def test_the_pages_leave_room_for_the_table(monkeypatch):
+    """It is made by the first request with a penalty, long after memory was shared out."""
+    history = TokenHistory(3, 8, CPU)
+    GIB = 2**30
+    runner = SimpleNamespace(
+        device=CPU,
+        allocate_pages=lambda num_pages: None,
+        launch=lambda plan: SimpleNamespace(result=lambda: None),
+        config=SimpleNamespace(gpu_memory_utilization=0.5),
+        bytes_per_page=1,
+        _history=history,
+    )
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    stats = {"reserved_bytes.all.current": GIB, "allocated_bytes.all.peak": GIB}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * GIB, 8 * GIB))
+    chunk = SimpleNamespace(request=SimpleNamespace(block_table=[0]))
+    plan = SimpleNamespace(chunks=[chunk])
+    for table in (3 * 8 * 4, 0):
+        runner.bytes_to_come = ModelRunner.bytes_to_come.fget(runner)
+        assert num_pages_on_gpu(runner, plan) == 3 * GIB - table
+        history.table = torch.zeros(3, 8, dtype=torch.int32)
