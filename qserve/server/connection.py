@@ -4,6 +4,7 @@ Knows no models and no fields.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -16,6 +17,12 @@ from starlette.types import Receive, Scope, Send
 from qserve.server.errors import ApiError, ClientGone, as_api_error
 
 Result = TypeVar("Result")
+
+# Of one chunk that waits for the client to read. A stream that nobody reads would hold its place
+# among the running and queued requests for good.
+UNREAD_SECONDS = 120.0
+
+logger = logging.getLogger(__name__)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -59,7 +66,7 @@ class EventStream(Response):
 
     An error before the first chunk is a plain HTTP error; a later one is an event of its own. Each
     chunk is fetched when the one before it has been written, so a slow reader slows its own stream
-    only.
+    only. One that reads nothing for UNREAD_SECONDS counts as gone.
     """
 
     def __init__(self, chunks: AsyncGenerator[dict, None]) -> None:
@@ -81,11 +88,20 @@ class EventStream(Response):
                 await as_api_error(error).response(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send(_event(first))
+            await _send_in_time(send, _event(first))
             async for chunk in _errors_as_chunks(chunks):
-                await send(_event(chunk))
+                await _send_in_time(send, _event(chunk))
             await send(_body(b"data: [DONE]\n\n"))
             await send(_body(b"", more=False))
+
+
+async def _send_in_time(send: Send, message: dict) -> None:
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await send(message)
+    except TimeoutError:
+        logger.warning("A client read nothing for %.0f s: its stream is dropped", UNREAD_SECONDS)
+        raise ClientGone from None
 
 
 async def _errors_as_chunks(chunks: AsyncGenerator[dict, None]) -> AsyncGenerator[dict, None]:

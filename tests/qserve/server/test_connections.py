@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from qserve.config import ServerConfig
+from qserve.server import connection as http
 from qserve.server import replies
 
 TEXT = "Hello there, general reader."
@@ -122,6 +123,18 @@ def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
     assert ask()["choices"][0]["text"] == TEXT
     connection.close()
     until(lambda: not server.client.running)
+
+
+def test_client_that_never_reads_loses_its_place(server, live, ask, monkeypatch):
+    monkeypatch.setattr(http, "UNREAD_SECONDS", 0.3)
+    server.client.endless = True
+    server.client.max_model_len = 10**9
+    silent = send(live, {**BODY, "stream": True, "max_tokens": 10**8})
+    until(lambda: server.client.running)
+    until(lambda: not server.client.running, timeout=20)
+    server.client.endless = False
+    assert ask()["choices"][0]["text"] == TEXT
+    silent.close()
 
 
 def test_tokens_arrive_one_by_one(server, live):
