@@ -44,7 +44,7 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "bulk": (False, True),
         "early": (False, True),
     },
-    LinearHopperTile: {},  # has one tile; others must be faster
+    LinearHopperTile: {},  # has a choice of its own; tiles of the other bodies must be faster
     LinearDigitsTile: {
         "block_n": (16, 32, 64),
         "warps": (4, 8, 16),
