@@ -11,6 +11,7 @@ import triton.language as tl
 
 from formats.activation import MIN_INPUT_SCALE
 from formats.scheme import FP8_MAX, ActivationSpec
+from qkernels.dependent_launch import start_early
 from qkernels.launch import INTERPRETED, has_dependent_launch, on_device, sm_count
 from qkernels.tiles import ceil_div, power_of_two
 
@@ -45,16 +46,6 @@ def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, b
         return NO_DEPENDENT_LAUNCH
     first = rows <= (2 * sm_count(device) if width <= 8192 else 16)
     return {"EARLY": True, "SIGNAL_FIRST": first, "launch_pdl": True}
-
-
-@triton.jit
-def start_dependents_and_wait(SIGNAL_FIRST: tl.constexpr):
-    """Let the kernel after this one start, and wait for the one before it to end."""
-    if SIGNAL_FIRST:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-    if not SIGNAL_FIRST:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def quantize_input(
@@ -299,7 +290,7 @@ def _quantize_rows(
     DYNAMIC: tl.constexpr = scale_ptr is None
     c = tl.arange(0, CHUNK)
     if EARLY:
-        start_dependents_and_wait(SIGNAL_FIRST)
+        start_early(SIGNAL_FIRST)
     x = ()
     for i in tl.static_range(CHUNKS):
         k = i * CHUNK + c
@@ -334,7 +325,7 @@ def _quantize_groups(
     k = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     mask = (group < groups)[:, None] & (k >= 0)
     if EARLY:
-        start_dependents_and_wait(SIGNAL_FIRST)
+        start_early(SIGNAL_FIRST)
     x = tl.load(x_ptr + row * stride_x + k, mask=mask, other=0.0)
     scales = scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
@@ -366,7 +357,7 @@ def _quantize_rows_asymmetric(
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNK)
     if EARLY:
-        start_dependents_and_wait(SIGNAL_FIRST)
+        start_early(SIGNAL_FIRST)
     x = ()
     low = tl.zeros((CHUNK,), tl.float32)
     high = tl.zeros((CHUNK,), tl.float32)

@@ -22,11 +22,14 @@ def early(x: torch.Tensor, rows: int) -> dict[str, bool]:
 
 
 @triton.jit
-def start_early():
-    """Let the next kernel start, then wait for the one before.
+def start_early(SIGNAL_FIRST: tl.constexpr = True):
+    """Let the next kernel start, and wait for the one before, in this order or the other.
 
     In this order the next one's blocks stand ready while both others run: a decode step of an 8B at
     one row takes 2.36 ms, 2.42 when they are let in after the wait, 2.60 without.
     """
-    tl.extra.cuda.gdc_launch_dependents()
+    if SIGNAL_FIRST:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
+    if not SIGNAL_FIRST:
+        tl.extra.cuda.gdc_launch_dependents()

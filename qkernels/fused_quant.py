@@ -19,8 +19,8 @@ from qkernels.act_quant import (
     row_chunks,
     row_warps,
     scale_of_chunks,
-    start_dependents_and_wait,
 )
+from qkernels.dependent_launch import start_early
 from qkernels.launch import INTERPRETED, on_device, sm_count
 from qkernels.tiles import power_of_two
 
@@ -157,7 +157,7 @@ def _rms_norm_quantize(
     mask = c < C
     weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
     if EARLY:
-        start_dependents_and_wait(SIGNAL_FIRST)
+        start_early(SIGNAL_FIRST)
     x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
@@ -209,7 +209,7 @@ def _silu_and_mul_quantize(
     place = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNK)
     if EARLY:
-        start_dependents_and_wait(SIGNAL_FIRST)
+        start_early(SIGNAL_FIRST)
     # the loads of all chunks are under way before the first is used
     gates = ()
     ups = ()

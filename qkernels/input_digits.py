@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.launch import INTERPRETED, on_device, workspace
+from qkernels.act_quant import magnitude_bits
+from qkernels.dependent_launch import early, start_early
+from qkernels.launch import on_device, workspace
 from qkernels.tiles import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS, LINEAR_MAX_BLOCK_K, ceil_div
 
 STEPS_OF_BLOCK = 2
@@ -62,16 +64,10 @@ def digits_of(x_MK: torch.Tensor, bits: int, with_sums: bool) -> Digits:
             COLUMNS=LINEAR_DIGITS_COLUMNS,
             STEP=LINEAR_MAX_BLOCK_K,
             BLOCK=STEPS_OF_BLOCK,
-            EARLY=not INTERPRETED,
             num_warps=1,
-            **({} if INTERPRETED else {"launch_pdl": True}),
+            **early(x_MK, M),
         )
     return found
-
-
-@triton.jit
-def _magnitude_bits(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -109,15 +105,14 @@ def _digits(
     inside = step < steps
     ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + k[None, :]
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        start_early()
     a = tl.load(ptrs, mask=inside[:, None], other=0.0).to(tl.float32)
     b = tl.load(ptrs + APART, mask=inside[:, None], other=0.0).to(tl.float32)
     c = tl.load(ptrs + 1, mask=inside[:, None], other=0.0).to(tl.float32)
     d = tl.load(ptrs + APART + 1, mask=inside[:, None], other=0.0).to(tl.float32)
     largest = tl.maximum(
-        tl.maximum(_magnitude_bits(a), _magnitude_bits(b)),
-        tl.maximum(_magnitude_bits(c), _magnitude_bits(d)),
+        tl.maximum(magnitude_bits(a), magnitude_bits(b)),
+        tl.maximum(magnitude_bits(c), magnitude_bits(d)),
     )
     # Integers below 2^30, so that no digit overflows. Both powers of two are normal numbers: what
     # is below 2^-87 counts as if it were that large.
