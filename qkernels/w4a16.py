@@ -147,25 +147,40 @@ def linear(
     if isinstance(tile, LinearHopperTile):
         from qkernels import w4a16_hopper
 
+        magic_word = MAGIC_WORD[x.dtype]
         y_MN = w4a16_hopper.linear(
-            _aligned(x_MK), weight, bias, tile, magic_word=MAGIC_WORD[x.dtype], offset=offset
+            _aligned(x_MK), weight, bias, tile, magic_word=magic_word, offset=offset
         )
-        return y_MN.view(*x.shape[:-1], N)
-    if isinstance(tile, LinearDigitsTile):
+    elif isinstance(tile, LinearDigitsTile):
         from qkernels import w4a16_digits
 
         y_MN = w4a16_digits.linear(x_MK, weight, bias, tile, offset=offset)
-        return y_MN.view(*x.shape[:-1], N)
-    y_MN = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    partials, counters = workspace(x.device)
+    else:
+        y_MN = _portable(x_MK, weight, bias, tile, offset)
+    return y_MN.view(*x.shape[:-1], N)
+
+
+def _portable(
+    x_MK: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    tile: LinearTile,
+    offset: int,
+) -> torch.Tensor:
+    """x [M, K], contiguous, to [M, N]. `offset`: what is subtracted where symmetric."""
+    (M, K), N = x_MK.shape, weight.out_features
+    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    partials, counters = workspace(x_MK.device)
+    group = weight.spec.group_length(K)
     block_k = linear_block_k(group)
     grid = (linear_padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
-    early = tile.early and has_dependent_launch(x.device)
+    early = tile.early and has_dependent_launch(x_MK.device)
+    x = x_MK
     if tile.bulk:
-        x_MK = TensorDescriptor.from_tensor(_aligned(x_MK), [tile.block_m, block_k])
-    with on_device(x):
+        x = TensorDescriptor.from_tensor(_aligned(x_MK), [tile.block_m, block_k])
+    with on_device(x_MK):
         _w4a16[grid](
-            x_MK,
+            x,
             weight.tensors["words"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
@@ -177,9 +192,9 @@ def linear(
             N,
             K,
             STEPS_OF_GROUP=group // block_k,
-            MAGIC=MAGIC_WORD[x.dtype],
+            MAGIC=MAGIC_WORD[x_MK.dtype],
             OFFSET=offset,
-            BITS=bits,
+            BITS=weight.spec.bits,
             BM=tile.block_m,
             BN=tile.block_n,
             BK=block_k,
@@ -192,7 +207,7 @@ def linear(
             num_warps=tile.warps,
             **({"launch_pdl": True} if early else {}),
         )
-    return y_MN.view(*x.shape[:-1], N)
+    return y_MN
 
 
 def _chosen_tile(
