@@ -33,6 +33,7 @@ from qkernels.attention_hopper_load import (
     word_of_tile,
     zero_tail,
 )
+from qkernels.gluon_registers import FLOAT8_TO_HALF, INT_TO_HALF
 
 PIECE = gl.constexpr(64)  # keys, or values, whose codes fill a slot
 CODE_SLOTS = gl.constexpr(3)  # keys' and values', in turn
@@ -41,23 +42,6 @@ BYTES = gl.constexpr(16)  # codes that a lane reads at once
 # of the values' scales, one over them
 VECTORS = gl.constexpr(3)
 TINY = gl.constexpr(1e-30)  # in place of a scale of zero, which has no logarithm
-# Assembly of four codes in a word to two words of float16, exactly. Of an integer the byte, its
-# sign flipped, is the mantissa of 1024 + 128 + code.
-INT_TO_HALF = gl.constexpr("""{
-    .reg .b32 x, low, high, magic;
-    xor.b32 x, $2, 0x80808080;
-    mov.b32 magic, 0x64806480;
-    prmt.b32 low, x, 0x64646464, 0x4140;
-    prmt.b32 high, x, 0x64646464, 0x4342;
-    sub.rn.f16x2 $0, low, magic;
-    sub.rn.f16x2 $1, high, magic;
-}""")
-FLOAT8_TO_HALF = gl.constexpr("""{
-    .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
 
 
 @gluon.jit

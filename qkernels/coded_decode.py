@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from qkernels.gluon_names import load_elements
+from qkernels.gluon_registers import FLOAT8_TO_HALF, INT_TO_HALF, halves
 
 WARPS = 4
 KEYS_OF_WARP = 32
@@ -122,48 +123,13 @@ def launch(
 
 
 @gluon.jit
-def _halves(words, DTYPE: gl.constexpr):
-    """Both 16-bit halves of each word as numbers: [..., 2]."""
-    low = words.to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
-
-
-@gluon.jit
 def _half_keys(words, IS_INT: gl.constexpr):
     """Words of four 8-bit codes to float16, exactly: [..., 2, 2]."""
-    if IS_INT:
-        # the byte, its sign flipped, is the mantissa of 1024 + 128 + code
-        low, high = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 x, low, high, magic;
-            xor.b32 x, $2, 0x80808080;
-            mov.b32 magic, 0x64806480;
-            prmt.b32 low, x, 0x64646464, 0x4140;
-            prmt.b32 high, x, 0x64646464, 0x4342;
-            sub.rn.f16x2 $0, low, magic;
-            sub.rn.f16x2 $1, high, magic;
-            }""",
-            "=&r,=&r,r",
-            [words],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=&r,=&r,r",
-            [words],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    return _halves(gl.join(low, high), gl.float16)
+    to_half: gl.constexpr = INT_TO_HALF if IS_INT else FLOAT8_TO_HALF
+    low, high = gl.inline_asm_elementwise(
+        to_half, "=&r,=&r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return halves(gl.join(low, high), gl.float16)
 
 
 @gluon.jit
@@ -551,7 +517,7 @@ def _coded_decode(
         weights = weights * shrink + weight
         largest = new_largest
 
-        v = _halves(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
+        v = halves(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
         v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
         v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
         weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))

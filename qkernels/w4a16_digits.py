@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.input_digits import TILE_WORDS, digits_of
 from qkernels.launch import on_device
 from qkernels.prepared import PreparedWeight
@@ -107,20 +108,6 @@ def linear(
             launch_pdl=True,
         )
     return y_MN
-
-
-@gluon.jit
-def _wait_for_inputs():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-def _start_dependents():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
-    )
 
 
 @gluon.jit
@@ -243,7 +230,7 @@ def _w4a16_digits(
                 offsets += (gl.load(offsets_ptr + group, mask=inside, other=0.0),)
         if first == 0:
             # weights never change; the rest is the kernel's before until it ends
-            _wait_for_inputs()
+            wait_for_kernel_before()
         for i in gl.static_range(AHEAD):
             left = _left(codes[i], BITS, PRODUCT)
             scale = scales[i].to(gl.float32)[:, :, None] / SHIFTED
@@ -263,7 +250,7 @@ def _w4a16_digits(
                 input_scale = gl.load(input_scales_ptr + of_columns)[:, None, :]
                 new += (totals[j] + exact * (scale * input_scale),)
             totals = new
-    _start_dependents()
+    let_kernel_after_start()
     for j in gl.static_range(TILES):
         digits_of_rows = totals[j].reshape([W, BN, COLUMNS // D, D])
         sums = gl.sum(gl.sum(digits_of_rows, 3), 0)

@@ -10,21 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_names import load_box
-
-
-@gluon.jit
-def wait_for_kernel_before():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _let_kernel_after_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -192,4 +179,4 @@ def copy(descs, rings, pointers, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr
             True,
             FORMAT,
         )
-    _let_kernel_after_start()
+    let_kernel_after_start()

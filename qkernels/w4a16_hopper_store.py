@@ -8,19 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from qkernels.gluon_names import barrier, store_box
-
-
-@gluon.jit
-def _pieces(x, COUNT: gl.constexpr):
-    """x [64, columns] as COUNT tensors of neighbouring columns; the registers stay."""
-    xs = (x,)
-    for _ in gl.static_range(COUNT.bit_length() - 1):
-        halves = ()
-        for j in gl.static_range(len(xs)):
-            pair = xs[j].reshape(xs[j].shape[0], 2, xs[j].shape[1] // 2).permute(0, 2, 1)
-            halves += pair.split()
-        xs = halves
-    return xs
+from qkernels.gluon_registers import pieces_of
 
 
 @gluon.jit
@@ -49,7 +37,7 @@ def meet(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
     """
     SHARE: gl.constexpr = sums.shape[1] // SPLIT
     FLOATS: gl.constexpr = 64 * SHARE
-    shares = _pieces(sums, SPLIT)
+    shares = pieces_of(sums, SPLIT)
     LAYOUT: gl.constexpr = shares[0].type.layout
     lines = (_lines(shares[0]),)
     for i in gl.static_range(1, SPLIT):
@@ -91,7 +79,7 @@ def store(sums, bias_ptr, y, buf, m, n, N, HAS_BIAS: gl.constexpr):
         row = n + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
         # beyond the edge nothing is stored; any bias will do there
         sums += gl.load(bias_ptr + gl.minimum(row, N - 1)).to(gl.float32)[:, None]
-    pieces = _pieces(sums, sums.shape[1] // ROWS)
+    pieces = pieces_of(sums, sums.shape[1] // ROWS)
     for j in gl.static_range(sums.shape[1] // ROWS):
         # the copy before has read this memory
         tma.store_wait(0)

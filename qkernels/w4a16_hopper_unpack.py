@@ -9,6 +9,8 @@ Legend: C words of one row and one t, 32 inputs each.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from qkernels.gluon_registers import halves
+
 
 @gluon.constexpr_function
 def words_layout(C):
@@ -128,14 +130,6 @@ def _weights(words, magic, offset, high, low, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _halves(words, DTYPE: gl.constexpr):
-    """Both 16-bit halves of each word as numbers: [..., 2]."""
-    low = (words & 0xFFFF).to(gl.int16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.join(low, high)
-
-
-@gluon.jit
 def unpack(words, offset, high, low, MAGIC: gl.constexpr, DTYPE: gl.constexpr, LEFT: gl.constexpr):
     """Words [64, 4 C] of a piece to the left operand [64, 32 C]."""
     C: gl.constexpr = words.shape[1] // 4
@@ -144,8 +138,8 @@ def unpack(words, offset, high, low, MAGIC: gl.constexpr, DTYPE: gl.constexpr, L
     p1 = _weights(words >> 4, magic, offset, high, low, DTYPE)
     p2 = _weights(words >> 8, magic, offset, high, low, DTYPE)
     p3 = _weights(words >> 12, magic, offset, high, low, DTYPE)
-    i0 = gl.join(_halves(p0, DTYPE), _halves(p1, DTYPE))
-    i1 = gl.join(_halves(p2, DTYPE), _halves(p3, DTYPE))
+    i0 = gl.join(halves(p0, DTYPE), halves(p1, DTYPE))
+    i1 = gl.join(halves(p2, DTYPE), halves(p3, DTYPE))
     # [64, t, c, e, h, i] -> [64, c, i, h, t, e]
     values = gl.join(i0, i1).reshape([64, 4, C, 2, 2, 2]).permute([0, 2, 5, 4, 1, 3])
     return gl.convert_layout(values.reshape([64, 32 * C]), LEFT, assert_trivial=True)

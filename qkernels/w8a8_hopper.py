@@ -26,7 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from formats.weights import Weight
 from qkernels import w8a8
 from qkernels.act_quant import quantize_input
+from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_names import barrier, descriptor, load_box, store_box
+from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
@@ -99,20 +101,6 @@ def linear_codes(
 
 
 @gluon.jit
-def _wait_for_kernel_before():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _let_kernel_after_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _place(unit, tiles_left, tiles_right, steps, TILE: gl.constexpr):
     """(left tile, right tile, first step, end of steps) of one unit of work.
 
@@ -157,7 +145,7 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
                 load_box(left, [row, k], bar, left_bufs.index(stage * PARTS + i))
         else:
             load_box(right, [tile_right * BR, k], bar, right_bufs.index(stage))
-    _wait_for_kernel_before()
+    wait_for_kernel_before()
     stage = 0
     phase = 1
     count = 0
@@ -181,7 +169,7 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-    _let_kernel_after_start()
+    let_kernel_after_start()
 
 
 @gluon.jit
@@ -219,7 +207,7 @@ def _multiply(
     columns: gl.constexpr = min(BR, 128)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
     units = tiles_left * tiles_right * TILE.split
-    _wait_for_kernel_before()
+    wait_for_kernel_before()
     stage = 0
     phase = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
@@ -230,7 +218,7 @@ def _multiply(
         factors = ()
         if TILE.early_factors:
             # from memory while the product runs
-            piece: gl.constexpr = _pieces(sums, PIECES)[0].type.layout
+            piece: gl.constexpr = pieces_of(sums, PIECES)[0].type.layout
             for j in gl.static_range(PIECES):
                 c = column + j * TILE.store_width
                 factors += (
@@ -332,19 +320,6 @@ def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layo
 
 
 @gluon.jit
-def _pieces(x, COUNT: gl.constexpr):
-    """x [rows, columns] as COUNT tensors of neighbouring columns; the registers stay."""
-    xs = (x,)
-    for _ in gl.static_range(COUNT.bit_length() - 1):
-        halves = ()
-        for j in gl.static_range(len(xs)):
-            pair = xs[j].reshape(xs[j].shape[0], 2, xs[j].shape[1] // 2).permute(0, 2, 1)
-            halves += pair.split()
-        xs = halves
-    return xs
-
-
-@gluon.jit
 def _factors_of_piece(
     pointers,
     sizes,
@@ -406,7 +381,7 @@ def _store(
     STORES: gl.constexpr = TILE.stores
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     WIDTH: gl.constexpr = TILE.store_width
-    pieces = _pieces(sums, BR // WIDTH)
+    pieces = pieces_of(sums, BR // WIDTH)
     M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
     layout: gl.constexpr = pieces[0].type.layout
     for j in gl.static_range(BR // WIDTH):
