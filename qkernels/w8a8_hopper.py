@@ -27,11 +27,12 @@ from formats.weights import Weight
 from qkernels import w8a8
 from qkernels.act_quant import quantize_input
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
-from qkernels.gluon_names import barrier, descriptor, load_box, store_box
+from qkernels.gluon_names import barrier, descriptor, load_box
 from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
+from qkernels.w8a8_hopper_store import factors_of_piece, store
 
 
 def prepare_weight(
@@ -222,7 +223,7 @@ def _multiply(
             for j in gl.static_range(PIECES):
                 c = column + j * TILE.store_width
                 factors += (
-                    _factors_of_piece(pointers, sizes, row, c, TILE, HAS_BIAS, BLOCKS, piece),
+                    factors_of_piece(pointers, sizes, row, c, TILE, HAS_BIAS, BLOCKS, piece),
                 )
         if STEPS_OF_SUM == 0:
             for step in range(begin, end):
@@ -281,7 +282,7 @@ def _multiply(
                     sums += gl.load(slots + i * (PART * BR), cache_modifier=".cg")
                 gl.store(counters_ptr + place, 0)
         if complete:
-            _store(
+            store(
                 operands,
                 rings,
                 pointers,
@@ -317,103 +318,6 @@ def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layo
     m = gl.minimum(m, M - 1)
     input_scales = gl.load(input_scales_ptr + m.to(gl.int64) * steps + step)
     return input_scales * gl.load(scales_ptr + block * steps + step)
-
-
-@gluon.jit
-def _factors_of_piece(
-    pointers,
-    sizes,
-    row,
-    column,
-    TILE: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Of one piece of the result (scales of x, scales of the weight, bias), each if there is any.
-
-    As columns or rows, which spread over the piece.
-    """
-    input_scales_ptr, scales_ptr, bias_ptr, _, _, _, _ = pointers
-    M, N, _, _, _ = sizes
-    M_AXIS: gl.constexpr = 0 if TILE.weight_left else 1
-    m, n = _indices_of_piece(row, column, M, N, TILE, layout)
-    input_scales, scales, bias = (), (), ()
-    if not BLOCKS:
-        input_scales = gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
-        scales = gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
-    if HAS_BIAS:
-        bias = gl.expand_dims(gl.load(bias_ptr + n), 1 - M_AXIS)
-    return input_scales, scales, bias
-
-
-@gluon.jit
-def _indices_of_piece(row, column, M, N, TILE: gl.constexpr, layout: gl.constexpr):
-    """(m, n) of a piece; beyond the edge, where nothing is stored, the last there are."""
-    rows = row + gl.arange(0, TILE.part, gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, TILE.store_width, gl.SliceLayout(0, layout))
-    m, n = (columns, rows) if TILE.weight_left else (rows, columns)
-    return gl.minimum(m, M - 1), gl.minimum(n, N - 1)
-
-
-@gluon.jit
-def _store(
-    operands,
-    rings,
-    pointers,
-    sizes,
-    sums,
-    factors,
-    row,
-    column,
-    WHICH: gl.constexpr,
-    TILE: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):
-    """Sums times both scales, plus bias, rounded once, through shared memory by bulk copies."""
-    _, _, y = operands
-    _, _, y_bufs, _, _ = rings
-    _, _, _, zeros_ptr, weight_sums_ptr, _, _ = pointers
-    M, N, _, _, _ = sizes
-    BR: gl.constexpr = TILE.block_right
-    STORES: gl.constexpr = TILE.stores
-    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
-    WIDTH: gl.constexpr = TILE.store_width
-    pieces = pieces_of(sums, BR // WIDTH)
-    M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
-    layout: gl.constexpr = pieces[0].type.layout
-    for j in gl.static_range(BR // WIDTH):
-        piece = pieces[j]
-        if HAS_ZEROS:
-            # sum of (code - zero) * weight code, still exact
-            m, n = _indices_of_piece(row, column + j * WIDTH, M, N, TILE, layout)
-            zeros = gl.expand_dims(gl.load(zeros_ptr + m), M_AXIS)
-            piece = piece - zeros * gl.expand_dims(gl.load(weight_sums_ptr + n), 1 - M_AXIS)
-        if TILE.early_factors:
-            input_scales, scales, bias = factors[j]
-        else:
-            input_scales, scales, bias = _factors_of_piece(
-                pointers, sizes, row, column + j * WIDTH, TILE, HAS_BIAS, BLOCKS, layout
-            )
-        result = piece.to(gl.float32)
-        if not BLOCKS:
-            result = result * input_scales * scales
-        if HAS_BIAS:
-            result = result + bias.to(gl.float32)
-        buf = y_bufs.index(WHICH * STORES + j % STORES)
-        # the copy out of this buffer that was started STORES pieces ago has read it
-        tma.store_wait(STORES - 1)
-        if WEIGHT_LEFT:
-            buf.permute((1, 0)).store(result.to(y.dtype))
-        else:
-            buf.store(result.to(y.dtype))
-        fence_async_shared()
-        if WEIGHT_LEFT:
-            store_box(y, [column + j * WIDTH, row], buf)
-        else:
-            store_box(y, [row, column + j * WIDTH], buf)
 
 
 @gluon.jit(do_not_specialize=["M"])
