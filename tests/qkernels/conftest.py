@@ -13,9 +13,13 @@ import torch
 from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
+from qkernels.launch import lacks_gluon
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
+
+# why kernels in Gluon for sm_90 cannot run here, or None
+LACKS_HOPPER = lacks_gluon(torch.device("cuda", 0)) if ON_GPU else "needs a GPU"
 
 collect_ignore_glob = [] if ON_GPU or INTERPRETED else ["test_kernel_*.py"]
 
@@ -24,6 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if ON_GPU and item.path.name.startswith("test_kernel_"):
             item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("hopper"):
+            item.add_marker(pytest.mark.gpu)
+            if LACKS_HOPPER:
+                item.add_marker(pytest.mark.skip(reason=LACKS_HOPPER))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

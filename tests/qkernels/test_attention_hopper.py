@@ -6,11 +6,7 @@ import torch
 from qkernels import dispatch, ops
 from qkernels.launch import workspace
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_HOPPER, reason="needs an sm_90 GPU"),
-]
+pytestmark = pytest.mark.hopper
 
 
 def exact(q, k, v, length, scale, window, soft_cap):

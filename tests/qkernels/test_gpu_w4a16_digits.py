@@ -5,18 +5,11 @@ import torch
 
 from formats.bits import pack
 from qkernels import ops
-from qkernels.launch import lacks_gluon
 from qkernels.tiles import LINEAR_DIGITS_MAX_ROWS, LinearDigitsTile, linear_digits_tile
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or lacks_gluon(torch.device("cuda", 0)) is not None,
-        reason="needs an sm_90 GPU and a triton with gluon",
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 TILE = LinearDigitsTile()
 

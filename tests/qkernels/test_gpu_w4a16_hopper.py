@@ -4,18 +4,12 @@ import pytest
 import torch
 
 from qkernels import ops
-from qkernels.launch import lacks_gluon, workspace
+from qkernels.launch import workspace
 from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or lacks_gluon(torch.device("cuda", 0)) is not None,
-        reason="needs an sm_90 GPU and a triton with gluon",
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 
 WHOLE = {

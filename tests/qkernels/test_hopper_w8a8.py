@@ -12,13 +12,7 @@ from qkernels.prepared import PreparedWeight
 
 hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="the kernel is for sm_90",
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 TILES = {
     "one warpgroup": Int8HopperTile(parts=1, block_right=16),
