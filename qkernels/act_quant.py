@@ -12,7 +12,7 @@ import triton.language as tl
 from formats.activation import MIN_INPUT_SCALE
 from formats.scheme import FP8_MAX, ActivationSpec
 from qkernels.dependent_launch import start_early
-from qkernels.launch import INTERPRETED, has_dependent_launch, on_device, sm_count
+from qkernels.launch import INTERPRETED, has_dependent_launch, launch, on_device, sm_count
 from qkernels.tiles import ceil_div, power_of_two
 
 # [smallest, largest] code; a dynamic scale is the row's largest magnitude over the largest code
@@ -63,7 +63,9 @@ def quantize_input(
     if M:
         chunk, chunks, warps = row_chunks(K, x_MK.element_size())
         with on_device(x_MK):
-            _quantize_rows[(M,)](
+            launch(
+                _quantize_rows,
+                (M,),
                 x_MK,
                 None if activation.dynamic else scale,
                 codes_MK,
@@ -94,7 +96,9 @@ def quantize_input_asymmetric(
     if M:
         chunk, chunks, warps = row_chunks(K, x_MK.element_size())
         with on_device(x_MK):
-            _quantize_rows_asymmetric[(M,)](
+            launch(
+                _quantize_rows_asymmetric,
+                (M,),
                 x_MK,
                 codes_MK,
                 scales_M1,
@@ -124,7 +128,9 @@ def _quantize_groups_of(
     if M:
         rows = max(1, 2048 // size)
         with on_device(x_MK):
-            _quantize_groups[(ceil_div(groups, rows), M)](
+            launch(
+                _quantize_groups,
+                (ceil_div(groups, rows), M),
                 x_MK,
                 codes_MK,
                 scales_MS,

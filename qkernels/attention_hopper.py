@@ -32,7 +32,8 @@ from qkernels.attention_hopper_load import (
     new_barriers,
 )
 from qkernels.attention_tiles import CHUNK_ROWS, chunk_split
-from qkernels.launch import on_device, sm_count, workspace
+from qkernels.descriptors import describe
+from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.paged_attention import LOG2_E, _merge_parts
 from qkernels.tiles import ceil_div, power_of_two
 
@@ -90,7 +91,9 @@ def paged_attention(
     # as its rows need, so their number follows from T and R alone.
     tickets = (T * group // CHUNK_ROWS + R) * J * split
     with on_device(q_THD):
-        _chunk_attention[(min(tickets, sms),)](
+        launch(
+            _chunk_attention,
+            (min(tickets, sms),),
             q_THD,
             _boxes(k_pages_PBJD, padded_d),
             _boxes(v_pages_PBJD, padded_d),
@@ -127,7 +130,9 @@ def paged_attention(
             maxnreg=CODED_REGISTERS if coded else REGISTERS,
         )
         if split > 1:
-            _merge_parts[(T, H)](
+            launch(
+                _merge_parts,
+                (T, H),
                 partials,
                 sums,
                 query_starts_R1,
@@ -147,13 +152,17 @@ def _boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:
     """What the copy engine needs: boxes of a page, a head and 128 bytes, or fewer of codes."""
     if pages_PBJD.element_size() == 1:
         pages_PBJD = pages_PBJD.view(torch.int8)
-    bits = 8 * pages_PBJD.element_size()
-    width = min(padded_d, 1024 // bits)
+    size, rows = pages_PBJD.element_size(), pages_PBJD.shape[1]
+    rows = rows if size == 2 else min(PIECE.value, rows)
+    return describe(_descriptor, pages_PBJD, (1, rows, 1, min(padded_d, 128 // size)))
+
+
+def _descriptor(base, shape, strides, block) -> TensorDescriptor:
+    size = base.dtype.itemsize
     layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=width * bits // 8, element_bitwidth=bits, rank=4
+        swizzle_byte_width=block[-1] * size, element_bitwidth=8 * size, rank=4
     )
-    rows = pages_PBJD.shape[1] if bits == 16 else min(PIECE.value, pages_PBJD.shape[1])
-    return TensorDescriptor.from_tensor(pages_PBJD, [1, rows, 1, width], layout)
+    return TensorDescriptor(base, shape, strides, block, layout)
 
 
 @gluon.jit(do_not_specialize=["R", "T", "tickets", "window", "stride_table"])

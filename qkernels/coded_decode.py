@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from qkernels.coded_decode_load import KEYS_OF_WARP, WARPS, copy_step, layouts, load_pages
 from qkernels.gluon_registers import FLOAT8_TO_HALF, INT_TO_HALF, halves
+from qkernels.launch import launch
 
 STAGES = 3
 REGISTERS = None  # no bound: two blocks on an SM
@@ -23,7 +24,7 @@ REGISTERS = None  # no bound: two blocks on an SM
 QUERY_SHRINK = 2.0**-6
 
 
-def launch(
+def attend(
     grid: tuple[int, int, int],
     q_THD: torch.Tensor,
     k_pages_PBJD: torch.Tensor,
@@ -37,7 +38,9 @@ def launch(
     k_words = k_pages_PBJD.view(torch.int32)
     v_bytes = v_pages_PBJD.view(torch.int8)
     blocks, heads, parts = grid
-    _coded_decode[heads, blocks, parts](
+    launch(
+        _coded_decode,
+        (heads, blocks, parts),
         q_THD,
         k_words,
         v_bytes,

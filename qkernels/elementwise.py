@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from qkernels.dependent_launch import early, start_early
-from qkernels.launch import on_device
+from qkernels.launch import launch, on_device
 from qkernels.tiles import ceil_div, power_of_two
 
 
@@ -42,7 +42,9 @@ def _norm(
     if x.numel():
         with on_device(x):
             rows = x.numel() // C
-            _rms_norm[(rows,)](
+            launch(
+                _rms_norm,
+                (rows,),
                 x,
                 residual,
                 weight_C,
@@ -99,8 +101,15 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if out.numel():
         with on_device(x):
             rows = out.numel() // width
-            _silu_and_mul[(rows, ceil_div(width, block))](
-                x, out, width, BLOCK=block, num_warps=4, **early(x, rows)
+            launch(
+                _silu_and_mul,
+                (rows, ceil_div(width, block)),
+                x,
+                out,
+                width,
+                BLOCK=block,
+                num_warps=4,
+                **early(x, rows),
             )
     return out
 
@@ -139,7 +148,9 @@ def apply_rope(
     k_out = k_TJD.new_empty((T, J, D))
     if T:
         with on_device(q_THD):
-            _apply_rope[(T, H + J)](
+            launch(
+                _apply_rope,
+                (T, H + J),
                 q_THD,
                 k_TJD,
                 cos_sin.contiguous(),

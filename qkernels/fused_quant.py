@@ -21,7 +21,7 @@ from qkernels.act_quant import (
     scale_of_chunks,
 )
 from qkernels.dependent_launch import start_early
-from qkernels.launch import INTERPRETED, on_device, sm_count
+from qkernels.launch import INTERPRETED, launch, on_device, sm_count
 from qkernels.tiles import power_of_two
 
 
@@ -64,7 +64,9 @@ def _norm(
     if M:
         block = power_of_two(C)
         with on_device(x_MC):
-            _rms_norm_quantize[(M,)](
+            launch(
+                _rms_norm_quantize,
+                (M,),
                 x_MC,
                 residual_MC,
                 weight_C,
@@ -95,9 +97,11 @@ def silu_and_mul_quantize(
         # us of 4096 rows of 14336: three blocks on an SM 70.7, two 77; with dependent launch 72.1.
         # Of 256 rows: two on an SM 6.2; three, with one beside waiting blocks elsewhere, 7.5
         many = 2 * sm_count(x_M2I.device) < M
-        launch = NO_DEPENDENT_LAUNCH if many else dependent_launch(M, width, x_M2I.device)
+        early = NO_DEPENDENT_LAUNCH if many else dependent_launch(M, width, x_M2I.device)
         with on_device(x_M2I):
-            _silu_and_mul_quantize[(M,)](
+            launch(
+                _silu_and_mul_quantize,
+                (M,),
                 x_M2I,
                 None if activation.dynamic else scale,
                 codes_MI,
@@ -108,7 +112,7 @@ def silu_and_mul_quantize(
                 num_warps=warps,
                 maxnreg=(80 if many else 96) if bounded else None,
                 **_rounding(activation),
-                **launch,
+                **early,
             )
     return codes_MI, scales_M1
 

@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qkernels.descriptors import describe
+
 DTYPES = {
     torch.int8: gl.int8,
     torch.int32: gl.int32,
@@ -49,5 +51,9 @@ def retyped(memory, dtype: gl.constexpr, layout: gl.constexpr):
 
 def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """What the copy engine needs to copy boxes of `block` of a matrix."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    return describe(_descriptor, tensor, tuple(block))
+
+
+def _descriptor(base, shape, strides, block) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[base.dtype])
+    return TensorDescriptor(base, shape, strides, block, layout)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from qkernels.act_quant import magnitude_bits
 from qkernels.dependent_launch import early, start_early
-from qkernels.launch import on_device, workspace
+from qkernels.launch import launch, on_device, workspace
 from qkernels.tiles import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS, LINEAR_MAX_BLOCK_K, ceil_div
 
 STEPS_OF_BLOCK = 2
@@ -53,7 +53,9 @@ def digits_of(x_MK: torch.Tensor, bits: int, with_sums: bool) -> Digits:
         sums=shared[words + columns : words + 2 * columns].view(torch.int32) if with_sums else None,
     )
     with on_device(x_MK):
-        _digits[(ceil_div(steps, STEPS_OF_BLOCK), M)](
+        launch(
+            _digits,
+            (ceil_div(steps, STEPS_OF_BLOCK), M),
             x_MK,
             *found,
             K,

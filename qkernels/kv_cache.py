@@ -12,7 +12,7 @@ import triton.language as tl
 from formats.activation import MIN_INPUT_SCALE
 from qkernels.act_quant import CODE_RANGE, encode, magnitude_bits, scale_of
 from qkernels.dependent_launch import early, start_early
-from qkernels.launch import INTERPRETED, on_device
+from qkernels.launch import INTERPRETED, launch, on_device
 from qkernels.tiles import ceil_div, power_of_two
 
 ELEMENTS_OF_PROGRAM = 1024  # 8 for each thread
@@ -85,7 +85,9 @@ def _launch(
     padded_d = power_of_two(D)
     heads = max(1, min(ELEMENTS_OF_PROGRAM // padded_d, power_of_two(max(H, J))))
     with on_device(k_TJD):
-        _rope_write_kv[(T, ceil_div(H, heads) + 2 * ceil_div(J, heads))](
+        launch(
+            _rope_write_kv,
+            (T, ceil_div(H, heads) + 2 * ceil_div(J, heads)),
             q_THD,
             k_TJD,
             v_TJD,

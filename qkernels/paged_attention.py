@@ -20,7 +20,7 @@ import triton.language as tl
 
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.dependent_launch import early, start_early
-from qkernels.launch import lacks_gluon, on_device, sm_count, tile_table_of
+from qkernels.launch import lacks_gluon, launch, on_device, sm_count, tile_table_of
 from qkernels.tiles import ceil_div, power_of_two
 
 LOG2_E = math.log2(math.e)
@@ -114,7 +114,7 @@ def paged_attention(
         if tile.gluon:
             from qkernels import coded_decode
 
-            coded_decode.launch(
+            coded_decode.attend(
                 grid,
                 q_THD,
                 k_pages_PBJD,
@@ -125,7 +125,9 @@ def paged_attention(
                 constants,
             )
         else:
-            _paged_attention[grid](
+            launch(
+                _paged_attention,
+                grid,
                 q_THD,
                 k_pages_PBJD,
                 v_pages_PBJD,
@@ -144,7 +146,9 @@ def paged_attention(
                 **early(q_THD, T),
             )
         if tile.split > 1:
-            _merge_parts[(T, H)](
+            launch(
+                _merge_parts,
+                (T, H),
                 partials,
                 sums,
                 query_starts_R1,

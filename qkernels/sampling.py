@@ -25,7 +25,7 @@ from qkernels.candidates import (
     store_few,
     store_many,
 )
-from qkernels.launch import INTERPRETED, on_device
+from qkernels.launch import INTERPRETED, launch, on_device
 from qkernels.sample_settings import (
     INVALID_TOKEN,
     NUM_WORDS,
@@ -83,7 +83,9 @@ def sample_(
     # see the same values.
     options = {"num_warps": 8, "enable_fp_fusion": False}
     with on_device(logits_SV):
-        _scan_chunks[(blocks, S)](
+        launch(
+            _scan_chunks,
+            (blocks, S),
             logits_SV,
             settings.words_SP,
             settings.bias_E,
@@ -99,7 +101,9 @@ def sample_(
             INTERPRETED=INTERPRETED,
             **options,
         )
-        _pick[(S,)](
+        launch(
+            _pick,
+            (S,),
             logits_SV,
             settings.words_SP,
             settings.bias_E,

@@ -13,10 +13,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from formats.packed import PackedWeight
+from qkernels.descriptors import describe
 from qkernels.launch import (
     INTERPRETED,
     has_dependent_launch,
     lacks_gluon,
+    launch,
     on_device,
     sm_count,
     tile_table_of,
@@ -177,9 +179,11 @@ def _portable(
     early = tile.early and has_dependent_launch(x_MK.device)
     x = x_MK
     if tile.bulk:
-        x = TensorDescriptor.from_tensor(_aligned(x_MK), [tile.block_m, block_k])
+        x = describe(TensorDescriptor, _aligned(x_MK), (tile.block_m, block_k))
     with on_device(x_MK):
-        _w4a16[grid](
+        launch(
+            _w4a16,
+            grid,
             x,
             weight.tensors["words"],
             weight.tensors["scales"],
@@ -233,7 +237,9 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
     group, bits = weight.spec.group_length(K), weight.spec.bits
     block_k = linear_block_k(group)
     with on_device(out_NK):
-        _dequantize_weight[(ceil_div(N, DEQUANTIZE_ROWS), K // block_k)](
+        launch(
+            _dequantize_weight,
+            (ceil_div(N, DEQUANTIZE_ROWS), K // block_k),
             weight.tensors["words"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),

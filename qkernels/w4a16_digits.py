@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.input_digits import TILE_WORDS, digits_of
-from qkernels.launch import on_device
+from qkernels.launch import launch, on_device
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_DIGITS,
@@ -81,7 +81,9 @@ def linear(
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     digits = digits_of(x_MK, bits, with_sums=not weight.spec.symmetric)
     with on_device(x_MK):
-        _w4a16_digits[(weight.tensors["words"].shape[0] * (LINEAR_TILE_N // tile.block_n),)](
+        launch(
+            _w4a16_digits,
+            (weight.tensors["words"].shape[0] * (LINEAR_TILE_N // tile.block_n),),
             digits.words.view(torch.int8),
             digits.scales,
             digits.sums,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qkernels.gluon_launch import wait_for_kernel_before
 from qkernels.gluon_names import descriptor
-from qkernels.launch import on_device, sm_count, workspace
+from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_TILE_N
 from qkernels.w4a16_hopper_copy import copy, ends, unit_of_work
@@ -77,7 +77,9 @@ def linear(
     assert tile.split == 1 or (tile.fits(M, N, K) and tile.blocks == tiles * tile.split), tile
     assert tile.blocks <= sm_count(x_MK.device), tile
     with on_device(x_MK):
-        _w4a16_hopper[(tile.blocks,)](
+        launch(
+            _w4a16_hopper,
+            (tile.blocks,),
             descriptor(x_MK, [tile.block_m, SLICE]),
             descriptor(x_MK, [tile.block_m // 2, SLICE]),
             descriptor(weight.tensors["words"].view(-1, WORDS_BOX[1]), WORDS_BOX),

@@ -17,9 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from formats.fp8 import Fp8Weight
 from formats.weights import Weight
 from qkernels.act_quant import quantize_input
+from qkernels.descriptors import describe
 from qkernels.int8_tiles import Int8Tile, fitted, int8_tile
 from qkernels.launch import (
     has_dependent_launch,
+    launch,
     on_device,
     shared_bytes,
     sm_count,
@@ -100,9 +102,11 @@ def linear_codes(
     partials, counters = workspace(device)
     grid = (ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m), tile.split)
     with on_device(codes_MK):
-        _w8a8[grid](
-            TensorDescriptor.from_tensor(codes_MK.contiguous(), [tile.block_m, tile.block_k]),
-            TensorDescriptor.from_tensor(codes_NK, [tile.block_n, tile.block_k]),
+        launch(
+            _w8a8,
+            grid,
+            describe(TensorDescriptor, codes_MK.contiguous(), (tile.block_m, tile.block_k)),
+            describe(TensorDescriptor, codes_NK, (tile.block_n, tile.block_k)),
             codes_NK,
             scales_M1.contiguous(),
             weight.tensors["scales"],

@@ -30,7 +30,7 @@ from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_names import barrier, descriptor, load_box
 from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
-from qkernels.launch import on_device, sm_count, workspace
+from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
 from qkernels.w8a8_hopper_store import factors_of_piece, store
 
@@ -76,7 +76,9 @@ def linear_codes(
     y_block = y_block[::-1] if tile.weight_left else y_block
     with on_device(codes_MK):
         places = sm_count(device) * tile.blocks_per_sm
-        _w8a8_hopper[(min(places, tile.tiles(M, N) * tile.split),)](
+        launch(
+            _w8a8_hopper,
+            (min(places, tile.tiles(M, N) * tile.split),),
             descriptor(left, [tile.part, INT8_HOPPER_BLOCK_K]),
             descriptor(right, [tile.block_right, INT8_HOPPER_BLOCK_K]),
             descriptor(y_MN, y_block),
