@@ -32,17 +32,24 @@ def check_tensor(
     beside: torch.Tensor,
 ) -> None:
     """Raise KernelError unless shape (None: any), dtype and device (`beside`'s) are as expected."""
-    fits = tensor.ndim == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
+    found = tensor.shape
+    if found != shape and not _fits(found, shape):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise KernelError(name, f"expected [{wanted}], found {list(tensor.shape)}")
+        raise KernelError(name, f"expected [{wanted}], found {list(found)}")
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
     if tensor.device != beside.device:
         raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+
+
+def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:
+    if len(found) != len(wanted):
+        return False
+    for have, want in zip(found, wanted, strict=True):
+        if want is not None and have != want:
+            return False
+    return True
 
 
 def check_dense_heads(name: str, pages: torch.Tensor) -> None:

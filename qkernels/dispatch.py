@@ -487,9 +487,9 @@ def choose(op: str, problem: Problem) -> Kernel:
 
 
 @functools.lru_cache(maxsize=4096)
-def implementation(op: str, problem: Problem) -> Callable[..., object]:
-    """The function that does `op`, imported."""
-    return getattr(importlib.import_module(choose(op, problem).module), op)
+def implementation(op: str, **problem: object) -> Callable[..., object]:
+    """The function that does `op`, imported. `problem`: the fields of Problem."""
+    return getattr(importlib.import_module(choose(op, Problem(**problem)).module), op)
 
 
 @functools.cache

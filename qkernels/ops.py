@@ -113,10 +113,14 @@ def quantize_input_asymmetric(
     """
     check_float("quantize_input_asymmetric x", x_MK)
     expect_ndim("quantize_input_asymmetric x", x_MK, 2)
-    problem = Problem(
-        device=x_MK.device.type, dtype=x_MK.dtype, requested=kernel, in_features=x_MK.shape[1]
+    run = dispatch.implementation(
+        "quantize_input_asymmetric",
+        device=x_MK.device.type,
+        dtype=x_MK.dtype,
+        requested=kernel,
+        in_features=x_MK.shape[1],
     )
-    return dispatch.implementation("quantize_input_asymmetric", problem)(x_MK)
+    return run(x_MK)
 
 
 def rms_norm_quantize(
@@ -390,7 +394,8 @@ def paged_attention(
             f" of {k_pages_PBJD.shape[1]}",
         )
     chunk = heads // k_pages_PBJD.shape[2] * max_query_len > ATTENTION_FEW_ROWS
-    problem = Problem(
+    run = dispatch.implementation(
+        "paged_attention",
         device=q_THD.device.type,
         dtype=q_THD.dtype,
         head_dim=head_dim,
@@ -400,7 +405,7 @@ def paged_attention(
         chunk=chunk,
         bulk_pages=not chunk or can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
     )
-    return dispatch.implementation("paged_attention", problem)(
+    return run(
         q_THD,
         k_pages_PBJD,
         v_pages_PBJD,
@@ -444,33 +449,35 @@ def sample_(
         check_tensor("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
         if not history_WV.is_contiguous():
             raise KernelError("sample_ history", "expected a contiguous table")
-    problem = Problem(device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel)
-    return dispatch.implementation("sample_", problem)(logits_SV, settings, history_WV)
+    run = dispatch.implementation(
+        "sample_", device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel
+    )
+    return run(logits_SV, settings, history_WV)
 
 
 def _run(op: str, x: torch.Tensor):
-    return dispatch.implementation(op, Problem(device=x.device.type, dtype=x.dtype))
+    return dispatch.implementation(op, device=x.device.type, dtype=x.dtype)
 
 
 def _run_quantized(
     op: str, x: torch.Tensor, inputs: int, activation: ActivationSpec, kernel: str | None
 ):
-    problem = Problem(
+    return dispatch.implementation(
+        op,
         device=x.device.type,
         dtype=x.dtype,
         requested=kernel,
         activation=activation,
         in_features=inputs,
     )
-    return dispatch.implementation(op, problem)
 
 
 def _run_pages(op: str, x_THD: torch.Tensor, pages_PBJD: torch.Tensor):
-    problem = Problem(
+    return dispatch.implementation(
+        op,
         device=x_THD.device.type,
         dtype=x_THD.dtype,
         head_dim=x_THD.shape[-1],
         page_size=pages_PBJD.shape[1],
         pages_dtype=pages_PBJD.dtype,
     )
-    return dispatch.implementation(op, problem)

@@ -282,9 +282,9 @@ def test_ops_takes_it_for_chunks_and_the_portable_kernel_for_the_rest(problem, h
     taken = []
     implementation = dispatch.implementation
 
-    def spy(op, problem):
-        taken.append(dispatch.choose(op, problem).name)
-        return implementation(op, problem)
+    def spy(op, **problem):
+        taken.append(dispatch.choose(op, dispatch.Problem(**problem)).name)
+        return implementation(op, **problem)
 
     monkeypatch.setattr(dispatch, "implementation", spy)
     arguments, own = problem([40, 1], [300, 99], 8, 2, 128, 16, half)

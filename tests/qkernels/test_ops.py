@@ -309,8 +309,8 @@ def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
     """32 query heads of 2 KV heads: a token is 16 rows of each KV head."""
     asked = []
 
-    def spy(op, problem):
-        asked.append((problem.chunk, problem.bulk_pages))
+    def spy(op, **problem):
+        asked.append((problem["chunk"], problem["bulk_pages"]))
         return lambda *_, **__: None
 
     monkeypatch.setattr(dispatch, "implementation", spy)
