@@ -16,7 +16,8 @@ import torch
 
 from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
-from qkernels.launch import lacks_gluon
+from qkernels.launch import lacks_gluon, tile_table_of
+from qkernels.tile_table import bucket
 from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_BLOCK_K,
@@ -134,6 +135,26 @@ def _note_weight_only_body(problem: Problem) -> str:
         return f"all rows take the portable body; those for Hopper: {lacks}"
     digits = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
     return f"{digits}, many rows take the Hopper body" if problem.spec.bits == 4 else digits
+
+
+def _note_weight_only(problem: Problem) -> str:
+    """The bodies, and for how many rows this GPU has measured tiles of its own."""
+    note = _note_weight_only_body(problem)
+    if problem.device != "cuda" or not torch.cuda.is_available():
+        return note
+    rows = tile_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
+        "w4a16",
+        N=problem.out_features,
+        K=problem.in_features,
+        group=problem.spec.group_length(problem.in_features),
+        bits=problem.spec.bits,
+    )
+    tiles = {
+        bucket(row.problem["M"]): "the library" if row.tile is None else type(row.tile).__name__
+        for row in rows
+    }
+    found = ", ".join(f"up to {most} rows {tiles[most]}" for most in sorted(tiles))
+    return f"{note}; measured on this GPU: {found}" if tiles else note
 
 
 def _supports_triton_w8a8(problem: Problem) -> str | None:
@@ -367,7 +388,7 @@ KERNELS: tuple[Kernel, ...] = (
             module="qkernels.w4a16",
             priority=30,
             supports=functools.partial(_supports_triton_weight_only, bits=bits),
-            note=_note_weight_only_body,
+            note=_note_weight_only,
         )
         for bits in (4, 8)
     ),

@@ -17,3 +17,22 @@ def chosen_linear_tile(
     if gluon and bits == 4:
         tile = tile or linear_hopper_tile(M, N, K, group, sm_count)
     return tile or linear_tile(M, N, K, group, sm_count)
+
+
+def tabled_linear_tile(
+    tile: LinearTile | LinearHopperTile | LinearDigitsTile | None,
+    M: int,
+    N: int,
+    K: int,
+    sm_count: int,
+    gluon: bool,
+) -> tuple[LinearTile | LinearHopperTile | LinearDigitsTile | None, bool]:
+    """A table's tile for these rows on this GPU, and whether it can run.
+
+    A table says nothing of the triton that is installed, and of the SMs what somebody wrote: parts
+    of K that do not all run at once would wait for each other for good.
+    """
+    if isinstance(tile, LinearHopperTile):
+        tile = tile.on(M, N, sm_count)
+        return tile, gluon and tile.fits(M, N, K)
+    return tile, gluon or not isinstance(tile, LinearDigitsTile)

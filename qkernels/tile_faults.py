@@ -20,6 +20,11 @@ from qkernels.tiles import (
     linear_padded_n,
     power_of_two,
 )
+from qkernels.w4a16_hopper_tiles import (
+    LINEAR_HOPPER_SIZES,
+    LINEAR_HOPPER_SPLITS,
+    LinearHopperTile,
+)
 
 MAX_STAGES = 8
 WARPGROUP_ROWS = 64  # of the left operand of one product
@@ -54,6 +59,25 @@ def linear_digits_tile_fault(
             f"warps must be a power of two up to 16 and ahead 1 to {MAX_STAGES},"
             f" found {tile.warps} and {tile.ahead}"
         )
+    return None
+
+
+def linear_hopper_tile_fault(
+    tile: LinearHopperTile, *, M: int, N: int, K: int, group: int, bits: int
+) -> str | None:
+    """None: the kernel can run it on a GPU of at least `tile.blocks` SMs."""
+    if bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        return f"takes 4 bits in groups divisible by {LINEAR_MAX_BLOCK_K}, found {bits} and {group}"
+    if (tile.parts, tile.block_m) not in LINEAR_HOPPER_SIZES:
+        return f"parts and block_m must be of {LINEAR_HOPPER_SIZES}, found {tile}"
+    if tile.split not in LINEAR_HOPPER_SPLITS or tile.blocks < 1:
+        return f"split must be of {LINEAR_HOPPER_SPLITS} and blocks at least 1, found {tile}"
+    if tile.halves and (tile.block_m < 256 or tile.split > 1):
+        return f"halves are for tiles of 256 rows and whole K, found {tile}"
+    if tile.block_m == 64 and M > 64:
+        return f"tiles of 64 rows are for at most 64, found {M}"
+    if not tile.fits(M, N, K):
+        return f"its parts of K need steps, blocks that run at once and workspace, found {tile}"
     return None
 
 

@@ -19,11 +19,12 @@ from qkernels.attention_tiles import AttentionTile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile
 from qkernels.tiles import LinearDigitsTile, LinearTile, power_of_two
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 FORMAT = 1
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"
 
-Tile = LinearTile | LinearDigitsTile | Int8Tile | AttentionTile
+Tile = LinearTile | LinearDigitsTile | LinearHopperTile | Int8Tile | AttentionTile
 Key = tuple[object, ...]
 
 
@@ -57,6 +58,7 @@ OPS: dict[str, TunedOp] = {
         tiles={
             LinearTile: tile_faults.linear_tile_fault,
             LinearDigitsTile: tile_faults.linear_digits_tile_fault,
+            LinearHopperTile: tile_faults.linear_hopper_tile_fault,
         },
         exact=("N", "K", "group", "bits"),
         bucketed=("M",),
@@ -114,6 +116,14 @@ class TileTable:
         if row is not None:
             self.taken.add(key)
         return row
+
+    def measured(self, op: str, **exact: object) -> list[TileRow]:
+        """The rows of products like this, whatever their number of rows."""
+        return [
+            row
+            for row in self.rows.values()
+            if row.op == op and all(row.problem[name] == value for name, value in exact.items())
+        ]
 
     def add_(self, row: TileRow) -> None:
         self.rows[row.key] = row

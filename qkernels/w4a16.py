@@ -24,7 +24,7 @@ from qkernels.launch import (
     tile_table_of,
     workspace,
 )
-from qkernels.linear_choice import chosen_linear_tile
+from qkernels.linear_choice import chosen_linear_tile, tabled_linear_tile
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
@@ -218,12 +218,13 @@ def _chosen_tile(
     device: torch.device, M: int, N: int, K: int, group: int, bits: int
 ) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
     """A tile measured on this GPU, else the choice of tiles.py; None: the library multiplies."""
-    gluon = lacks_gluon(device) is None
+    gluon, sms = lacks_gluon(device) is None, sm_count(device)
     row = tile_table_of(device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)
-    # a table says nothing of the triton that is installed
-    if row and (gluon or not isinstance(row.tile, LinearDigitsTile)):
-        return row.tile
-    return chosen_linear_tile(M, N, K, group, bits, sm_count(device), gluon)
+    if row:
+        tile, can_run = tabled_linear_tile(row.tile, M, N, K, sms, gluon)
+        if can_run:
+            return tile
+    return chosen_linear_tile(M, N, K, group, bits, sms, gluon)
 
 
 def _aligned(x_MK: torch.Tensor) -> torch.Tensor:

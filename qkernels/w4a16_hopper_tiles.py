@@ -4,7 +4,7 @@ Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's, as in tile
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qkernels.tiles import (
     LINEAR_COUNTERS,
@@ -79,6 +79,11 @@ class LinearHopperTile:
     def tiles(self, M: int, N: int) -> int:
         return ceil_div(N, LINEAR_TILE_N * self.parts) * ceil_div(M, self.block_m)
 
+    def on(self, M: int, N: int, sm_count: int) -> "LinearHopperTile":
+        """The same with the blocks that it takes for M rows on such a GPU."""
+        units = self.tiles(M, N) * self.split * (2 if self.halves else 1)
+        return replace(self, blocks=min(units, sm_count))
+
     def fits(self, M: int, N: int, K: int) -> bool:
         """Whether each part of K has a step and a block, and its sums a place in the workspace."""
         if self.split == 1:
@@ -92,8 +97,10 @@ class LinearHopperTile:
         )
 
 
-# us of one step of 128 inputs, for each (parts, block_m)
+# us of one step of 128 inputs, for each (parts, block_m) that there is
 _STEP = {(2, 64): 0.5, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21}
+LINEAR_HOPPER_SIZES = tuple(_STEP)
+LINEAR_HOPPER_SPLITS = (1, 2, 4)
 _START = 5.2  # us of a launch, the first copies and the last store
 _ROUND = 2.5  # us from one tile of a block to its next
 _MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
@@ -133,8 +140,7 @@ def linear_hopper_tile(
             tile = LinearHopperTile(blocks=sm_count, **shape)
             time = _time(tile, M, N, K)
             if tile.fits(M, N, K) and time < least:
-                units = tile.tiles(M, N) * split * (2 if halves else 1)
-                best, least = LinearHopperTile(blocks=min(units, sm_count), **shape), time
+                best, least = tile.on(M, N, sm_count), time
     return best
 
 

@@ -23,12 +23,13 @@ from qkernels.int8_tiles import Int8Tile, int8_tile
 from qkernels.linear_choice import chosen_linear_tile
 from qkernels.tile_table import Tile, TileRow, TileTable
 from qkernels.tiles import (
+    LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_ROWS,
     LinearDigitsTile,
     LinearTile,
     linear_tile,
 )
-from qkernels.w4a16_hopper_tiles import LinearHopperTile
+from qkernels.w4a16_hopper_tiles import LINEAR_HOPPER_SPLITS, LinearHopperTile
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5
@@ -44,7 +45,12 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "bulk": (False, True),
         "early": (False, True),
     },
-    LinearHopperTile: {},  # has a choice of its own; tiles of the other bodies must be faster
+    LinearHopperTile: {  # its blocks follow from the problem and the GPU
+        "parts": (2, 3),
+        "block_m": (64, 128, 256),
+        "split": LINEAR_HOPPER_SPLITS,
+        "halves": (False, True),
+    },
     LinearDigitsTile: {
         "block_n": (16, 32, 64),
         "warps": (4, 8, 16),
@@ -74,11 +80,17 @@ def _has_gluon() -> bool:
     return torch.cuda.is_available() and launch.lacks_gluon(torch.device("cuda")) is None
 
 
+def _linear_default(sm_count: int, **problem: int) -> Tile | None:
+    tile = chosen_linear_tile(**problem, sm_count=sm_count, gluon=_has_gluon())
+    # a table holds a tile for all rows of a bucket, each of which takes up to so many blocks
+    if isinstance(tile, LinearHopperTile):
+        return dataclasses.replace(tile, blocks=sm_count)
+    return tile
+
+
 # What the search starts from: the choice of tiles.py.
 DEFAULTS: dict[str, Callable[..., Tile | None]] = {
-    "w4a16": lambda sm_count, **problem: chosen_linear_tile(
-        **problem, sm_count=sm_count, gluon=_has_gluon()
-    ),
+    "w4a16": _linear_default,
     "w8a8": lambda sm_count, M, N, K, integers: int8_tile(M, N, K, sm_count, integers),
     "paged_attention": attention_tile,
 }
@@ -135,7 +147,8 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
 def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | None]:
     """The default choice first, then what tiles.py chooses for twice and half as many rows.
 
-    Of W4A16 also the portable body's tile, and the library's product where rows are many.
+    Of W4A16 also a tile of each body that takes many rows, and the library's product where they
+    are very many: what is slower on the GPU of tiles.py may be faster on this one.
     """
     choose = DEFAULTS[op]
     found = [choose(sm_count=sm_count, **problem)]
@@ -145,6 +158,9 @@ def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | No
             found.append(choose(sm_count=sm_count, **problem | {"M": other}))
     if op == "w4a16":
         found.append(linear_tile(M, problem["N"], problem["K"], problem["group"], sm_count))
+        if _has_gluon() and M > LINEAR_DIGITS_MAX_ROWS:
+            block_m = 64 if M <= 64 else 128
+            found.append(LinearHopperTile(blocks=sm_count, block_m=block_m))
         if M >= 256:
             found.append(None)
     tuned = tile_table.OPS[op]

@@ -9,6 +9,7 @@ from qkernels.attention_tiles import AttentionTile
 from qkernels.int8_tiles import Int8Tile
 from qkernels.tile_table import TileRow
 from qkernels.tiles import LinearTile
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 
 def row(op, problem, tile):
@@ -29,6 +30,24 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     for tile in (LinearTile(block_m=16, block_n=128, split=3), None):
         with launch.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
             assert_close("w4a16", want, w4a16.linear(x, weight), tolerance(half))
+
+
+def test_w4a16_parts_that_cannot_all_run_are_not_taken(
+    make_weight, device, half, monkeypatch, assert_close, tolerance
+):
+    """They would wait for each other for good, so tiles.py is asked, whatever the table says."""
+    packed = make_weight(128, 512, 128)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    x = torch.randn(17, 512).to(device, half)
+    default = LinearTile(block_m=32, block_n=64, split=1)
+    monkeypatch.setattr(w4a16, "chosen_linear_tile", lambda *_: default)
+    monkeypatch.setattr(w4a16, "sm_count", lambda device: 3)
+    problem = {"N": 128, "K": 512, "group": 128, "bits": 4, "M": 32}
+    tile = LinearHopperTile(blocks=132, block_m=64, split=4)
+    with launch.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
+        assert w4a16._chosen_tile(x.device, 17, 128, 512, 128, 4) is default
+        want = x.double() @ packed.dequantize(torch.float64).t()
+        assert_close("w4a16", want, w4a16.linear(x, weight), tolerance(half))
 
 
 def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):

@@ -13,6 +13,9 @@ from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import dispatch, explain, launch, ops
 from qkernels.errors import KernelError
+from qkernels.tile_table import TileRow
+from qkernels.tiles import LinearDigitsTile
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
 SPEC_CHANNEL = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
@@ -73,6 +76,30 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
     monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90")
     other = "all rows take the portable body; those for Hopper: written for sm_90"
     assert note(128).endswith(other)
+
+
+def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
+    def reason(**changes):
+        spec = QuantSpec(bits=4, symmetric=True, group_size=128)
+        shape = {"out_features": 64, "in_features": 256} | changes
+        return explain("linear", **linear_problem(spec=spec, **shape))[0].reason
+
+    table = launch.TileTable(gpu="made up")
+    tiles = {512: LinearHopperTile(blocks=132), 3: LinearDigitsTile(), 4096: None}
+    for M, tile in tiles.items():
+        problem = {"N": 64, "K": 256, "group": 128, "bits": 4, "M": M}
+        times = {"microseconds": 1.0, "default_microseconds": None}
+        table.add_(TileRow(op="w4a16", problem=problem, tile=tile, **times))
+    monkeypatch.setattr(dispatch, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
+    assert "measured" not in reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert reason().endswith(
+        "; measured on this GPU: up to 4 rows LinearDigitsTile, up to 512 rows LinearHopperTile,"
+        " up to 4096 rows the library"
+    )
+    assert "measured" not in reason(in_features=512)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from qkernels import tile_faults, tile_table
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile, int8_tile
+from qkernels.linear_choice import tabled_linear_tile
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
 from qkernels.tiles import (
     LINEAR_COUNTERS,
@@ -18,6 +19,11 @@ from qkernels.tiles import (
     LinearTile,
     linear_digits_tile,
     linear_tile,
+)
+from qkernels.w4a16_hopper_tiles import (
+    LINEAR_HOPPER_SIZES,
+    LinearHopperTile,
+    linear_hopper_tile,
 )
 
 GPU = "NVIDIA H200"
@@ -200,6 +206,10 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
+            tile = linear_hopper_tile(M, N, K, 128, sm_count)
+            if tile is not None:
+                whole = problem | {"group": 128, "bits": 4}
+                assert tile_faults.linear_hopper_tile_fault(tile, **whole) is None, whole
             tile = int8_tile(M, N, K, sm_count)
             assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
     for heads in (1, 3, 4, 16):
@@ -244,6 +254,98 @@ def test_what_digits_need():
         assert fault(**change) is not None, change
     for change in ({"block_n": 48}, {"warps": 3}, {"warps": 32}, {"ahead": 0}, {"ahead": 9}):
         assert fault(change) is not None, change
+
+
+def test_what_the_hopper_body_needs():
+    problem = {"M": 128, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+    fits = LinearHopperTile(blocks=132, parts=2, block_m=128, split=4)
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(fits, **changed or {})
+        return tile_faults.linear_hopper_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(group=384, K=3840) is None
+    # 32 tiles in 4 parts that wait for each other
+    assert fault({"blocks": 128}) is None and "at once" in fault({"blocks": 127})
+    assert "at once" in fault(M=129) and fault({"split": 1}, M=129) is None
+    assert "at once" in fault(K=256) and fault({"split": 2}, K=256) is None
+    narrow = {"split": 1, "block_m": 64}
+    assert fault(narrow, M=64) is None and "64 rows" in fault(narrow, M=65)
+    assert fault({"split": 1, "block_m": 256, "halves": True}, M=4096) is None
+    for change in ({"bits": 8}, {"group": 64}):
+        assert fault(**change) is not None, change
+    for change in (
+        *({"block_m": 64}, {"block_m": 32}, {"block_m": 0}, {"parts": 1}, {"parts": 4}),
+        *({"parts": 3, "block_m": 256}, {"split": 3}, {"split": 0}, {"split": -4}),
+        *({"split": 1, "blocks": 0}, {"split": 1, "blocks": -5}, {"split": 1, "halves": True}),
+        {"block_m": 256, "split": 2, "halves": True},
+    ):
+        assert fault(change) is not None, change
+    # the sums of all parts have their place: a GPU of that many SMs would write beyond it
+    assert fault({"blocks": 2**20}, N=8192) is None
+    assert "workspace" in fault({"blocks": 2**20}, N=8192 + 128)
+
+
+@pytest.mark.parametrize("sm_count", [4, 114, 132])
+def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
+    """Whatever `blocks` the file says: parts that do not run at once wait for good."""
+    for parts, block_m in LINEAR_HOPPER_SIZES:
+        for split in (1, 2, 4):
+            stored = LinearHopperTile(blocks=10**6, parts=parts, block_m=block_m, split=split)
+            for M in (17, 64, 200, 512):
+                tile, can_run = tabled_linear_tile(stored, M, 6144, 4096, sm_count, True)
+                units = tile.tiles(M, 6144) * split
+                assert tile.blocks == min(units, sm_count)
+                assert can_run == (split == 1 or units <= sm_count)
+                assert not tabled_linear_tile(stored, M, 6144, 4096, sm_count, False)[1]
+    halves = LinearHopperTile(blocks=1, block_m=256, halves=True)
+    tile, can_run = tabled_linear_tile(halves, 512, 6144, 4096, sm_count, True)
+    assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
+
+
+def test_other_tiles_of_a_table_are_as_they_are():
+    for tile in (None, LinearTile(block_m=16, block_n=64, split=6)):
+        for gluon in (False, True):
+            assert tabled_linear_tile(tile, 16, 6144, 4096, 132, gluon) == (tile, True)
+    digits = LinearDigitsTile()
+    assert tabled_linear_tile(digits, 4, 6144, 4096, 132, True) == (digits, True)
+    assert not tabled_linear_tile(digits, 4, 6144, 4096, 132, False)[1]
+
+
+HOPPER_DAMAGE = {
+    "more parts than blocks": {"split": 4, "blocks": 100},
+    "no blocks": {"blocks": 0},
+    "a size there is none of": {"block_m": 192},
+    "huge rows": {"block_m": 2**40},
+    "halves of parts": {"block_m": 256, "split": 2, "halves": True},
+    "parts that are text": {"parts": "2"},
+    "blocks that are no number": {"blocks": None},
+    "an unknown field": {"stages": 99},
+}
+
+
+@pytest.mark.parametrize("name", HOPPER_DAMAGE)
+def test_hostile_hopper_tiles_are_one_clear_error(tmp_path, name):
+    path = tmp_path / "table.json"
+    tile = LinearHopperTile(blocks=132, parts=2, block_m=128, split=2)
+
+    def write_tile(values):
+        path.write_text(
+            damaged(lambda s, row: row.update(tile=values, problem=LINEAR | {"M": 128}))
+        )
+
+    write_tile(tile_table.tile_to_dict(tile))
+    (row,) = read(path, GPU).rows.values()
+    assert row.tile == tile
+    write_tile(tile_table.tile_to_dict(tile) | HOPPER_DAMAGE[name])
+    with pytest.raises(KernelError, match="table.json.*--tune"):
+        read(path, GPU)
+
+
+def test_what_was_measured_of_a_product(table):
+    assert [row.problem["M"] for row in table.measured("w4a16", **LINEAR)] == [16, 512]
+    assert table.measured("w4a16", **LINEAR | {"K": 8192}) == []
+    assert [row.op for row in table.measured("w8a8", **INT8)] == ["w8a8"]
 
 
 def test_a_tile_must_fit_the_whole_bucket():

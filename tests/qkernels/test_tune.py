@@ -22,6 +22,7 @@ from qkernels.bench.tune import (
 )
 from qkernels.errors import KernelError
 from qkernels.tiles import LinearTile
+from qkernels.w4a16_hopper_tiles import LINEAR_HOPPER_SIZES, LinearHopperTile
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 NO_TABLE = "the kernel for sm_90 reads no table of tiles"
@@ -91,6 +92,66 @@ def test_the_default_choice_starts():
         first = starts("w4a16", PROBLEM | {"M": m}, 132)
         assert first[0] == DEFAULTS["w4a16"](sm_count=132, **PROBLEM | {"M": m})
         assert (None in first) == (m >= 256)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(tune_module, "_has_gluon", lambda: True)
+
+
+@pytest.mark.parametrize("M", [17, 64, 128, 1024])
+def test_the_hopper_body_starts_where_it_can_run(hopper, M):
+    """On another GPU it may be faster where tiles.py takes another one, and the other way."""
+    first = starts("w4a16", PROBLEM | {"M": M}, 132)
+    found = {type(tile) for tile in first}
+    assert {LinearHopperTile, LinearTile} <= found
+    assert LinearHopperTile(blocks=132, block_m=64 if M <= 64 else 128) in first
+    assert all(tile.blocks == 132 for tile in first if isinstance(tile, LinearHopperTile))
+    fault = tile_table.OPS["w4a16"].fault
+    assert all(tile is None or fault(tile, PROBLEM | {"M": M}) is None for tile in first)
+    eight_bits = starts("w4a16", PROBLEM | {"M": M, "bits": 8}, 132)
+    assert LinearHopperTile not in {type(tile) for tile in eight_bits}
+
+
+def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
+    monkeypatch.setattr(tune_module, "_has_gluon", lambda: False)
+    for M in (17, 128, 1024):
+        first = starts("w4a16", PROBLEM | {"M": M}, 132)
+        assert LinearHopperTile not in {type(tile) for tile in first}
+
+
+@pytest.mark.parametrize("start", LINEAR_HOPPER_SIZES)
+def test_a_search_reaches_every_hopper_tile_that_can_run(start):
+    """From any size, since each start may be the fastest."""
+    problem = PROBLEM | {"M": 64, "N": 4096}
+    parts, block_m = start
+    seen = [LinearHopperTile(blocks=132, parts=parts, block_m=block_m)]
+    for tile in seen:
+        for other in neighbours(tile):
+            can_run = tile_table.OPS["w4a16"].fault(other, problem) is None
+            if can_run and other not in seen:
+                seen.append(other)
+    # four sizes, whole or in 2 or 4 parts, and one in halves
+    assert len(seen) == 4 * 3 + 1
+
+
+def test_a_faster_hopper_tile_is_kept(hopper, monkeypatch):
+    best = LinearHopperTile(blocks=132, parts=3, block_m=128, split=2)
+    problem = PROBLEM | {"M": 128}
+    table = launch.TileTable(gpu="made up")
+    monkeypatch.setattr(tune_module, "check", lambda case: table.find("w4a16", **problem))
+
+    def time_calls(calls, replays):
+        tile = table.find("w4a16", **problem).tile
+        return 5.0 if tile == best else 6.0 + isinstance(tile, LinearTile)
+
+    monkeypatch.setattr(tune_module, "time_calls", time_calls)
+    case = SimpleCase()
+    case.tuned = ("w4a16", problem)
+    tuned = tune_module.tune_case(case, table, 132, "torch 1", never)
+    assert tuned.is_faster and tuned.best == best and not tuned.wrong
+    assert table.find("w4a16", **problem).tile == best
+    assert isinstance(tuned.default, LinearHopperTile) and "split 2" in format_tuned(tuned)
 
 
 @pytest.fixture
@@ -191,6 +252,7 @@ def test_without_a_gpu_it_says_so():
     "op, shape, m",
     [
         ("w4a16", "4096x512", 16),
+        ("w4a16", "4096x1024", 128),
         pytest.param("w8a8", "4096x512", 16, marks=pytest.mark.skipif(ON_HOPPER, reason=NO_TABLE)),
         ("paged_attention", "256x1", 2),
     ],
@@ -212,3 +274,32 @@ def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, sh
         assert launch.tile_table_of(torch.device("cuda", 0)).rows == stored.rows
     finally:
         launch.tile_table_of.cache_clear()
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("most", [64, 512])
+def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert_close, most):
+    """Found for the whole bucket, each number of rows takes as many blocks as it needs."""
+    from qkernels import ops
+
+    N, K = 1088, 1024
+    packed = make_weight(N, K, 128)
+    weight, weight_NK = ops.prepare_weight(packed, torch.bfloat16), packed.dequantize(torch.float64)
+    problem = {"N": N, "K": K, "group": 128, "bits": 4, "M": most}
+    table = launch.tile_table_of(device)
+    tiles = [LinearHopperTile(blocks=launch.sm_count(device))]
+    for tile in tiles:
+        allowed = (t for t in neighbours(tile) if not tile_table.OPS["w4a16"].fault(t, problem))
+        tiles += [other for other in allowed if other not in tiles]
+    assert len(tiles) > 6
+    for tile in tiles:
+        row = tile_table.TileRow(
+            op="w4a16", problem=problem, tile=tile, microseconds=1.0, default_microseconds=None
+        )
+        with table.trying(row):
+            for M in (most // 2 + 1, most - 1, most):
+                x = torch.randn(M, K, device=device).to(torch.bfloat16)
+                got = ops.linear(x, weight)
+                assert row.key in table.taken
+                assert_close(f"{tile} M={M}", x.double() @ weight_NK.t(), got, 5e-3)
+                assert torch.equal(got, ops.linear(x, weight)), "equal inputs, equal bits"
