@@ -3,6 +3,8 @@
 Each function takes the name that its KernelError gives the argument. Legend as in ops.py.
 """
 
+import functools
+
 import torch
 
 from formats.scheme import ActivationSpec
@@ -129,10 +131,11 @@ def check_scales(
 def can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
     """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
     return all(
-        number % 16 == 0
+        tensor.data_ptr() % 16 == 0 and _rows_are_aligned(tensor.stride(), tensor.element_size())
         for tensor in tensors
-        for number in (
-            tensor.data_ptr(),
-            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
-        )
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_are_aligned(strides: tuple[int, ...], element_size: int) -> bool:
+    return all(stride * element_size % 16 == 0 for stride in strides[:-1])
