@@ -22,6 +22,7 @@ from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_BLOCK_K,
     LINEAR_MIN_BLOCK_K,
+    LINEAR_RING_ROWS,
     linear_block_k,
 )
 
@@ -134,7 +135,10 @@ def _note_weight_only_body(problem: Problem) -> str:
     if lacks is not None:
         return f"all rows take the portable body; those for Hopper: {lacks}"
     digits = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
-    return f"{digits}, many rows take the Hopper body" if problem.spec.bits == 4 else digits
+    if problem.spec.bits == 8:
+        return digits
+    digits += f" (of a large weight up to {LINEAR_RING_ROWS[-1]})"
+    return f"{digits}, many rows take the Hopper body"
 
 
 def _note_weight_only(problem: Problem) -> str:

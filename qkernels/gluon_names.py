@@ -18,6 +18,7 @@ DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
 }
 
 _RENAMED = gl.constexpr(hasattr(tma, "async_load"))

@@ -3,30 +3,41 @@
 Legend: M rows of x, N outputs, K inputs.
 """
 
-from qkernels.tiles import LinearDigitsTile, LinearTile, linear_digits_tile, linear_tile
+from qkernels.tiles import (
+    LinearDigitsTile,
+    LinearRingTile,
+    LinearTile,
+    linear_digits_tile,
+    linear_ring_tile,
+    linear_tile,
+)
 from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
+
+# one for each body
+AnyLinearTile = LinearTile | LinearDigitsTile | LinearRingTile | LinearHopperTile
 
 
 def chosen_linear_tile(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int, gluon: bool
-) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
+) -> AnyLinearTile | None:
     """The best body's tile; None: the library multiplies. `gluon`: the bodies for sm_90 run."""
     tile = None
     if gluon:
         tile = linear_digits_tile(M, N, K, group, bits, sm_count)
+        tile = tile or linear_ring_tile(M, N, K, group, bits, sm_count)
     if gluon and bits == 4:
         tile = tile or linear_hopper_tile(M, N, K, group, sm_count)
     return tile or linear_tile(M, N, K, group, sm_count)
 
 
 def tabled_linear_tile(
-    tile: LinearTile | LinearHopperTile | LinearDigitsTile | None,
+    tile: AnyLinearTile | None,
     M: int,
     N: int,
     K: int,
     sm_count: int,
     gluon: bool,
-) -> tuple[LinearTile | LinearHopperTile | LinearDigitsTile | None, bool]:
+) -> tuple[AnyLinearTile | None, bool]:
     """A table's tile for these rows on this GPU, and whether it can run.
 
     A table says nothing of the triton that is installed, and of the SMs what somebody wrote: parts
@@ -35,4 +46,4 @@ def tabled_linear_tile(
     if isinstance(tile, LinearHopperTile):
         tile = tile.on(M, N, sm_count)
         return tile, gluon and tile.fits(M, N, K)
-    return tile, gluon or not isinstance(tile, LinearDigitsTile)
+    return tile, gluon or not isinstance(tile, LinearDigitsTile | LinearRingTile)

@@ -10,9 +10,11 @@ from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_BLOCK_K,
+    LINEAR_RING_ROWS,
     LINEAR_TILE_N,
     LINEAR_WORKSPACE_FLOATS,
     LinearDigitsTile,
+    LinearRingTile,
     LinearTile,
     ceil_div,
     linear_block_k,
@@ -78,6 +80,24 @@ def linear_hopper_tile_fault(
         return f"tiles of 64 rows are for at most 64, found {M}"
     if not tile.fits(M, N, K):
         return f"its parts of K need steps, blocks that run at once and workspace, found {tile}"
+    return None
+
+
+def linear_ring_tile_fault(
+    tile: LinearRingTile, *, M: int, N: int, K: int, group: int, bits: int
+) -> str | None:
+    """None: the kernel can run it."""
+    if bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        return f"takes 4 bits and groups divisible by 128, found {bits} and {group} of {K} inputs"
+    if tile.rows not in LINEAR_RING_ROWS or tile.rows < M:
+        return f"rows must be 8 or 16 and at least the {M} of the problem, found {tile.rows}"
+    if tile.split < 1 or not 1 <= tile.stages <= MAX_STAGES:
+        return (
+            f"split must be at least 1 and stages 1 to {MAX_STAGES},"
+            f" found {tile.split} and {tile.stages}"
+        )
+    if not tile.fits(N, K):
+        return f"the workspace and its counters do not hold {tile.split} parts of [{N}, {K}]"
     return None
 
 

@@ -18,13 +18,14 @@ from qkernels import tile_faults
 from qkernels.attention_tiles import AttentionTile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile
-from qkernels.tiles import LinearDigitsTile, LinearTile, power_of_two
+from qkernels.linear_choice import AnyLinearTile
+from qkernels.tiles import LinearDigitsTile, LinearRingTile, LinearTile, power_of_two
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 FORMAT = 1
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"
 
-Tile = LinearTile | LinearDigitsTile | LinearHopperTile | Int8Tile | AttentionTile
+Tile = AnyLinearTile | Int8Tile | AttentionTile
 Key = tuple[object, ...]
 
 
@@ -59,6 +60,7 @@ OPS: dict[str, TunedOp] = {
             LinearTile: tile_faults.linear_tile_fault,
             LinearDigitsTile: tile_faults.linear_digits_tile_fault,
             LinearHopperTile: tile_faults.linear_hopper_tile_fault,
+            LinearRingTile: tile_faults.linear_ring_tile_fault,
         },
         exact=("N", "K", "group", "bits"),
         bucketed=("M",),
@@ -78,8 +80,8 @@ OPS: dict[str, TunedOp] = {
 
 
 def bucket(count: int) -> int:
-    """The largest count that shares a row with this one: 1, 2, 4, 16, then powers of two."""
-    return power_of_two(count) if count <= 4 else max(16, power_of_two(count))
+    """The largest count that shares a row with this one: powers of two."""
+    return power_of_two(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

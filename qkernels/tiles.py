@@ -50,6 +50,35 @@ class LinearDigitsTile:
     ahead: int = 2  # steps that a warp asks for at once
 
 
+LINEAR_RING_ROWS = (8, 16)  # of x that a tile has place for
+LINEAR_RING_TILE_N = 2 * LINEAR_TILE_N
+LINEAR_RING_BLOCKS_OF_SM = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRingTile:
+    """How one product of 5 to 16 rows is cut for the ring of digits (w4a16_digits_ring.py)."""
+
+    rows: int  # of x that it has place for: 8 or 16
+    split: int = 1  # parts of K
+    stages: int = 5  # steps of 128 inputs on their way
+
+    def tiles(self, N: int) -> int:
+        return ceil_div(N, LINEAR_RING_TILE_N)
+
+    def fits(self, N: int, K: int) -> bool:
+        """Whether each part of K has a step, and digits and sums a place in the workspace."""
+        steps = K // LINEAR_MAX_BLOCK_K
+        floats = steps * self.rows * (LINEAR_MAX_BLOCK_K + 4)
+        if self.split > 1:
+            floats += self.tiles(N) * self.split * LINEAR_RING_TILE_N * self.rows
+        return (
+            self.split <= steps
+            and floats <= LINEAR_WORKSPACE_FLOATS
+            and (self.split == 1 or self.tiles(N) * 2 <= LINEAR_COUNTERS)
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinearRow:
     max_m: int
@@ -157,6 +186,34 @@ def linear_digits_fit(M: int, K: int) -> bool:
     return K // LINEAR_MAX_BLOCK_K * columns * (LINEAR_MAX_BLOCK_K // 4 + 2) <= (
         LINEAR_WORKSPACE_FLOATS
     )
+
+
+# The digits of a ring cost a kernel, and its parts of K another wait: small weights do not gain.
+_RING_LEAST = {8: 24 * 2**20, 16: 2**26}  # numbers of the weight, for each number of rows
+
+
+# Measured, us for qkv / o / gate_up / down, in brackets the portable body:
+# M = 8    7.6 (7.9) / 7.0 (6.6) / 19.2 (23.9) / 11.8 (13.5)   split 4 / 8 / 1 / 8
+# M = 16   10.3 (8.3) / 9.6 (7.1) / 21.7 (23.7) / 15.8 (14.1)  split 5 / 8 / 1 / 8
+# stages of gate_up 4 to 8: 19.1 to 19.4 at 8 rows, 21.7 to 22.8 at 16; of down 11.8 to 13.0
+@functools.lru_cache(maxsize=4096)
+def linear_ring_tile(
+    M: int, N: int, K: int, group: int, bits: int, sm_count: int
+) -> LinearRingTile | None:
+    """The tile for 5 to 16 rows; None: another body is faster, or it cannot."""
+    rows = next((rows for rows in LINEAR_RING_ROWS if rows >= M), None)
+    if rows is None or M <= LINEAR_DIGITS_MAX_ROWS or bits != 4:
+        return None
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or _RING_LEAST[rows] > N * K:
+        return None
+    blocks = LINEAR_RING_BLOCKS_OF_SM * sm_count
+    for split in _SPLITS if rows == 8 else ():
+        tile = LinearRingTile(rows=rows, split=split)
+        if tile.fits(N, K) and tile.tiles(N) * split <= blocks:
+            return tile
+    tile = LinearRingTile(rows=rows, stages=5 if rows == 8 else 4)
+    # of 9 to 16 rows, parts of K take longer than they save
+    return tile if tile.fits(N, K) and tile.tiles(N) > sm_count else None
 
 
 # Measured, us for qkv / o / gate_up / down, in brackets the portable body:

@@ -24,11 +24,12 @@ from qkernels.launch import (
     tile_table_of,
     workspace,
 )
-from qkernels.linear_choice import chosen_linear_tile, tabled_linear_tile
+from qkernels.linear_choice import AnyLinearTile, chosen_linear_tile, tabled_linear_tile
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_TILE_N,
     LinearDigitsTile,
+    LinearRingTile,
     LinearTile,
     ceil_div,
     linear_block_k,
@@ -130,7 +131,7 @@ def linear(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
     *,
-    tile: LinearTile | LinearHopperTile | LinearDigitsTile | None = None,
+    tile: AnyLinearTile | None = None,
 ) -> torch.Tensor:
     """x [..., K] to [..., N]; equal inputs, equal bits. `tile` replaces the choice of tiles.py."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -158,6 +159,10 @@ def linear(
         from qkernels import w4a16_digits
 
         y_MN = w4a16_digits.linear(x_MK, weight, bias, tile, offset=offset)
+    elif isinstance(tile, LinearRingTile):
+        from qkernels import w4a16_digits_ring
+
+        y_MN = w4a16_digits_ring.linear(x_MK, weight, bias, tile, offset=offset)
     else:
         y_MN = _portable(x_MK, weight, bias, tile, offset)
     return y_MN if x.ndim == 2 else y_MN.view(*x.shape[:-1], N)
@@ -217,7 +222,7 @@ def _portable(
 
 def _chosen_tile(
     device: torch.device, M: int, N: int, K: int, group: int, bits: int
-) -> LinearTile | LinearHopperTile | LinearDigitsTile | None:
+) -> AnyLinearTile | None:
     """A tile measured on this GPU, else the choice of tiles.py; None: the library multiplies."""
     gluon, sms = lacks_gluon(device) is None, sm_count(device)
     row = tile_table_of(device).find("w4a16", N=N, K=K, group=group, bits=bits, M=M)

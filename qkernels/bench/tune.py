@@ -25,7 +25,9 @@ from qkernels.tile_table import Tile, TileRow, TileTable
 from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_ROWS,
+    LINEAR_RING_ROWS,
     LinearDigitsTile,
+    LinearRingTile,
     LinearTile,
     linear_tile,
 )
@@ -55,6 +57,10 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "block_n": (16, 32, 64),
         "warps": (4, 8, 16),
         "ahead": (1, 2, 3, 4),
+    },
+    LinearRingTile: {
+        "split": (1, 2, 3, 4, 5, 6, 8, 10),
+        "stages": (3, 4, 5, 6, 8),
     },
     Int8Tile: {
         "split": (1, 2, 3, 4),
@@ -161,6 +167,7 @@ def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | No
         if _has_gluon() and M > LINEAR_DIGITS_MAX_ROWS:
             block_m = 64 if M <= 64 else 128
             found.append(LinearHopperTile(blocks=sm_count, block_m=block_m))
+            found += [LinearRingTile(rows=rows) for rows in LINEAR_RING_ROWS if rows >= M]
         if M >= 256:
             found.append(None)
     tuned = tile_table.OPS[op]

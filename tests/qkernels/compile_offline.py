@@ -31,6 +31,7 @@ from qkernels import (
     sampling,
     w4a16,
     w4a16_digits,
+    w4a16_digits_ring,
     w4a16_hopper,
     w8a8,
     w8a8_hopper,
@@ -41,6 +42,7 @@ from qkernels.tiles import (
     LINEAR_DIGITS,
     LINEAR_DIGITS_COLUMNS,
     linear_digits_tile,
+    linear_ring_tile,
     linear_tile,
 )
 from qkernels.w4a16_hopper_tiles import linear_hopper_tile
@@ -250,6 +252,45 @@ def digits_linear_case(
     scalars = {"K": "i32", "steps": "i32", "tiles": "i32"}
     options = {"num_warps": 1, "launch_pdl": True}
     compile_kernel(input_digits._digits, pointers, scalars, constants, options)
+    return found
+
+
+def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True) -> dict:
+    """W4A16 of 5 to 16 rows, and the kernel that makes its digits."""
+    tile = linear_ring_tile(M, N, K, 128, 4, 132)
+    bytes_of_rows = [4 * tile.rows, 128]
+
+    def box(kind: str, block: list[int], element) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
+        return f"tensordesc<{kind}[{', '.join(map(str, block))}],{layout!r}>"
+
+    half = gl.bfloat16 if dtype == "bf16" else gl.float16
+    pointers = {
+        "words_desc": box("i8", w4a16_digits_ring.WORDS_BOX, gl.int8),
+        "digits_desc": box("i8", bytes_of_rows, gl.int8),
+        "facts_desc": box("fp32", [4 * tile.rows], gl.float32),
+        "scales_desc": box("fp16", [64], gl.float16),
+        "offsets_desc": box(dtype, [64], half),
+        "bias_ptr": f"*{dtype}",
+        "y_ptr": f"*{dtype}",
+        "partials_ptr": "*fp32",
+        "counters_ptr": "*i32",
+    }
+    format = w4a16_digits_ring.Format(
+        steps_of_group=1, offset=136, has_offsets=not symmetric, has_bias=True
+    )
+    scalars = dict.fromkeys(("M", "N", "steps", "tiles"), "i32")
+    registers = w4a16_digits_ring.REGISTERS
+    options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
+    kernel = w4a16_digits_ring._w4a16_digits_ring
+    constants = {"TILE": tile, "FORMAT": format}
+    found = compile_kernel(kernel, pointers, scalars, constants, options)
+    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "facts_ptr": "*fp32"}
+    constants = {"R": tile.rows, "SUMS": not symmetric, "STEP": 128, "EARLY": True}
+    constants["BLOCK"] = input_digits.STEPS_OF_BLOCK
+    options = {"num_warps": 1, "launch_pdl": True}
+    scalars = {"K": "i32", "steps": "i32"}
+    compile_kernel(input_digits._digit_rows, pointers, scalars, constants, options)
     return found
 
 
@@ -577,6 +618,9 @@ CASES = {
     "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
     "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
     "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),
+    "ring M=8": lambda: ring_linear_case(8, 28672, 4096),
+    "ring in parts, float16 asymmetric": lambda: ring_linear_case(5, 4096, 14336, "fp16", False),
+    "ring M=16 asymmetric": lambda: ring_linear_case(16, 28672, 4096, symmetric=False),
     "digits 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),
     "linear int8 M=1": lambda: int8_case(1, 4096, 4096),
     "linear int8 M=128": lambda: int8_case(128, 4096, 4096),

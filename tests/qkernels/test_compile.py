@@ -83,6 +83,16 @@ def test_digits_go_from_memory_to_registers(compiled):
         assert facts.get("registers", 0) <= (168 if "wide" in name else 80), name
 
 
+def test_two_blocks_of_a_ring_fit_on_an_sm(compiled):
+    found = {name: facts for name, facts in compiled.items() if name.startswith("ring")}
+    assert len(found) == 3
+    for name, facts in found.items():
+        # 128 inputs in 4 products of the tensor core, in each of two warpgroups
+        assert facts["wgmma"] and facts.get("hgmma", 8) == 8, name
+        assert facts["shared"] <= (SHARED_MEMORY - 1024) // 2, name
+        assert facts.get("registers", 80) == 80, "384 threads"
+
+
 def test_the_products_of_attention_do_not_wait_for_each_other(compiled):
     """A loop waits twice, for scores and for sums of values.
 

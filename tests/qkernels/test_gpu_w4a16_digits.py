@@ -26,8 +26,10 @@ def check(assert_close, tolerance):
         weight_NK = packed.dequantize(torch.float64)
         want = x.double() @ weight_NK.t() + added
         assert_close("digits", want, got, min(4e-3, tolerance(got.dtype)))
-        # inputs have 30 bits and the codes none to lose: what is left is the sum in float32
-        bound = torch.finfo(got.dtype).eps * want.abs() + 2**-20 * (
+        # inputs have 30 bits and the codes none to lose: what is left is the sum in float32, and
+        # what rounding it to the dtype costs, which has a smallest number
+        info = torch.finfo(got.dtype)
+        bound = info.eps * want.abs().clamp(min=info.smallest_normal) + 2**-20 * (
             x.double().abs() @ weight_NK.abs().t()
         )
         assert ((got.double() - want).abs() <= bound).all(), "an element is off"

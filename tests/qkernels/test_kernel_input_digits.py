@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkernels.input_digits import digits_of
+from qkernels.input_digits import digit_rows_of, digits_of
 
 
 def columns_of(digits, bits):
@@ -51,3 +51,29 @@ def test_zeros_and_what_is_no_number(half, device):
     assert torch.equal(scales.isnan().any(-1), scales.isnan().all(-1))
     columns = columns_of(digits, 4)
     assert not columns[:, 0, :4].any() and not columns[:, 1, 4:].any()
+
+
+@pytest.mark.parametrize("M, K, R", [(5, 128, 8), (8, 384, 8), (9, 256, 16), (16, 128, 16)])
+@pytest.mark.parametrize("spread", [0, 12])
+def test_rows_of_digits_are_the_inputs(half, device, M, K, R, spread):
+    generator = torch.Generator().manual_seed(M + K)
+    x = torch.randn(M, K, generator=generator)
+    x = (x * 2 ** (spread * torch.rand(M, K, generator=generator))).to(half)
+    x[0, 5], x[2] = 0, 0
+    x[3, 7] = float("inf")
+    digits = digit_rows_of(x.to(device), R, with_sums=True)
+    steps = K // 128
+    # [step, digit, row, j, h, t, e, 1 of {0, 16}]: input 32 j + 16 (last) + 8 h + 2 t + e
+    data = digits.words.cpu().view(torch.int8).view(steps, 4, R, 4, 2, 4, 2, 2)
+    values = data.permute(0, 1, 2, 3, 7, 4, 5, 6).reshape(steps, 4, R, 128)[:, :, :M].double()
+    facts = digits.facts.cpu()[:, :, :M]
+    integers = (values * 256.0 ** torch.arange(4).view(4, 1, 1)).sum(1)
+    got = (integers * facts[:, 0, :, None].double()).transpose(0, 1)
+    want = x.double().view(M, steps, 128)
+    finite = [m for m in range(M) if m != 3]
+    assert ((got - want)[finite].abs() <= 2**-29 * want[finite].abs().amax(2, keepdim=True)).all()
+    assert got[3, 0].isnan().all() and got[3, 1:].isfinite().all()
+    sums = facts.view(torch.int32)
+    pairs = values.sum(-1).int()
+    assert torch.equal(sums[:, 1], pairs[:, 0] + 256 * pairs[:, 1])
+    assert torch.equal(sums[:, 2], pairs[:, 2] + 256 * pairs[:, 3])

@@ -25,7 +25,7 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
     x = torch.randn(5, 256).to(device, half)
     monkeypatch.setattr(w4a16, "chosen_linear_tile", no_default)
-    problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 16}
+    problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 8}
     want = x.double() @ packed.dequantize(torch.float64).t()
     for tile in (LinearTile(block_m=16, block_n=128, split=3), None):
         with launch.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
@@ -57,7 +57,7 @@ def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):
     x = torch.randn(5, 256).to(device, half)
     codes, scales = ops.quantize_input(x, packed.activation)
     monkeypatch.setattr(w8a8, "int8_tile", no_default)
-    problem = {"N": 64, "K": 256, "integers": True, "M": 16}
+    problem = {"N": 64, "K": 256, "integers": True, "M": 8}
     tile = Int8Tile(block_m=16, block_n=64, split=2)
     want = codes.double() * scales.double() @ packed.dequantize(torch.float64).t()
     with launch.tile_table_of(x.device).trying(row("w8a8", problem, tile)):

@@ -16,8 +16,10 @@ from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
     LinearDigitsTile,
+    LinearRingTile,
     LinearTile,
     linear_digits_tile,
+    linear_ring_tile,
     linear_tile,
 )
 from qkernels.w4a16_hopper_tiles import (
@@ -80,7 +82,7 @@ def test_no_file_is_an_empty_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "M, found", [(1, False), (4, False), (5, True), (16, True), (17, False), (400, True)]
+    "M, found", [(1, False), (8, False), (9, True), (16, True), (17, False), (400, True)]
 )
 def test_rows_share_a_bucket(table, M, found):
     assert (table.find("w4a16", **LINEAR, M=M) is not None) == found
@@ -100,7 +102,7 @@ def test_attention_is_found_by_lengths(table):
 
 
 def test_buckets_grow():
-    assert [bucket(n) for n in (1, 2, 3, 5, 16, 17, 64, 65)] == [1, 2, 4, 16, 16, 32, 64, 128]
+    assert [bucket(n) for n in (1, 2, 3, 5, 16, 17, 64, 65)] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def test_trying_a_row_leaves_nothing_behind(table):
@@ -191,7 +193,7 @@ def test_faults_of_int8_and_attention_tiles():
 
 
 @pytest.mark.parametrize("sm_count", [4, 46, 132])
-@pytest.mark.parametrize("M", [1, 2, 3, 16, 17, 64, 128, 256, 1024, 4096])
+@pytest.mark.parametrize("M", [1, 2, 3, 5, 8, 16, 17, 64, 128, 256, 1024, 4096])
 def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
     for N in (8, 1000, 6144, 28672, 151936):
         for K in (128, 4096, 14336):
@@ -203,6 +205,11 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
             for bits in (4, 8):
                 tile = linear_digits_tile(M, N, K, 128, bits, sm_count)
                 assert (tile is not None) == (M <= LINEAR_DIGITS_MAX_ROWS)
+                if tile is not None:
+                    whole = problem | {"group": 128, "bits": bits}
+                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+                tile = linear_ring_tile(M, N, K, 128, bits, sm_count)
+                assert tile is None or (4 < M <= 16 and bits == 4)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
@@ -310,6 +317,7 @@ def test_other_tiles_of_a_table_are_as_they_are():
     digits = LinearDigitsTile()
     assert tabled_linear_tile(digits, 4, 6144, 4096, 132, True) == (digits, True)
     assert not tabled_linear_tile(digits, 4, 6144, 4096, 132, False)[1]
+    assert not tabled_linear_tile(LinearRingTile(rows=8), 8, 6144, 4096, 132, False)[1]
 
 
 HOPPER_DAMAGE = {
@@ -346,6 +354,51 @@ def test_what_was_measured_of_a_product(table):
     assert [row.problem["M"] for row in table.measured("w4a16", **LINEAR)] == [16, 512]
     assert table.measured("w4a16", **LINEAR | {"K": 8192}) == []
     assert [row.op for row in table.measured("w8a8", **INT8)] == ["w8a8"]
+
+
+def test_what_a_ring_of_digits_needs():
+    problem = {"M": 8, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(LinearRingTile(rows=8), **changed or {})
+        return tile_faults.linear_ring_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(group=384) is None
+    assert fault({"rows": 16}, M=16) is None and fault({"split": 32}) is None
+    for change in ({"M": 9}, {"bits": 8}, {"group": 64}, {"K": 2**20}):
+        assert fault(**change) is not None, change
+    for change in ({"rows": 4}, {"rows": 32}, {"split": 0}, {"stages": 0}, {"stages": 9}):
+        assert fault(change) is not None, change
+    assert "workspace" in fault({"split": 33}), "a part without a step"
+    # of [many, 128] all counters are in use; without parts none is
+    many = LINEAR_COUNTERS * 64
+    assert fault({"split": 2}, N=many + 1, K=256) is not None and fault(N=many + 1) is None
+    # the digits of 8 rows of K inputs, and the sums of two parts
+    K = 4096
+    free = LINEAR_WORKSPACE_FLOATS - K // 128 * 8 * 132
+    N = free // (2 * 128 * 8) * 128
+    assert fault({"split": 2}, N=N) is None and fault({"split": 2}, N=N + 128) is not None
+
+
+def test_a_ring_of_digits_is_for_large_weights():
+    llama = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    found = {
+        (name, M): linear_ring_tile(M, *shape, 128, 4, 132)
+        for name, shape in llama.items()
+        for M in (4, 5, 8, 9, 16, 17)
+    }
+    assert linear_ring_tile(8, 4096, 4096, 128, 4, 132) is None
+    chosen = {key: (tile.rows, tile.split) for key, tile in found.items() if tile}
+    assert chosen == {
+        ("qkv", 5): (8, 4),
+        ("qkv", 8): (8, 4),
+        ("gate_up", 5): (8, 1),
+        ("gate_up", 8): (8, 1),
+        ("gate_up", 9): (16, 1),
+        ("gate_up", 16): (16, 1),
+        ("down", 5): (8, 8),
+        ("down", 8): (8, 8),
+    }
 
 
 def test_a_tile_must_fit_the_whole_bucket():

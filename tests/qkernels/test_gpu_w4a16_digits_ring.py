@@ -1,0 +1,173 @@
+"""W4A16 of 5 to 16 rows as a ring of 8-bit digits against float64, on an sm_90 GPU."""
+
+import pytest
+import torch
+
+from formats.bits import pack
+from qkernels import ops
+from qkernels.tiles import LinearRingTile, linear_ring_tile
+
+w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+
+pytestmark = pytest.mark.hopper
+
+TILES = {8: LinearRingTile(rows=8), 16: LinearRingTile(rows=16)}
+
+
+@pytest.fixture
+def check(assert_close, tolerance):
+    """One product, whole and by element, twice."""
+
+    def run(packed, x, bias=None, tile=None):
+        weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
+        tile = tile or TILES[8 if x.shape[0] <= 8 else 16]
+        got = w4a16.linear(x, weight, bias, tile=tile)
+        assert got.dtype == x.dtype
+        added = 0 if bias is None else bias.double()
+        weight_NK = packed.dequantize(torch.float64)
+        want = x.double() @ weight_NK.t() + added
+        assert_close("ring", want, got, min(4e-3, tolerance(got.dtype)))
+        # inputs have 30 bits and the codes none to lose: what is left is the sum in float32, and
+        # what rounding it to the dtype costs, which has a smallest number
+        info = torch.finfo(got.dtype)
+        bound = info.eps * want.abs().clamp(min=info.smallest_normal) + 2**-20 * (
+            x.double().abs() @ weight_NK.abs().t()
+        )
+        assert ((got.double() - want).abs() <= bound).all(), "an element is off"
+        again = w4a16.linear(x, weight, bias, tile=tile)
+        assert torch.equal(got, again), "equal inputs, equal bits"
+
+    return run
+
+
+def random_x(M, K, dtype, spread=0):
+    """Normal numbers times powers of two up to 2^spread."""
+    generator = torch.Generator("cuda").manual_seed(M + K)
+    x = torch.randn(M, K, device="cuda", generator=generator)
+    return (x * 2 ** (spread * torch.rand(M, K, device="cuda", generator=generator))).to(dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("group", [128, 256, 384, -1])
+@pytest.mark.parametrize("M", [1, 5, 8, 9, 16])
+def test_every_group_length(check, make_weight, half, poison, M, group, symmetric):
+    check(make_weight(200, 768, group, symmetric, spread=8), random_x(M, 768, half))
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("stages", [1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_every_tile(check, make_weight, half, poison, rows, stages, split):
+    """9 steps: parts of unequal length, and a ring that is not a multiple of any."""
+    tile = LinearRingTile(rows=rows, stages=stages, split=split)
+    packed = make_weight(328, 1152, 128, symmetric=False)
+    check(packed, random_x(rows - 1, 1152, half), tile=tile)
+
+
+def test_more_tiles_than_blocks(check, make_weight, half):
+    """Blocks that go on to a next tile keep their place in the ring."""
+    packed = make_weight(128 * 700 + 8, 384, 128)
+    check(packed, random_x(8, 384, half))
+
+
+def test_many_times_the_same(make_weight, half):
+    """Who comes last at the meeting of parts changes nothing."""
+    weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="triton_w4a16")
+    x = random_x(7, 4096, half)
+    tile = LinearRingTile(rows=8, split=10)
+    want = w4a16.linear(x, weight, tile=tile)
+    for _ in range(200):
+        assert torch.equal(w4a16.linear(x, weight, tile=tile), want)
+
+
+@pytest.mark.parametrize("K", [128, 256, 1024, 2176])
+@pytest.mark.parametrize("N", [8, 24, 72, 136, 1000])
+def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, K):
+    bias = torch.randn(N, device="cuda").to(half)
+    check(make_weight(N, K, 128, symmetric=False), random_x(6, K, half), bias)
+
+
+def test_extreme_codes_and_inputs(check, make_weight, half, poison):
+    """The largest sum of a step that there is: every code and every digit at its end."""
+    for symmetric in (True, False):
+        packed = make_weight(64, 256, 128, symmetric)
+        packed.words_NW[:32], packed.words_NW[32:] = 0, -1
+        if not symmetric:
+            packed.zeros_NG[::2], packed.zeros_NG[1::2] = 0, 15
+        x = torch.full((5, 256), 255 / 256, device="cuda", dtype=half)
+        x[1], x[2, ::2] = -x[1], -x[2, ::2]
+        check(packed, x)
+
+
+@pytest.mark.parametrize("M", [7, 12])
+def test_inputs_of_very_different_sizes(check, make_weight, half, poison, M):
+    """Of one group, too: a digit less would show in the sums of the small ones."""
+    x = random_x(M, 512, half, spread=12) * 2.0**-8  # sums stay in the range of float16
+    check(make_weight(136, 512, 128, spread=8), x)
+
+
+def test_a_large_input_under_a_code_of_zero_hides_nothing(make_weight, half):
+    """Codes of 8 are zero: the sum is of inputs 2^-12 as large as the group's largest."""
+    packed = make_weight(64, 256, 128)
+    codes = packed.codes()
+    codes[:, [5, 200]] = 8
+    packed.words_NW.copy_(pack(codes, 4))
+    x = random_x(6, 256, half) / 4
+    x[:, [5, 200]] = 2.0**12
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    got = w4a16.linear(x, weight, tile=TILES[8]).double()
+    want = x.double() @ packed.dequantize(torch.float64).t()
+    assert (got - want).norm() < 2 * torch.finfo(half).eps * want.norm()
+
+
+@pytest.mark.parametrize("power", [None, -60, -6, 14, 100])
+def test_any_size(check, make_weight, half, poison, power):
+    """Within what outputs in the dtype can hold; a row of zeros among them."""
+    if half == torch.float16 and power in (-60, 100):
+        pytest.skip("float16 has no such numbers")
+    x = random_x(5, 256, half)
+    x = (x / x.abs().amax() * (0 if power is None else 2.0**power)).to(half)
+    x[1] = 0
+    check(make_weight(72, 256, 128), x)
+
+
+def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
+    packed = make_weight(72, 256, 128, symmetric=False)
+    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    x = random_x(6, 256, half)
+    want = w4a16.linear(x, weight, tile=TILES[8])
+    x[1, 3], x[2, 255] = float("nan"), float("-inf")
+    got = w4a16.linear(x, weight, tile=TILES[8])
+    assert got[1:3].isnan().all()
+    assert torch.equal(got[[0, 3, 4, 5]], want[[0, 3, 4, 5]]), "rows do not touch each other"
+
+
+def test_strides_and_an_odd_address(make_weight, half):
+    weight = ops.prepare_weight(make_weight(136, 128, 128), half, kernel="triton_w4a16")
+    x = random_x(1, 2 * 6 * 128 + 1, half)[0, 1:].view(6, 256)
+    want = w4a16.linear(x[:, ::2].clone(), weight, tile=TILES[8])
+    assert torch.equal(w4a16.linear(x[:, ::2], weight, tile=TILES[8]), want)
+
+
+def test_chosen_and_captured_among_others(make_weight, half):
+    """A graph of products that share digits' memory, replayed with new inputs."""
+    N, K = 8192, 4096
+    assert linear_ring_tile(6, N, K, 128, 4, 132) and linear_ring_tile(6, K, N, 128, 4, 132)
+    packed = [make_weight(N, K, 128), make_weight(K, N, 128, symmetric=False)]
+    weights = [ops.prepare_weight(each, half) for each in packed]
+    x = random_x(6, K, half)
+
+    def both():
+        hidden = ops.linear(x, weights[0])
+        return hidden, ops.linear(hidden, weights[1])
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden, y = both()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        for result, given, each in ((hidden, x, packed[0]), (y, hidden, packed[1])):
+            want = given.double() @ each.dequantize(torch.float64).t()
+            assert float((result.double() - want).norm() / want.norm()) < 4e-3
