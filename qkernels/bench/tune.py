@@ -59,6 +59,7 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "ahead": (1, 2, 3, 4),
     },
     LinearRingTile: {
+        "rows": LINEAR_RING_ROWS,
         "split": (1, 2, 3, 4, 5, 6, 8, 10),
         "stages": (3, 4, 5, 6, 8),
     },

@@ -22,6 +22,7 @@ from formats.weights import round_to_nearest, with_activation
 from qkernels import (
     elementwise,
     kv_cache,
+    launch,
     ops,
     paged_attention,
     reference,
@@ -34,7 +35,7 @@ from qkernels import (
 from qkernels.bench.tune import OPTIONS
 from qkernels.int8_tiles import Int8Tile
 from qkernels.sample_settings import SampleRow, SampleSettings
-from qkernels.tiles import LINEAR_MAX_ROWS, LinearTile
+from qkernels.tiles import LINEAR_MAX_ROWS, LinearDigitsTile, LinearRingTile, LinearTile
 from tests.qkernels import fuzz
 from tests.qkernels.fuzz import FuzzedOp
 
@@ -46,9 +47,11 @@ FLOAT = (*HALF, "float32")
 MAX_COST = 10**10 if ON_GPU else 10**6
 REPEATS = 4 if ON_GPU else 0  # compiling takes seconds there, a run microseconds
 SHRINK_SECONDS = 30
+HOPPER = ON_GPU and launch.lacks_gluon(DEVICE) is None
+LINEAR_TILES = (LinearTile, *((LinearDigitsTile, LinearRingTile) if HOPPER else ()))
 
 EPS = {name: torch.finfo(getattr(torch, name)).eps for name in ("float16", "bfloat16", "float32")}
-ROWS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 118, 130, 257, 600, 1025)
+ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 64, 65, 118, 130, 257, 600, 1025)
 OUTPUTS = (8, 16, 24, 64, 72, 128, 136, 200, 1000, 4096)
 WIDTHS = (8, 64, 24, 200, 1000, 1025, 4096, 5120, 14336)
 BOOLS = (False, True)
@@ -73,12 +76,12 @@ def assert_near(name: str, want: torch.Tensor, got: torch.Tensor, bound: torch.T
     assert worst <= 1, f"{name}: an element is off by {worst:.3g} times what is allowed"
 
 
-def random_tile(cls: type, number: int, op: str, problem: dict) -> object | None:
+def random_tile(kinds: tuple[type, ...], number: int, op: str, problem: dict) -> object | None:
     """Tile 0 is the choice of tiles.py (None); the others any that could stand in a table."""
     rng = random.Random(number)
     while number:
-        values = {name: rng.choice(options) for name, options in OPTIONS[cls].items()}
-        tile = cls(**values)
+        kind = rng.choice(kinds)
+        tile = kind(**{name: rng.choice(options) for name, options in OPTIONS[kind].items()})
         if tile_table.OPS[op].fault(tile, problem) is None:
             return tile
     return None
@@ -116,7 +119,7 @@ def fuzz_linear(
     chosen = None
     if kernel != "reference":
         problem = {"M": M, "N": N, "K": K, "group": spec.group_length(K), "bits": bits}
-        chosen = random_tile(LinearTile, tile, "w4a16", problem)
+        chosen = random_tile(LINEAR_TILES, tile, "w4a16", problem)
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:
@@ -151,7 +154,7 @@ def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
     offset = rows((N,), dtype, seed) if bias else None
     codes, scales = quantize_input(x.cpu(), packed.activation, packed.input_scale)
     problem = {"M": M, "N": N, "K": K, "integers": "fp8" not in scheme}
-    chosen = random_tile(Int8Tile, tile, "w8a8", problem)
+    chosen = random_tile((Int8Tile,), tile, "w8a8", problem)
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:
