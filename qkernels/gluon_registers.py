@@ -23,6 +23,24 @@ FLOAT8_TO_HALF = gl.constexpr("""{
 
 
 @gluon.jit
+def signed_nibbles(codes):
+    """Bytes of two 4-bit codes q to bytes 16 (q - 8) of the low ones, and of the high ones.
+
+    Shifted left, not right: the sign is then in its place, and one instruction masks and flips it.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
+        " lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;"  # (a & b) ^ c
+        " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
+        "=r,=r,r",
+        [codes],
+        dtype=(gl.int8, gl.int8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
 def halves(words, DTYPE: gl.constexpr):
     """Both 16-bit halves of each word as numbers: [..., 2]."""
     low = words.to(gl.int16).to(DTYPE, bitcast=True)

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
+from qkernels.gluon_registers import signed_nibbles
 from qkernels.input_digits import TILE_WORDS, digits_of
 from qkernels.launch import launch, on_device
 from qkernels.prepared import PreparedWeight
@@ -116,8 +117,7 @@ def linear(
 def _left(codes, BITS: gl.constexpr, PRODUCT: gl.constexpr):
     """Bytes of codes [W, BN row] to the tensor core's left operand [W, BN, 128]. Moves nothing.
 
-    4 bits: 16 (q - 8). Shifted left, not right: the sign is then in its place, and one instruction
-    masks and flips it. Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of
+    4 bits: 16 (q - 8). Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of
     lane t. 8 bits: q - 128. Input 64 i + 16 w + 4 t + b is byte b of word w of lane t in turn i.
     """
     W: gl.constexpr = codes.shape[0]
@@ -130,16 +130,7 @@ def _left(codes, BITS: gl.constexpr, PRODUCT: gl.constexpr):
         # [W, row, i, t, w, b]
         values = signed.reshape([W, BN, 2, 4, 4, 4]).permute([0, 1, 2, 4, 3, 5])
     else:
-        low, high = gl.inline_asm_elementwise(
-            "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
-            " lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;"  # (a & b) ^ c
-            " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
-            "=r,=r,r",
-            [codes],
-            dtype=(gl.int8, gl.int8),
-            is_pure=True,
-            pack=4,
-        )
+        low, high = signed_nibbles(codes)
         # [W, row, t, j, b, h]
         values = gl.join(low, high).reshape([W, BN, 4, 4, 4, 2]).permute([0, 1, 3, 5, 2, 4])
     return gl.convert_layout(values.reshape([W, BN, 128]), LEFT, assert_trivial=True)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_names import barrier, descriptor, load_box
+from qkernels.gluon_registers import signed_nibbles
 from qkernels.input_digits import digit_rows_of
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight
@@ -57,7 +58,7 @@ def linear(
     *,
     offset: int,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, at an address divisible by 16, to [M, N]. For groups of 128 n.
+    """x [M, K], contiguous, of at most tile.rows rows, to [M, N]. For groups of 128 n.
 
     `offset`: what w4a16.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
     """
@@ -115,19 +116,9 @@ def _codes_layout():
 def _left(codes, LEFT: gl.constexpr):
     """Bytes of codes [32, 128] to the left operand [64, 128] of 16 (q - 8). Moves nothing.
 
-    Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of lane t. Shifted
-    left, not right: the sign is then in its place, and one instruction masks and flips it.
+    Input 32 j + 16 h + 4 t + b of the operand is half h of byte b of word j of lane t.
     """
-    low, high = gl.inline_asm_elementwise(
-        "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
-        " lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;"  # (a & b) ^ c
-        " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
-        "=r,=r,r",
-        [codes],
-        dtype=(gl.int8, gl.int8),
-        is_pure=True,
-        pack=4,
-    )
+    low, high = signed_nibbles(codes)
     # [64, t, j, b, h]
     values = gl.join(low, high).reshape([64, 4, 4, 4, 2]).permute([0, 2, 4, 1, 3])
     return gl.convert_layout(values.reshape([64, 128]), LEFT, assert_trivial=True)
@@ -247,13 +238,14 @@ def _copy_weight(
     descs, rings, sizes, tile, step, stage, pred, TILE: gl.constexpr, FORMAT: gl.constexpr
 ):
     """A step's words and scales into a stage, which is told to expect the digits, too."""
-    words_desc, _, _, scales_desc, offsets_desc = descs
+    words_desc, digits_desc, facts_desc, scales_desc, offsets_desc = descs
     words, _, _, scales, offsets, full, _ = rings
     _, N, steps, _ = sizes
-    SCALES: gl.constexpr = 256 if FORMAT.has_offsets else 128
+    OFFSETS: gl.constexpr = offsets_desc.block_type.nbytes if FORMAT.has_offsets else 0
+    OF_PART: gl.constexpr = words_desc.block_type.nbytes + scales_desc.block_type.nbytes + OFFSETS
+    OF_X: gl.constexpr = digits_desc.block_type.nbytes + facts_desc.block_type.nbytes
     bar = full.index(stage)
-    # digits take as many bytes of a row as x would in 32 bits, and each row has four facts
-    mbarrier.expect(bar, PARTS * (4096 + SCALES) + TILE.rows * (512 + 16), pred=pred)
+    mbarrier.expect(bar, PARTS * OF_PART + OF_X, pred=pred)
     for i in gl.static_range(PARTS):
         # beyond the last stored tile: the last, whose results go nowhere
         stored = gl.minimum(tile * PARTS + i, (N + 63) // 64 - 1)
