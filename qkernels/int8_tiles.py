@@ -99,6 +99,7 @@ class Int8HopperTile:
     block_right: int
     part: int = 64  # rows of the left operand for each warpgroup
     split: int = 1  # parts of K that different blocks sum
+    meet: bool = False  # the parts share the result's columns; else the last to end has them all
     weight_left: bool = True  # the weight's rows are the left operand's
     left_of_group: int = 8  # left tiles that run beside each other
     steps_of_sum: int = 0  # steps between two emptyings of a float8 sum; 0: integers
@@ -115,9 +116,14 @@ class Int8HopperTile:
         return self.parts * self.part
 
     @property
+    def share(self) -> int:
+        """Columns of the result that a block stores of a tile."""
+        return self.block_right // self.split if self.meet else self.block_right
+
+    @property
     def store_width(self) -> int:
         """Columns of a piece of the result; with 64 three warpgroups spill registers."""
-        return min(32 if self.parts == 3 else 64, self.block_right)
+        return min(32 if self.parts == 3 else 64, self.share)
 
     @property
     def stages(self) -> int:
@@ -125,7 +131,8 @@ class Int8HopperTile:
         stores = self.parts * self.stores * self.part * self.store_width * 2
         stage = (self.block_left + self.block_right) * INT8_HOPPER_BLOCK_K + 16
         shared = (_INT8_HOPPER_SHARED + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
-        return min(self.max_stages, (shared - 512 - stores) // stage)
+        factors = self.parts * self.column_factors * self.share * 4 * self.factors_in_shared
+        return min(self.max_stages, (shared - 512 - stores - factors) // stage)
 
     @property
     def first_stages(self) -> int:
@@ -143,10 +150,19 @@ class Int8HopperTile:
         return self.part * self.block_right // 128 * (2 if self.steps_of_sum else 1)
 
     @property
-    def early_factors(self) -> bool:
-        """Whether scales and bias are loaded before the product: where registers have room."""
-        # us of o / qkv at 64 rows of codes: 7.3 / 8.9, with early ones 6.4 / 8.6
-        return self._registers_of_sums <= 64
+    def factors_in_shared(self) -> bool:
+        """Whether factors of columns go to the threads that need them at the end of a product.
+
+        A thread loads one or two of them before it. Each needs 16 to 64, for which there is no room
+        beside more than 64 sums.
+        """
+        # us of qkv / gate_up at 1024 rows of codes: 34.6 / 159, each loaded when needed 36.3 / 164
+        return self._registers_of_sums > 64
+
+    @property
+    def column_factors(self) -> int:
+        """Vectors that spread over columns: x's scales, or scales and biases of the weight."""
+        return 1 if self.weight_left else 2
 
     @property
     def consumer_registers(self) -> int:
@@ -155,6 +171,13 @@ class Int8HopperTile:
     def tiles(self, M: int, N: int) -> int:
         left, right = (N, M) if self.weight_left else (M, N)
         return ceil_div(left, self.block_left) * ceil_div(right, self.block_right)
+
+    def fits(self, M: int, N: int, places: int) -> bool:
+        """Whether the parts of K have places: those that meet all at once, of so many."""
+        if self.split == 1:
+            return True
+        runs = not self.meet or self.tiles(M, N) * self.split <= places
+        return runs and self.fits_workspace(M, N)
 
     def fits_workspace(self, M: int, N: int) -> bool:
         """Whether the partial sums of all parts have a slot, and their warpgroups a counter."""
@@ -236,10 +259,12 @@ def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -
     # gate_up at 256 rows, rounding included: 54.5 in 256 x 128, 52.3 in 128 x 256
     rows = [row for row in _INT8_HOPPER_TILES[kind] if row[0].part == 64 or M > 256]
     tile, _ = min(rows, key=time)
-    # down at 128 rows: 22.6 us in 2 parts, 23.5 in one; o, of fewer steps, 10.0 and 8.0
-    halves = replace(tile, split=2)
-    worth = ceil_div(K, INT8_HOPPER_BLOCK_K) >= 56 and 2 * tile.tiles(M, N) <= sm_count
-    return halves if worth and halves.fits_workspace(M, N) else tile
+    # us at 128 rows, x rounded, in 2 parts that meet: down 23.4 (25.5 where the last of them adds
+    # up), o 9.6 (10.5 in one part). Of codes o is faster in one, 7.7 and 8.8: its 64 blocks leave
+    # other SMs to those of the next product
+    halves = replace(tile, split=2, meet=True)
+    worth = ceil_div(K, INT8_HOPPER_BLOCK_K) >= (56 if tile.steps_of_sum else 32)
+    return halves if worth and halves.fits(M, N, sm_count) else tile
 
 
 # us, rounding x to int8 included, of qkv / o / gate_up / down:

@@ -4,7 +4,7 @@ The same sums and the same rounding as w8a8.py. A block keeps its place on an SM
 after another. One of its warps does nothing but start the bulk copies, as far ahead as the ring of
 stages allows; one to three warpgroups multiply, each its own rows of the left operand, and store
 them while the next tile is copied already. Where weights cannot fill the SMs, parts of K go to
-different blocks, and the last of them adds up.
+different blocks: they meet and share the result's columns, or of few columns the last adds up.
 
 Legend: M rows of x, K inputs, N outputs. Left and right: the operands of the warpgroup product,
 weight and x or x and weight; BL, BR rows of them in a tile, PART rows of BL for each warpgroup.
@@ -27,12 +27,13 @@ from formats.weights import Weight
 from qkernels import w8a8
 from qkernels.act_quant import quantize_input
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
+from qkernels.gluon_meet import meet
 from qkernels.gluon_names import barrier, descriptor, load_box
 from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
-from qkernels.w8a8_hopper_store import factors_of_piece, store
+from qkernels.w8a8_hopper_store import factors_ahead, store
 
 
 def prepare_weight(
@@ -71,11 +72,11 @@ def linear_codes(
     left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
     scales_N = weight.tensors["scales"]
     partials, counters = workspace(device)
-    assert tile.split == 1 or tile.fits_workspace(M, N), tile
+    places = sm_count(device) * tile.blocks_per_sm
+    assert tile.fits(M, N, places), tile
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     with on_device(codes_MK):
-        places = sm_count(device) * tile.blocks_per_sm
         launch(
             _w8a8_hopper,
             (min(places, tile.tiles(M, N) * tile.split),),
@@ -123,7 +124,7 @@ def _place(unit, tiles_left, tiles_right, steps, TILE: gl.constexpr):
 def _copy(operands, rings, sizes, TILE: gl.constexpr):
     """The warp that starts all copies: wait for a stage to be free, fill it, tell `full`."""
     left, right, _ = operands
-    left_bufs, right_bufs, _, full, empty = rings
+    left_bufs, right_bufs, _, _, full, empty = rings
     _, _, tiles_left, tiles_right, steps = sizes
     PART: gl.constexpr = TILE.part
     PARTS: gl.constexpr = TILE.parts
@@ -195,7 +196,7 @@ def _multiply(
     BLOCKS: gl.constexpr,
 ):
     """One warpgroup: the products of its rows of the left operand, and their results."""
-    left_bufs, right_bufs, _, full, empty = rings
+    left_bufs, right_bufs, _, _, full, empty = rings
     _, _, _, _, _, partials_ptr, counters_ptr = pointers
     _, _, tiles_left, tiles_right, steps = sizes
     SUM: gl.constexpr = partials_ptr.dtype.element_ty
@@ -205,6 +206,7 @@ def _multiply(
     SPLIT: gl.constexpr = TILE.split
     STAGES: gl.constexpr = TILE.stages
     STEPS_OF_SUM: gl.constexpr = TILE.steps_of_sum
+    SHARE: gl.constexpr = TILE.share
     PIECES: gl.constexpr = BR // TILE.store_width
     # triton has the integer instruction for up to 224 columns
     columns: gl.constexpr = min(BR, 128)
@@ -217,16 +219,12 @@ def _multiply(
         tile_left, tile_right, begin, end = _place(unit, tiles_left, tiles_right, steps, TILE)
         row = (tile_left * PARTS + WHICH) * PART
         column = tile_right * BR
+        # of a tile whose parts meet, this block stores some columns
+        stored = column + unit % SPLIT * SHARE if TILE.meet else column
         sums = gl.zeros([PART, BR], SUM, layout)
-        factors = ()
-        if TILE.early_factors:
-            # from memory while the product runs
-            piece: gl.constexpr = pieces_of(sums, PIECES)[0].type.layout
-            for j in gl.static_range(PIECES):
-                c = column + j * TILE.store_width
-                factors += (
-                    factors_of_piece(pointers, sizes, row, c, TILE, HAS_BIAS, BLOCKS, piece),
-                )
+        piece: gl.constexpr = pieces_of(sums, PIECES)[0].type.layout
+        # from memory while the product runs
+        factors = factors_ahead(pointers, sizes, row, stored, TILE, HAS_BIAS, BLOCKS, piece)
         if STEPS_OF_SUM == 0:
             for step in range(begin, end):
                 mbarrier.wait(full.index(stage), phase)
@@ -265,7 +263,10 @@ def _multiply(
                     part = part * gl.expand_dims(scales, 0 if TILE.weight_left else 1)
                 sums += part
         complete = True
-        if SPLIT > 1:
+        if TILE.meet:
+            place = unit // SPLIT * PARTS + WHICH
+            sums = meet(sums, place, unit % SPLIT, partials_ptr, counters_ptr, SPLIT)
+        elif SPLIT > 1:
             # the warpgroups of one part of the output meet at one counter, one slot for each
             place = unit // SPLIT * PARTS + WHICH
             rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
@@ -292,7 +293,7 @@ def _multiply(
                 sums,
                 factors,
                 row,
-                column,
+                stored,
                 WHICH,
                 TILE,
                 HAS_BIAS,
@@ -363,7 +364,13 @@ def _w8a8_hopper(
         mbarrier.init(empty.index(i), count=PARTS)
     fence_async_shared()
     operands = (left, right, y)
-    rings = (left_bufs, right_bufs, y_bufs, full, empty)
+    # scales and biases of a tile's columns, for each warpgroup
+    factor_bufs = gl.allocate_shared_memory(
+        gl.float32,
+        [PARTS * TILE.column_factors, TILE.share if TILE.factors_in_shared else 1],
+        gl.SwizzledSharedLayout(1, 1, 1, [0]),
+    )
+    rings = (left_bufs, right_bufs, y_bufs, factor_bufs, full, empty)
     pointers = (input_scales_ptr, scales_ptr, bias_ptr, zeros_ptr, weight_sums_ptr)
     pointers += (partials_ptr, counters_ptr)
     sizes = (M, N, tiles_left, tiles_right, steps)

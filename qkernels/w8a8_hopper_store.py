@@ -1,7 +1,8 @@
 """What becomes of a warpgroup's sums in w8a8_hopper.py, in Gluon: scaled, rounded once, stored.
 
 `pointers`, `sizes`, `rings` and `operands` are that kernel's. A piece is TILE.store_width columns
-of a warpgroup's rows of the left operand.
+of a warpgroup's rows of the left operand. Beyond the edges, where nothing is stored, factors are
+those of the last row or output.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from qkernels.gluon_registers import pieces_of
 
 
 @gluon.jit
-def factors_of_piece(
+def factors_ahead(
     pointers,
     sizes,
     row,
@@ -23,26 +24,51 @@ def factors_of_piece(
     BLOCKS: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Of one piece of the result (scales of x, scales of the weight, bias), each if there is any.
+    """Of a warpgroup's result: scales and bias of its rows, and scales and biases of its columns.
 
-    As columns or rows, which spread over the piece.
+    Those of columns are a tensor for each piece, in the registers that need them; or with
+    TILE.factors_in_shared one for all columns, in few registers.
     """
     input_scales_ptr, scales_ptr, bias_ptr, _, _, _, _ = pointers
     M, N, _, _, _ = sizes
-    M_AXIS: gl.constexpr = 0 if TILE.weight_left else 1
-    m, n = _indices_of_piece(row, column, M, N, TILE, layout)
-    input_scales, scales, bias = (), (), ()
+    WEIGHT_LEFT: gl.constexpr = TILE.weight_left
+    WIDTH: gl.constexpr = TILE.share if TILE.factors_in_shared else TILE.store_width
+    if TILE.factors_in_shared:
+        across: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])
+    else:
+        across: gl.constexpr = gl.SliceLayout(0, layout)
+    rows = row + gl.arange(0, TILE.part, gl.SliceLayout(1, layout))
+    rows = gl.minimum(rows, (N if WEIGHT_LEFT else M) - 1)
+    row_scales, row_bias, column_scales, column_biases = (), (), (), ()
     if not BLOCKS:
-        input_scales = gl.expand_dims(gl.load(input_scales_ptr + m), M_AXIS)
-        scales = gl.expand_dims(gl.load(scales_ptr + n), 1 - M_AXIS)
-    if HAS_BIAS:
-        bias = gl.expand_dims(gl.load(bias_ptr + n), 1 - M_AXIS)
-    return input_scales, scales, bias
+        row_scales = gl.load((scales_ptr if WEIGHT_LEFT else input_scales_ptr) + rows)
+    if HAS_BIAS and WEIGHT_LEFT:
+        row_bias = gl.load(bias_ptr + rows)
+    for j in gl.static_range(TILE.share // WIDTH):
+        columns = column + j * WIDTH + gl.arange(0, WIDTH, across)
+        columns = gl.minimum(columns, (M if WEIGHT_LEFT else N) - 1)
+        if not BLOCKS:
+            ptr = input_scales_ptr if WEIGHT_LEFT else scales_ptr
+            column_scales += (gl.load(ptr + columns),)
+        if HAS_BIAS and not WEIGHT_LEFT:
+            column_biases += (gl.load(bias_ptr + columns),)
+    return row_scales, row_bias, column_scales, column_biases
+
+
+@gluon.jit
+def _of_piece(of_columns, buf, j: gl.constexpr, TILE: gl.constexpr, layout: gl.constexpr):
+    """A factor of the columns of piece j, as one row."""
+    WIDTH: gl.constexpr = TILE.store_width
+    if TILE.factors_in_shared:
+        of_piece = buf.slice(j * WIDTH, WIDTH).load(gl.SliceLayout(0, layout))
+    else:
+        of_piece = of_columns[j].to(gl.float32)
+    return gl.expand_dims(of_piece, 0)
 
 
 @gluon.jit
 def _indices_of_piece(row, column, M, N, TILE: gl.constexpr, layout: gl.constexpr):
-    """(m, n) of a piece; beyond the edge, where nothing is stored, the last there are."""
+    """(m, n) of a piece."""
     rows = row + gl.arange(0, TILE.part, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, TILE.store_width, gl.SliceLayout(0, layout))
     m, n = (columns, rows) if TILE.weight_left else (rows, columns)
@@ -67,34 +93,43 @@ def store(
 ):
     """Sums times both scales, plus bias, rounded once, through shared memory by bulk copies."""
     _, _, y = operands
-    _, _, y_bufs, _, _ = rings
+    _, _, y_bufs, factor_bufs, _, _ = rings
     _, _, _, zeros_ptr, weight_sums_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
-    BR: gl.constexpr = TILE.block_right
+    row_scales, row_bias, column_scales, column_biases = factors
     STORES: gl.constexpr = TILE.stores
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     WIDTH: gl.constexpr = TILE.store_width
-    pieces = pieces_of(sums, BR // WIDTH)
+    COUNT: gl.constexpr = TILE.share // WIDTH
+    pieces = pieces_of(sums, COUNT)
     M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
     layout: gl.constexpr = pieces[0].type.layout
-    for j in gl.static_range(BR // WIDTH):
+    scales_buf = factor_bufs.index(WHICH * TILE.column_factors)
+    bias_buf = factor_bufs.index((WHICH + 1) * TILE.column_factors - 1)
+    if TILE.factors_in_shared:
+        if not BLOCKS:
+            scales_buf.store(column_scales[0])
+        if HAS_BIAS and not WEIGHT_LEFT:
+            bias_buf.store(column_biases[0].to(gl.float32))
+    for j in gl.static_range(COUNT):
         piece = pieces[j]
         if HAS_ZEROS:
             # sum of (code - zero) * weight code, still exact
             m, n = _indices_of_piece(row, column + j * WIDTH, M, N, TILE, layout)
             zeros = gl.expand_dims(gl.load(zeros_ptr + m), M_AXIS)
             piece = piece - zeros * gl.expand_dims(gl.load(weight_sums_ptr + n), 1 - M_AXIS)
-        if TILE.early_factors:
-            input_scales, scales, bias = factors[j]
-        else:
-            input_scales, scales, bias = factors_of_piece(
-                pointers, sizes, row, column + j * WIDTH, TILE, HAS_BIAS, BLOCKS, layout
-            )
         result = piece.to(gl.float32)
         if not BLOCKS:
-            result = result * input_scales * scales
+            of_columns = _of_piece(column_scales, scales_buf, j, TILE, layout)
+            of_rows = gl.expand_dims(row_scales, 1)
+            # x's scale first: the portable body's order
+            result = result * (of_columns if WEIGHT_LEFT else of_rows)
+            result = result * (of_rows if WEIGHT_LEFT else of_columns)
         if HAS_BIAS:
-            result = result + bias.to(gl.float32)
+            if WEIGHT_LEFT:
+                result += gl.expand_dims(row_bias, 1).to(gl.float32)
+            else:
+                result += _of_piece(column_biases, bias_buf, j, TILE, layout)
         buf = y_bufs.index(WHICH * STORES + j % STORES)
         # the copy out of this buffer that was started STORES pieces ago has read it
         tma.store_wait(STORES - 1)

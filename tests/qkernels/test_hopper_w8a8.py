@@ -14,6 +14,8 @@ hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 
+SMS = 132  # of an H200; at least as many blocks as the tiles of these tests need at once
+
 TILES = {
     "one warpgroup": Int8HopperTile(parts=1, block_right=16),
     "two": Int8HopperTile(parts=2, block_right=32),
@@ -28,6 +30,12 @@ TILES = {
     ),
     "x left, 4 parts of K": Int8HopperTile(parts=2, block_right=64, weight_left=False, split=4),
     "wide": Int8HopperTile(parts=2, block_right=256),
+    "two parts meet": Int8HopperTile(parts=1, block_right=128, split=2, meet=True),
+    "4 parts meet": Int8HopperTile(parts=3, block_right=128, split=4, meet=True),
+    "wide, 2 parts meet": Int8HopperTile(parts=2, block_right=256, split=2, meet=True),
+    "x left, tall, 4 parts meet": Int8HopperTile(
+        parts=2, part=128, block_right=128, weight_left=False, split=4, meet=True, stores=1
+    ),
 }
 # the last: many tiles for each block, and fewer steps than stages
 SHAPES = [(1, 8, 512), (3, 24, 544), (63, 200, 1056), (118, 1000, 992), (257, 392, 4096)]
@@ -62,7 +70,7 @@ def exact(codes_MK, scales_M1, codes_NK, scales_N, bias_N=None):
 @pytest.mark.parametrize("M, N, K", SHAPES)
 def test_integer_sums_are_exact(poison, half, tile, M, N, K):
     """Powers of two as scales: bit for bit, whatever the order of the products."""
-    if TILES[tile].split > 1 and not TILES[tile].fits_workspace(M, N):
+    if not TILES[tile].fits(M, N, SMS):
         pytest.skip("only few rows are multiplied in parts")
     codes_MK, codes_NK = random_codes(M, K, seed=M), random_codes(N, K, seed=N)
     codes_MK[0], codes_NK[0], codes_NK[-1] = -128, -128, 127  # the largest sums there are
@@ -78,7 +86,10 @@ def test_integer_sums_are_exact(poison, half, tile, M, N, K):
     assert not counters.any(), "the kernel must leave its counters at zero"
 
 
-@pytest.mark.parametrize("tile", ["two", "three parts of K", "x left, tall", None])
+@pytest.mark.parametrize(
+    "tile",
+    ["two", "three parts of K", "x left, tall", "two parts meet", "wide, 2 parts meet", None],
+)
 def test_zero_points_are_subtracted_exactly(poison, half, tile):
     M, N, K = 77, 136, 608
     codes_MK, codes_NK = random_codes(M, K), random_codes(N, K, seed=1)
@@ -93,7 +104,10 @@ def test_zero_points_are_subtracted_exactly(poison, half, tile):
     assert torch.equal(got, want.float().to(half))
 
 
-@pytest.mark.parametrize("tile", ["two", "x left", "wide", "x left, tall"])
+@pytest.mark.parametrize(
+    "tile",
+    ["two", "x left", "wide", "x left, tall", "4 parts meet", "x left, tall, 4 parts meet"],
+)
 def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, tile):
     M, N, K = 77, 136, 608
     codes_MK, codes_NK = random_codes(M, K), random_codes(N, K, seed=1)
@@ -129,8 +143,8 @@ def test_chosen_tiles_round_and_multiply_as_the_portable_kernel(half, poison, na
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("split", [1, 2, 3])
-def test_float8_sums(assert_close, tolerance, half, poison, split):
+@pytest.mark.parametrize("split, meet", [(1, False), (2, False), (2, True), (3, False), (4, True)])
+def test_float8_sums(assert_close, tolerance, half, poison, split, meet):
     M, N, K = 100, 264, 1408
     generator = torch.Generator("cuda").manual_seed(split)
     codes = [
@@ -139,7 +153,7 @@ def test_float8_sums(assert_close, tolerance, half, poison, split):
     ]
     scales_M1, scales_N = torch.rand(M, 1, device="cuda"), torch.rand(N, device="cuda") / 64
     weight = prepared(codes[1], scales_N, half, "w8a8-fp8")
-    tile = Int8HopperTile(parts=2, block_right=64, split=split, steps_of_sum=1)
+    tile = Int8HopperTile(parts=2, block_right=64, split=split, meet=meet, steps_of_sum=1)
     got = hopper.linear_codes(codes[0], scales_M1, weight, tile=tile)
     want = exact(codes[0].double(), scales_M1.double(), codes[1], scales_N.double())
     assert_close("float8", want, got, tolerance(half))
@@ -195,7 +209,7 @@ def test_a_chain_in_a_cuda_graph_follows_its_inputs(half, M):
 
 def test_tiles_of_real_shapes_fit_the_gpu(half):
     for M in (1, 16, 64, 128, 256, 1024, 4096):
-        for N, K in ((6144, 4096), (28672, 4096), (4096, 14336)):
+        for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
             tile = int8_hopper_tile(M, N, K, 132)
             codes_MK, codes_NK = random_codes(M, K), random_codes(N, K)
             scales = torch.ones(max(M, N), 1, device="cuda") / 2**17

@@ -33,7 +33,10 @@ MEASURED_INT8_HOPPER = {
         **{128: (1, 64, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
         **{1024: (3, 64, 256, 1, 1, True), 4096: (2, 128, 128, 1, 1, False)},
     },
-    "o": {1: (1, 64, 16, 4, 2, True), 32: (1, 64, 32, 1, 1, True)},
+    "o": {
+        **{1: (1, 64, 16, 4, 2, True), 32: (1, 64, 32, 1, 1, True)},
+        **{128: (1, 64, 128, 2, 1, True), 256: (1, 64, 128, 1, 1, True)},
+    },
     "gate_up": {
         **{1: (2, 64, 16, 1, 2, True), 32: (1, 64, 32, 1, 2, True), 64: (2, 64, 64, 1, 1, True)},
         **{128: (2, 64, 128, 1, 1, True), 256: (2, 64, 256, 1, 1, True)},
@@ -54,6 +57,7 @@ def test_the_measured_hopper_tiles(shape, M):
     tile = int8_hopper_tile(M, *SHAPES[shape], H200_SMS)
     found = (tile.parts, tile.part, tile.block_right, tile.split, tile.blocks_per_sm)
     assert (*found, tile.weight_left) == MEASURED_INT8_HOPPER[shape][M]
+    assert tile.meet == (tile.split == 2)
 
 
 @pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
@@ -63,10 +67,15 @@ def test_every_hopper_choice_fits(N, sm_count, kind):
     for M in (1, 3, 16, 17, 33, 64, 65, 200, 1025, 70000):
         for K in (32, 4096, 14336, 2**15):
             tile = int8_hopper_tile(M, N, K, sm_count, kind)
-            assert tile.split == 1 or tile.fits_workspace(M, N)
+            assert tile.fits(M, N, sm_count * tile.blocks_per_sm)
+            # parts that meet wait for each other, so each is a block of its own that runs
+            if tile.meet:
+                assert tile.split * tile.tiles(M, N) <= sm_count * tile.blocks_per_sm
+                assert tile.share % 8 == 0 and tile.split <= ceil_div(K, 128)
             stages = tile.stages * (tile.block_left + tile.block_right) * 128
             stores = tile.parts * tile.stores * tile.part * tile.store_width * 2
-            shared = stages + stores + 16 * tile.stages
+            factors = tile.parts * tile.column_factors * tile.share * 4
+            shared = stages + stores + 16 * tile.stages + factors * tile.factors_in_shared
             # the system takes 1 KB for each block
             assert tile.stages >= 3 and tile.blocks_per_sm * (shared + 1024) <= 228 * 1024
             # registers of the block's warpgroups, and what they have after the copying one gave
@@ -75,12 +84,10 @@ def test_every_hopper_choice_fits(N, sm_count, kind):
             assert tile.registers % 8 == 0
             assert 1 <= tile.first_stages <= tile.stages
             sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
-            if tile.early_factors:  # a thread's columns of the result, and a row or two
-                assert sums + tile.block_right // 4 + 48 <= tile.consumer_registers
-            # a lone tile of a block has nothing else to hide their loads behind
-            assert tile.early_factors or M > 64, tile
+            # a thread's factors, loaded before the product
+            factors = 4 if tile.factors_in_shared else tile.share // 4
+            assert sums + factors + 24 <= tile.consumer_registers, tile
             assert tile.parts * tile.consumer_registers + 24 <= (tile.parts + 1) * tile.registers
-            sums = tile.part * tile.block_right // 128 * (2 if tile.steps_of_sum else 1)
             assert sums + 24 <= tile.consumer_registers <= 240
             assert (tile.steps_of_sum == 0) == (kind in ("int", "asymmetric"))
             assert kind != "asymmetric" or tile.parts < 3
