@@ -33,14 +33,35 @@ from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
+from qkernels.tiles import ceil_div
 from qkernels.w8a8_hopper_store import factors_ahead, store
+
+BOX = 64  # weight rows of one copy, 8 KB
 
 
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """As w8a8.prepare_weight."""
-    return replace(w8a8.prepare_weight(packed, dtype, device), kernel="hopper_w8a8")
+    """As w8a8.prepare_weight, codes in the order of `in_boxes`."""
+    weight = w8a8.prepare_weight(packed, dtype, device)
+    tensors = {**weight.tensors, "codes": in_boxes(weight.tensors["codes"])}
+    return replace(weight, kernel="hopper_w8a8", tensors=tensors)
+
+
+def in_boxes(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Codes [N/64, K/128, 64, 128], both rounded up: what one copy takes lies side by side.
+
+    Zeros fill up. Code (n, k) is at [n // 64, k // 128, n % 64, k % 128].
+    """
+    N, K = codes_NK.shape
+    rows, steps = ceil_div(N, BOX), ceil_div(K, INT8_HOPPER_BLOCK_K)
+    bytes_NK = codes_NK.view(torch.int8)
+    if (rows * BOX, steps * INT8_HOPPER_BLOCK_K) != (N, K):
+        padded = bytes_NK.new_zeros(rows * BOX, steps * INT8_HOPPER_BLOCK_K)
+        padded[:N, :K] = bytes_NK
+        bytes_NK = padded
+    boxes = bytes_NK.view(rows, BOX, steps, INT8_HOPPER_BLOCK_K).transpose(1, 2)
+    return boxes.contiguous().view(codes_NK.dtype)
 
 
 def linear(
@@ -68,8 +89,11 @@ def linear_codes(
     blocks = weight.tensors["scales"].ndim == 2
     kind = "blocks" if blocks else weight.activation.type if zeros_M1 is None else "asymmetric"
     tile = tile or int8_hopper_tile(M, N, K, sm_count(device), kind)
-    codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
-    left, right = (codes_NK, codes_MK) if tile.weight_left else (codes_MK, codes_NK)
+    codes_MK = codes_MK.contiguous()
+    x_rows = tile.block_right if tile.weight_left else tile.part
+    x = descriptor(codes_MK, [x_rows, INT8_HOPPER_BLOCK_K])
+    boxes = weight.tensors["codes"].view(-1, INT8_HOPPER_BLOCK_K)
+    boxes = descriptor(boxes, [BOX, INT8_HOPPER_BLOCK_K])
     scales_N = weight.tensors["scales"]
     partials, counters = workspace(device)
     places = sm_count(device) * tile.blocks_per_sm
@@ -80,8 +104,8 @@ def linear_codes(
         launch(
             _w8a8_hopper,
             (min(places, tile.tiles(M, N) * tile.split),),
-            descriptor(left, [tile.part, INT8_HOPPER_BLOCK_K]),
-            descriptor(right, [tile.block_right, INT8_HOPPER_BLOCK_K]),
+            boxes,
+            x,
             descriptor(y_MN, y_block),
             scales_M1.contiguous(),
             scales_N,
@@ -121,15 +145,32 @@ def _place(unit, tiles_left, tiles_right, steps, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _copy_weight(operands, rings, sizes, tile, step, stage, pred, TILE: gl.constexpr):
+    """A step's weight rows of a tile, into the buffers of its side."""
+    weight, _, _ = operands
+    left_bufs, right_bufs, _, _, full, _ = rings
+    _, _, _, _, steps = sizes
+    ROWS: gl.constexpr = weight.block_type.shape[0]
+    PARTS: gl.constexpr = TILE.parts if TILE.weight_left else 1
+    BOXES: gl.constexpr = (TILE.part if TILE.weight_left else TILE.block_right) // ROWS
+    for i in gl.static_range(PARTS):
+        buf = left_bufs.index(stage * PARTS + i) if TILE.weight_left else right_bufs.index(stage)
+        for j in gl.static_range(BOXES):
+            row = (((tile * PARTS + i) * BOXES + j) * steps + step) * ROWS
+            place = buf.slice(j * ROWS, ROWS, dim=0)
+            load_box(weight, [row, 0], full.index(stage), place, pred=pred)
+
+
+@gluon.jit
 def _copy(operands, rings, sizes, TILE: gl.constexpr):
     """The warp that starts all copies: wait for a stage to be free, fill it, tell `full`."""
-    left, right, _ = operands
+    _, x, _ = operands
     left_bufs, right_bufs, _, _, full, empty = rings
     _, _, tiles_left, tiles_right, steps = sizes
     PART: gl.constexpr = TILE.part
     PARTS: gl.constexpr = TILE.parts
     BR: gl.constexpr = TILE.block_right
-    BK: gl.constexpr = left.block_type.shape[1]
+    BK: gl.constexpr = x.block_type.shape[1]
     STAGES: gl.constexpr = TILE.stages
     FIRST: gl.constexpr = TILE.first_stages
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
@@ -140,15 +181,9 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
     tile_left, tile_right, begin, end = _place(first, tiles_left, tiles_right, steps, TILE)
     started = gl.minimum(end - begin, FIRST)
     for stage in range(started):
-        bar = full.index(stage)
-        mbarrier.expect(bar, BYTES)
-        k = (begin + stage) * BK
-        if WEIGHT_LEFT:
-            for i in gl.static_range(PARTS):
-                row = (tile_left * PARTS + i) * PART
-                load_box(left, [row, k], bar, left_bufs.index(stage * PARTS + i))
-        else:
-            load_box(right, [tile_right * BR, k], bar, right_bufs.index(stage))
+        mbarrier.expect(full.index(stage), BYTES)
+        tile = tile_left if WEIGHT_LEFT else tile_right
+        _copy_weight(operands, rings, sizes, tile, begin + stage, stage, True, TILE)
     wait_for_kernel_before()
     stage = 0
     phase = 1
@@ -159,15 +194,15 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             fresh = count >= started
-            left_too = fresh if WEIGHT_LEFT else True
-            right_too = True if WEIGHT_LEFT else fresh
             mbarrier.expect(bar, BYTES, pred=fresh)
-            for i in gl.static_range(PARTS):
-                row = (tile_left * PARTS + i) * PART
-                buf = left_bufs.index(stage * PARTS + i)
-                load_box(left, [row, step * BK], bar, buf, pred=left_too)
-            buf = right_bufs.index(stage)
-            load_box(right, [tile_right * BR, step * BK], bar, buf, pred=right_too)
+            tile = tile_left if WEIGHT_LEFT else tile_right
+            _copy_weight(operands, rings, sizes, tile, step, stage, fresh, TILE)
+            if WEIGHT_LEFT:
+                load_box(x, [tile_right * BR, step * BK], bar, right_bufs.index(stage))
+            else:
+                for i in gl.static_range(PARTS):
+                    row = (tile_left * PARTS + i) * PART
+                    load_box(x, [row, step * BK], bar, left_bufs.index(stage * PARTS + i))
             count += 1
             stage += 1
             if stage == STAGES:
@@ -325,8 +360,8 @@ def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layo
 
 @gluon.jit(do_not_specialize=["M"])
 def _w8a8_hopper(
-    left,  # descriptor of the codes of one operand: the weight's if WEIGHT_LEFT
-    right,  # descriptor of the other's
+    weight,  # descriptor of the weight's codes [N/64 K/128 64, 128], blocks [64, 128]
+    x,  # descriptor of x's codes [M, K]
     y,  # descriptor of the result [M, N]
     input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
     scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
@@ -346,14 +381,15 @@ def _w8a8_hopper(
     PART: gl.constexpr = TILE.part
     PARTS: gl.constexpr = TILE.parts
     BR: gl.constexpr = TILE.block_right
-    BK: gl.constexpr = left.block_type.shape[1]
+    BK: gl.constexpr = x.block_type.shape[1]
     STAGES: gl.constexpr = TILE.stages
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     steps = gl.cdiv(K, BK)
     tiles_left = gl.cdiv(N if WEIGHT_LEFT else M, PARTS * PART)
     tiles_right = gl.cdiv(M if WEIGHT_LEFT else N, BR)
-    left_bufs = gl.allocate_shared_memory(left.dtype, [STAGES * PARTS, PART, BK], left.layout)
-    right_bufs = gl.allocate_shared_memory(right.dtype, [STAGES, BR, BK], right.layout)
+    # one layout for both: rows of 128 bytes in the widest swizzle
+    left_bufs = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, PART, BK], x.layout)
+    right_bufs = gl.allocate_shared_memory(x.dtype, [STAGES, BR, BK], x.layout)
     y_bufs = gl.allocate_shared_memory(
         y.dtype, [PARTS * TILE.stores, y.block_type.shape[0], y.block_type.shape[1]], y.layout
     )
@@ -363,7 +399,7 @@ def _w8a8_hopper(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=PARTS)
     fence_async_shared()
-    operands = (left, right, y)
+    operands = (weight, x, y)
     # scales and biases of a tile's columns, for each warpgroup
     factor_bufs = gl.allocate_shared_memory(
         gl.float32,

@@ -40,6 +40,7 @@ def _fp8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case
     N, K = LINEAR_SHAPES[shape]
     packed = _weights(Scheme.parse("w8a8-fp8"), N, K)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    plain = [ops.prepare_weight(w, torch.bfloat16, kernel="triton_w8a8") for w in packed]
     for m in ms:
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
         codes, scales = ops.quantize_input(x, packed[0].activation)
@@ -52,7 +53,7 @@ def _fp8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case
             if name in baselines:
                 others[name] = [
                     lambda c=codes, s=scales, w=w, fast=fast: _scaled_mm(c, s, w, fast)
-                    for w in weights
+                    for w in plain
                 ]
         x_rounded = codes.double() * scales.double()
         yield _case("w8a8_fp8", shape, m, x, x_rounded, packed[0], weights, others)

@@ -110,9 +110,11 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
     weight_NK = packed[0].dequantize(torch.float64)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
     portable = weights[0].kernel == "triton_w8a8"  # the kernel for sm_90 reads no table of tiles
-    dense = []
+    dense = plain = ()
     if "cublas" in baselines:
         dense = [each.dequantize(torch.bfloat16) for each in packed[: copies_needed(2 * N * K)]]
+    if "int_mm" in baselines:
+        plain = [ops.prepare_weight(w, torch.bfloat16, kernel="triton_w8a8") for w in packed]
     for m in ms:
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
         codes, scales = ops.quantize_input(x, packed[0].activation)
@@ -123,9 +125,9 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
             ]
         if dense:
             others["cublas"] = [lambda x=x, w=w: functional.linear(x, w) for w in dense]
-        if "int_mm" in baselines and m > 16:  # fewer rows are more than torch._int_mm takes
+        if plain and m > 16:  # fewer rows are more than torch._int_mm takes
             others["int_mm"] = [
-                lambda c=codes, w=w: torch._int_mm(c, w.tensors["codes"].t()) for w in weights
+                lambda c=codes, w=w: torch._int_mm(c, w.tensors["codes"].t()) for w in plain
             ]
         yield Case(
             op="w8a8",

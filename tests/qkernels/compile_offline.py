@@ -336,11 +336,12 @@ def hopper_int8_case(
         layout = gl.NVMMASharedLayout.get_default_for(block, element)
         return f"tensordesc<{dtype}[{block[0]}, {block[1]}],{layout!r}>"
 
+    x_rows = tile.block_right if tile.weight_left else tile.part
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     pointers = {
-        "left": descriptor(dtype, [tile.part, INT8_HOPPER_BLOCK_K], gl.int8),
-        "right": descriptor(dtype, [tile.block_right, INT8_HOPPER_BLOCK_K], gl.int8),
+        "weight": descriptor(dtype, [w8a8_hopper.BOX, INT8_HOPPER_BLOCK_K], gl.int8),
+        "x": descriptor(dtype, [x_rows, INT8_HOPPER_BLOCK_K], gl.int8),
         "y": descriptor("bf16", y_block, gl.bfloat16),
         "input_scales_ptr": "*fp32",
         "scales_ptr": "*fp32",

@@ -51,7 +51,7 @@ def prepared(codes_NK, scales_N, dtype, name="w8a8"):
     scheme = Scheme.parse(name)
     return PreparedWeight(
         kernel="hopper_w8a8",
-        tensors={"codes": codes_NK, "scales": scales_N},
+        tensors={"codes": hopper.in_boxes(codes_NK), "scales": scales_N},
         spec=scheme.weight,
         out_features=codes_NK.shape[0],
         in_features=codes_NK.shape[1],
