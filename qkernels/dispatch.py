@@ -135,9 +135,8 @@ def _note_weight_only_body(problem: Problem) -> str:
     if lacks is not None:
         return f"all rows take the portable body; those for Hopper: {lacks}"
     digits = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
-    if problem.spec.bits == 8:
-        return digits
-    digits += f" (of a large weight up to {LINEAR_RING_ROWS[-1]})"
+    if problem.spec.bits == 4:
+        digits += f" (of a large weight up to {LINEAR_RING_ROWS[-1]})"
     return f"{digits}, many rows take the Hopper body"
 
 

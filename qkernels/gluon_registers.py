@@ -48,6 +48,13 @@ def halves(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def twice(values):
+    """16-bit numbers into both halves of words."""
+    bits = values.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@gluon.jit
 def pieces_of(x, COUNT: gl.constexpr):
     """x [rows, columns] as COUNT tensors of neighbouring columns; COUNT a power of two."""
     xs = (x,)

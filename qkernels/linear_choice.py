@@ -25,8 +25,7 @@ def chosen_linear_tile(
     if gluon:
         tile = linear_digits_tile(M, N, K, group, bits, sm_count)
         tile = tile or linear_ring_tile(M, N, K, group, bits, sm_count)
-    if gluon and bits == 4:
-        tile = tile or linear_hopper_tile(M, N, K, group, sm_count)
+        tile = tile or linear_hopper_tile(M, N, K, group, bits, sm_count)
     return tile or linear_tile(M, N, K, group, sm_count)
 
 

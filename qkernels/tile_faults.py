@@ -68,8 +68,10 @@ def linear_hopper_tile_fault(
     tile: LinearHopperTile, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
     """None: the kernel can run it on a GPU of at least `tile.blocks` SMs."""
-    if bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
-        return f"takes 4 bits in groups divisible by {LINEAR_MAX_BLOCK_K}, found {bits} and {group}"
+    if tile.bits != bits or bits not in (4, 8):
+        return f"is for {tile.bits} bits, of 4 and 8, found {bits}"
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+        return f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, found {group}"
     if (tile.parts, tile.block_m) not in LINEAR_HOPPER_SIZES:
         return f"parts and block_m must be of {LINEAR_HOPPER_SIZES}, found {tile}"
     if tile.split not in LINEAR_HOPPER_SPLITS or tile.blocks < 1:

@@ -151,10 +151,7 @@ def linear(
     if isinstance(tile, LinearHopperTile):
         from qkernels import w4a16_hopper
 
-        magic_word = MAGIC_WORD[x.dtype]
-        y_MN = w4a16_hopper.linear(
-            _aligned(x_MK), weight, bias, tile, magic_word=magic_word, offset=offset
-        )
+        y_MN = w4a16_hopper.linear(_aligned(x_MK), weight, bias, tile, offset=offset)
     elif isinstance(tile, LinearDigitsTile):
         from qkernels import w4a16_digits
 

@@ -1,15 +1,16 @@
-"""The Hopper body of W4A16 for many rows, in Gluon: y^T = W x^T on wgmma. Knows no file format.
+"""The Hopper body of W4A16 and W8A16 for many rows, in Gluon: y^T = W x^T on wgmma.
 
-A block keeps its place on an SM. One of its warps does nothing but start copies, of x and of the
-weight's words, as many steps ahead as shared memory holds. Two or three warpgroups multiply, each
-its own 64 outputs, on their own clocks: each unpacks and scales its words in registers, where the
-tensor core reads them. Where tiles are fewer than SMs, parts of K go to different blocks.
+Knows no file format. A block keeps its place on an SM. One of its warps does nothing but start
+copies, of x and of the weight's words, as many ahead as shared memory holds. Two or three
+warpgroups multiply, each its own 64 outputs, on their own clocks: each unpacks and scales its words
+in registers, where the tensor core reads them. Where tiles are fewer than SMs, parts of K go to
+different blocks.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile; a step is 128 inputs.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.experimental import gluon
@@ -28,22 +29,26 @@ from qkernels.gluon_names import descriptor
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_TILE_N
-from qkernels.w4a16_hopper_copy import copy, ends, unit_of_work
+from qkernels.w4a16_hopper_copy import advance, after, copy, ends, unit_of_work
 from qkernels.w4a16_hopper_store import store
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
-from qkernels.w4a16_hopper_unpack import factors, load_pieces, unpack, words_layout
+from qkernels.w4a16_hopper_unpack import factors, in_full, load_pieces, rows_layout, unpack
 
 SLICE = 64  # inputs of one copy of x: 128 bytes, the widest swizzle
-WORDS_BOX = [32, 32]  # a stored tile's 1024 words, in rows of 128 bytes
+
+
+def words_box(bits: int) -> list[int]:
+    """A stored tile's words of 128 inputs, in rows of 128 bytes."""
+    return [8 * bits, 32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """What the kernel takes of a weight's numerics as constants."""
 
+    bits: int
     steps_of_group: int
-    magic: int  # a word: what codes are or-ed into
-    offset: int  # a word: what is subtracted where symmetric
+    offset: int  # what is subtracted where symmetric
     has_offsets: bool
     has_bias: bool
 
@@ -54,12 +59,11 @@ def linear(
     bias: torch.Tensor | None,
     tile: LinearHopperTile,
     *,
-    magic_word: int,
     offset: int,
 ) -> torch.Tensor:
     """x [M, K], contiguous, at an address divisible by 16, to [M, N]. For groups of 128 n.
 
-    `magic_word` and `offset`: what w4a16.py ors codes into, and what it subtracts where symmetric.
+    `offset`: what w4a16.py subtracts where symmetric.
     """
     M, K = x_MK.shape
     N = weight.out_features
@@ -67,23 +71,25 @@ def linear(
     partials, counters = workspace(x_MK.device)
     tiles = tile.tiles(M, N)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
+    box = words_box(weight.spec.bits)
     format = Format(
+        bits=weight.spec.bits,
         steps_of_group=weight.spec.group_length(K) // LINEAR_MAX_BLOCK_K,
-        magic=magic_word,
-        offset=_word_of_two(offset, x_MK.dtype),
+        offset=offset,
         has_offsets=offsets is not None,
         has_bias=bias is not None,
     )
     # parts of a tile wait for each other: all must run at once
     assert tile.split == 1 or (tile.fits(M, N, K) and tile.blocks == tiles * tile.split), tile
     assert tile.blocks <= sm_count(x_MK.device), tile
+    assert tile.bits == format.bits, "a tile of the other bits holds more or fewer stages"
     with on_device(x_MK):
         launch(
             _w4a16_hopper,
             (tile.blocks,),
             descriptor(x_MK, [tile.block_m, SLICE]),
             descriptor(x_MK, [tile.block_m // 2, SLICE]),
-            descriptor(weight.tensors["words"].view(-1, WORDS_BOX[1]), WORDS_BOX),
+            descriptor(weight.tensors["words"].view(-1, box[1]), box),
             scales,
             scales if offsets is None else offsets,
             scales if bias is None else bias,
@@ -94,7 +100,7 @@ def linear(
             N,
             K,
             tiles // tile.blocks * tile.blocks if tile.halves else tiles,
-            TILE=tile,
+            TILE=_compiled_in(tile),
             FORMAT=format,
             num_warps=4,
             maxnreg=tile.registers,
@@ -104,14 +110,13 @@ def linear(
 
 
 @functools.cache
-def _word_of_two(value: int, dtype: torch.dtype) -> int:
-    """The bits of `value` as a 16-bit number, in both halves of a word."""
-    bits = torch.tensor(value, dtype=dtype, device="cpu").view(torch.int16).item()
-    return (bits & 0xFFFF) * 0x10001
+def _compiled_in(tile: LinearHopperTile) -> LinearHopperTile:
+    """The tile without its grid: one kernel does any number of tiles."""
+    return replace(tile, blocks=0)
 
 
 @gluon.jit
-def _load_scales(pointers, ptr_rows, step, FORMAT: gl.constexpr):
+def _load_scales(pointers, ptr_rows, step, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
     """A step's scales and offsets [64], as they are in memory."""
     scales_ptr, offsets_ptr, _, _, _ = pointers
     group = ptr_rows + step // FORMAT.steps_of_group * 64
@@ -119,16 +124,13 @@ def _load_scales(pointers, ptr_rows, step, FORMAT: gl.constexpr):
     if FORMAT.has_offsets:
         return scale, gl.load(offsets_ptr + group)
     else:
-        return scale, scale
+        return scale, gl.full([64], FORMAT.offset, DTYPE, group.type.layout)
 
 
 @gluon.jit
 def _free(empty, stage, pred, STAGES: gl.constexpr):
     """Tell the copying warp that this warpgroup has read the stage before `stage`."""
-    if STAGES & (STAGES - 1) == 0:
-        before = (stage + STAGES - 1) & (STAGES - 1)
-    else:
-        before = gl.where(stage == 0, STAGES - 1, stage - 1)
+    before = gl.where(stage == 0, STAGES - 1, stage - 1)
     mbarrier.arrive(empty.index(before), count=1, pred=pred)
 
 
@@ -139,55 +141,63 @@ def _sums(
     ptr_rows,
     begin,
     end,
-    stage,
-    phase,
+    at,
     WHICH: gl.constexpr,
     TILE: gl.constexpr,
     BM: gl.constexpr,
     FORMAT: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """This warpgroup's 64 outputs by BM rows, over some steps; and the next stage and its phase.
+    """This warpgroup's 64 outputs by BM rows, over some steps; and where the rings then are.
 
     A product goes on reading its left registers after it was issued. It is waited for when the
-    next one was issued, which has registers of its own: a step has an even number of them.
+    next ones were issued, which have registers of their own: a step has an even number of products.
     """
     xs, words, _, full, empty = rings
     PARTS: gl.constexpr = TILE.parts
     STAGES: gl.constexpr = TILE.stages
+    STAGES_OF_STEP: gl.constexpr = TILE.stages_of_step
+    BOXES: gl.constexpr = 2 // STAGES_OF_STEP
     PIECE: gl.constexpr = TILE.piece
     PIECES: gl.constexpr = 128 // PIECE
+    OF_NEXT_STAGE: gl.constexpr = PIECES // STAGES_OF_STEP  # the first piece that is
     AHEAD: gl.constexpr = TILE.ahead
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    scale, offset = _load_scales(pointers, ptr_rows, begin, FORMAT)
+    stage, phase, place = at
+    scale, offset = _load_scales(pointers, ptr_rows, begin, FORMAT, DTYPE)
     sums = gl.zeros([64, BM], gl.float32, LAYOUT)
     for step in range(begin, end):
-        less, high, low = factors(scale, offset, PIECE, FORMAT.offset, FORMAT.has_offsets, DTYPE)
+        of_rows = factors(scale, offset, FORMAT, DTYPE)
         # the next step's, which the copying warp has asked for; after the last: any
-        following = gl.minimum(step + 1, end - 1)
-        scale, offset = _load_scales(pointers, ptr_rows, following, FORMAT)
+        next_step = gl.minimum(step + 1, end - 1)
+        scale, offset = _load_scales(pointers, ptr_rows, next_step, FORMAT, DTYPE)
         mbarrier.wait(full.index(stage), phase)
-        pieces = load_pieces(words.index(stage * PARTS + WHICH), PIECE)
+        pieces = load_pieces(words.index(place * PARTS + WHICH), PIECE, FORMAT.bits)
         for i in gl.static_range(PIECES):
-            left = unpack(pieces[i], less, high, low, FORMAT.magic, DTYPE, LEFT)
-            x = xs.index(2 * stage + i * PIECE // 64).slice(0, BM, dim=0)
-            if PIECE == 32:
-                x = x.slice(i % 2 * 32, 32, dim=1)
+            left = unpack(pieces[i], of_rows, FORMAT, DTYPE, LEFT)
+            if i == OF_NEXT_STAGE:
+                stage, phase = advance(stage, phase, STAGES)
+                mbarrier.wait(full.index(stage), phase)
+            x = xs.index(BOXES * stage + i * PIECE // 64 % BOXES).slice(0, BM, dim=0)
+            if PIECE < 64:
+                x = x.slice(i * PIECE % 64, PIECE, dim=1)
             sums = warpgroup_mma(left, x.permute([1, 0]), sums, is_async=True)
-            sums = warpgroup_mma_wait(1 if AHEAD or i < PIECES - 1 else 0, deps=[sums])
-            if AHEAD and i == 0:
+            # the product before this one is over
+            sums = warpgroup_mma_wait(TILE.pending, deps=[sums])
+            if i == OF_NEXT_STAGE + TILE.pending - 1:
+                _free(empty, stage, True, STAGES)
+            elif AHEAD and i == TILE.pending - 1:
                 _free(empty, stage, step > begin, STAGES)
         if not AHEAD:
+            sums = warpgroup_mma_wait(0, deps=[sums])
             mbarrier.arrive(empty.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    sums = warpgroup_mma_wait(0, deps=[sums])
+        stage, phase = advance(stage, phase, STAGES)
+        place = after(place, TILE.words_slots)
     if AHEAD:
+        sums = warpgroup_mma_wait(0, deps=[sums])
         _free(empty, stage, True, STAGES)
-    return sums, stage, phase
+    return sums, (stage, phase, place)
 
 
 @gluon.jit
@@ -198,8 +208,7 @@ def _multiply_units(
     sizes,
     first,
     end_unit,
-    stage,
-    phase,
+    at,
     WHICH: gl.constexpr,
     TILE: gl.constexpr,
     HALF: gl.constexpr,
@@ -213,31 +222,19 @@ def _multiply_units(
     PARTS: gl.constexpr = TILE.parts
     SPLIT: gl.constexpr = TILE.split
     BM: gl.constexpr = TILE.block_m // 2 if HALF else TILE.block_m
-    rows = gl.arange(0, 64, gl.SliceLayout(1, words_layout(TILE.piece // 32)))
+    rows = gl.arange(0, 64, rows_layout(TILE.piece, FORMAT.bits))
     for unit in range(first, end_unit, gl.num_programs(0)):
         tile, part, tile_n, m, begin, end = unit_of_work(unit, sizes, TILE, HALF)
         stored = gl.minimum(tile_n * PARTS + WHICH, stored_tiles - 1)
         ptr_rows = stored * (steps // FORMAT.steps_of_group) * 64 + rows
-        sums, stage, phase = _sums(
-            rings,
-            pointers,
-            ptr_rows,
-            begin,
-            end,
-            stage,
-            phase,
-            WHICH,
-            TILE,
-            BM,
-            FORMAT,
-            DTYPE,
-        )
+        sums, at = _sums(rings, pointers, ptr_rows, begin, end, at, WHICH, TILE, BM, FORMAT, DTYPE)
         if SPLIT > 1:
             sums = meet(sums, tile * PARTS + WHICH, part, partials_ptr, counters_ptr, SPLIT)
             m += part * (BM // SPLIT)
         n = (tile_n * PARTS + WHICH) * 64
-        store(sums, bias_ptr, y, y_bufs.index(WHICH), m, n, N, FORMAT.has_bias)
-    return stage, phase
+        sums = in_full(sums, FORMAT, DTYPE)
+        store(sums, bias_ptr, y, y_bufs, WHICH, m, n, N, FORMAT.has_bias, TILE.store_buffers)
+    return at
 
 
 @gluon.jit
@@ -254,35 +251,15 @@ def _multiply(
     whole_end, all_end = ends(sizes, TILE)
     first = gl.program_id(0)
     zero = first * 0
+    at = (zero, zero, zero)
     wait_for_kernel_before()
-    stage, phase = _multiply_units(
-        descs,
-        rings,
-        pointers,
-        sizes,
-        first,
-        whole_end,
-        zero,
-        zero,
-        WHICH,
-        TILE,
-        False,
-        FORMAT,
+    at = _multiply_units(
+        descs, rings, pointers, sizes, first, whole_end, at, WHICH, TILE, False, FORMAT
     )
     if TILE.halves:
+        first += whole_end
         _multiply_units(
-            descs,
-            rings,
-            pointers,
-            sizes,
-            whole_end + first,
-            all_end,
-            stage,
-            phase,
-            WHICH,
-            TILE,
-            True,
-            FORMAT,
+            descs, rings, pointers, sizes, first, all_end, at, WHICH, TILE, True, FORMAT
         )
     tma.store_wait(0)
 
@@ -291,7 +268,7 @@ def _multiply(
 def _w4a16_hopper(
     x_desc,  # of x [M, K], blocks [BM, 64]
     half_desc,  # the same, blocks [BM / 2, 64]
-    words_desc,  # of the words [N/64 K/128 32, 32]
+    words_desc,  # of the words [N/64 K/128 8 BITS, 32]
     scales_ptr,  # [N/64, G, 64]
     offsets_ptr,  # [N/64, G, 64], read if has_offsets
     bias_ptr,  # [N], read if has_bias
@@ -309,9 +286,12 @@ def _w4a16_hopper(
     PARTS: gl.constexpr = TILE.parts
     BM: gl.constexpr = TILE.block_m
     STAGES: gl.constexpr = TILE.stages
-    xs = gl.allocate_shared_memory(DTYPE, [2 * STAGES, BM, 64], x_desc.layout)
-    words = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, 32, 32], words_desc.layout)
-    y_bufs = gl.allocate_shared_memory(DTYPE, [PARTS, TILE.store_rows, 64], y_desc.layout)
+    BOXES: gl.constexpr = STAGES * 2 // TILE.stages_of_step
+    WORDS: gl.constexpr = TILE.words_slots * PARTS
+    STORES: gl.constexpr = TILE.store_buffers * PARTS
+    xs = gl.allocate_shared_memory(DTYPE, [BOXES, BM, 64], x_desc.layout)
+    words = gl.allocate_shared_memory(gl.int32, [WORDS, 8 * FORMAT.bits, 32], words_desc.layout)
+    y_bufs = gl.allocate_shared_memory(DTYPE, [STORES, TILE.store_rows, 64], y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -1,7 +1,9 @@
-"""The copying warp of W4A16's Hopper body, and how a block's work is numbered, in Gluon.
+"""The copying warp of the Hopper body, and how a block's work is numbered, in Gluon.
 
-Words and x of a step of 128 inputs lie in one stage of a ring. The warp waits for `empty` of a
-stage, fills it and tells `full`.
+The x of a step of 128 inputs lies in one stage of a ring, or half of it in each of two. A step's
+words come with its first stage and lie in a ring of their own, with a place for each step that has
+begun: it is free when that stage is. The warp waits for `empty` of a stage, fills it and tells
+`full`.
 
 Legend: M rows of x, N outputs; a unit is a tile, half of one or a part of its steps.
 """
@@ -59,6 +61,18 @@ def ends(sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
+def after(stage, SIZE: gl.constexpr):
+    """The next one of a ring."""
+    return gl.where(stage == SIZE - 1, 0, stage + 1)
+
+
+@gluon.jit
+def advance(stage, phase, SIZE: gl.constexpr):
+    """The next stage of a ring, and the phase of its barriers."""
+    return after(stage, SIZE), phase ^ (stage == SIZE - 1).to(gl.int32)
+
+
+@gluon.jit
 def _copy_words(
     descs,
     rings,
@@ -67,11 +81,12 @@ def _copy_words(
     tile_n,
     step,
     stage,
+    place,
     pred,
     TILE: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """A step's words into a stage; its scales only into the L2."""
+    """A step's words into their place, for the barrier of a stage; its scales only into the L2."""
     _, _, words_desc, _ = descs
     _, words, _, full, _ = rings
     scales_ptr, offsets_ptr, _, _, _ = pointers
@@ -80,9 +95,9 @@ def _copy_words(
     for i in gl.static_range(PARTS):
         # beyond the last stored tile: the last, whose results go nowhere
         stored = gl.minimum(tile_n * PARTS + i, stored_tiles - 1)
-        place = words.index(stage * PARTS + i)
-        row = (stored * steps + step) * 32
-        load_box(words_desc, [row, 0], full.index(stage), place, pred=pred)
+        row = (stored * steps + step) * (8 * FORMAT.bits)
+        words_of_part = words.index(place * PARTS + i)
+        load_box(words_desc, [row, 0], full.index(stage), words_of_part, pred=pred)
         group = (stored * (steps // FORMAT.steps_of_group) + step // FORMAT.steps_of_group) * 64
         _prefetch(scales_ptr + group)
         if FORMAT.has_offsets:
@@ -99,8 +114,7 @@ def _copy_units(
     end_unit,
     started,
     count,
-    stage,
-    phase,
+    at,
     TILE: gl.constexpr,
     HALF: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -108,60 +122,67 @@ def _copy_units(
     x_desc, half_desc, _, _ = descs
     xs, _, _, full, empty = rings
     BM: gl.constexpr = TILE.block_m // 2 if HALF else TILE.block_m
-    STAGES: gl.constexpr = TILE.stages
-    BYTES: gl.constexpr = BM * 256 + TILE.parts * 4096
+    STAGES_OF_STEP: gl.constexpr = TILE.stages_of_step
+    BOXES: gl.constexpr = 2 // STAGES_OF_STEP
+    X_BYTES: gl.constexpr = BM * 128 * BOXES
+    WORDS_BYTES: gl.constexpr = TILE.parts * FORMAT.bits * 1024
+    stage, phase, place = at
     desc = half_desc if HALF else x_desc
     for unit in range(first, end_unit, gl.num_programs(0)):
         tile, part, tile_n, m, begin, end = unit_of_work(unit, sizes, TILE, HALF)
         for step in range(begin, end):
-            mbarrier.wait(empty.index(stage), phase)
             fresh = count >= started
-            bar = full.index(stage)
-            mbarrier.expect(bar, BYTES, pred=fresh)
-            _copy_words(descs, rings, pointers, sizes, tile_n, step, stage, fresh, TILE, FORMAT)
-            for i in gl.static_range(2):
-                place = xs.index(2 * stage + i).slice(0, BM, dim=0)
-                load_box(desc, [m, step * 128 + i * 64], bar, place)
+            for i in gl.static_range(STAGES_OF_STEP):
+                mbarrier.wait(empty.index(stage), phase)
+                bar = full.index(stage)
+                if i == 0:
+                    mbarrier.expect(bar, X_BYTES + WORDS_BYTES, pred=fresh)
+                    _copy_words(
+                        descs,
+                        rings,
+                        pointers,
+                        sizes,
+                        tile_n,
+                        step,
+                        stage,
+                        place,
+                        fresh,
+                        TILE,
+                        FORMAT,
+                    )
+                else:
+                    mbarrier.expect(bar, X_BYTES)
+                for j in gl.static_range(BOXES):
+                    box = xs.index(BOXES * stage + j).slice(0, BM, dim=0)
+                    load_box(desc, [m, step * 128 + (i * BOXES + j) * 64], bar, box)
+                stage, phase = advance(stage, phase, TILE.stages)
+            place = after(place, TILE.words_slots)
             count += 1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-    return count, stage, phase
+    return count, (stage, phase, place)
 
 
 @gluon.jit
 def copy(descs, rings, pointers, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr):
     """The warp that starts all copies: wait for a stage to be free, fill it, tell `full`."""
     _, _, _, full, _ = rings
-    STAGES: gl.constexpr = TILE.stages
-    BYTES: gl.constexpr = TILE.block_m * 256 + TILE.parts * 4096
+    STAGES_OF_STEP: gl.constexpr = TILE.stages_of_step
+    BYTES: gl.constexpr = TILE.block_m * 256 // STAGES_OF_STEP + TILE.parts * FORMAT.bits * 1024
     whole_end, all_end = ends(sizes, TILE)
     first = gl.program_id(0)
     zero = first * 0  # not a constant, which could not change in a loop
-    # weights never change: their share of the first stages needs no wait for the kernel before
+    # weights never change: their share of the first steps needs no wait for the kernel before
     _, _, tile_n, _, begin, end = unit_of_work(first, sizes, TILE, False)
-    started = gl.minimum(end - begin, STAGES)
+    started = gl.minimum(end - begin, TILE.words_slots)
     if TILE.halves:
         started = gl.where(first < whole_end, started, 0)
-    for stage in range(started):
+    for place in range(started):
+        step, stage = begin + place, STAGES_OF_STEP * place
         mbarrier.expect(full.index(stage), BYTES)
-        _copy_words(descs, rings, pointers, sizes, tile_n, begin + stage, stage, True, TILE, FORMAT)
+        _copy_words(descs, rings, pointers, sizes, tile_n, step, stage, place, True, TILE, FORMAT)
     wait_for_kernel_before()
-    count, stage, phase = _copy_units(
-        descs,
-        rings,
-        pointers,
-        sizes,
-        first,
-        whole_end,
-        started,
-        zero,
-        zero,
-        zero + 1,
-        TILE,
-        False,
-        FORMAT,
+    at = (zero, zero + 1, zero)
+    count, at = _copy_units(
+        descs, rings, pointers, sizes, first, whole_end, started, zero, at, TILE, False, FORMAT
     )
     if TILE.halves:
         _copy_units(
@@ -173,8 +194,7 @@ def copy(descs, rings, pointers, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr
             all_end,
             started,
             count,
-            stage,
-            phase,
+            at,
             TILE,
             True,
             FORMAT,

@@ -9,8 +9,22 @@ from qkernels.gluon_registers import pieces_of
 
 
 @gluon.jit
-def store(sums, bias_ptr, y, buf, m, n, N, HAS_BIAS: gl.constexpr):
-    """Plus bias, rounded, to y[m:, n : n + 64] through shared memory, some rows at a time."""
+def store(
+    sums,
+    bias_ptr,
+    y,
+    bufs,
+    which,
+    m,
+    n,
+    N,
+    HAS_BIAS: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):
+    """Plus bias, rounded, to y[m:, n : n + 64] through shared memory, some rows at a time.
+
+    Buffers which * BUFFERS and those after it are this warpgroup's, and take turns.
+    """
     ROWS: gl.constexpr = y.block_type.shape[0]
     if HAS_BIAS:
         row = n + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
@@ -18,8 +32,9 @@ def store(sums, bias_ptr, y, buf, m, n, N, HAS_BIAS: gl.constexpr):
         sums += gl.load(bias_ptr + gl.minimum(row, N - 1)).to(gl.float32)[:, None]
     pieces = pieces_of(sums, sums.shape[1] // ROWS)
     for j in gl.static_range(sums.shape[1] // ROWS):
-        # the copy before has read this memory
-        tma.store_wait(0)
+        # the last copy out of this buffer has read it
+        tma.store_wait(BUFFERS - 1)
+        buf = bufs.index(which * BUFFERS + j % BUFFERS)
         buf.permute((1, 0)).store(pieces[j].to(y.dtype))
         fence_async_shared()
         store_box(y, [m + j * ROWS, n], buf)

@@ -1,4 +1,6 @@
-"""Tile choices of W4A16's Hopper body: problem sizes in, launch numbers out. Plain Python.
+"""Tile choices of the Hopper body of W4A16 and W8A16: problem sizes in, launch numbers out.
+
+Plain Python.
 
 Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's, as in tiles.py.
 """
@@ -20,17 +22,18 @@ from qkernels.tiles import (
 _REGISTERS = 65536  # of an SM
 _COPY_REGISTERS = 24  # of a thread of the warp that copies, where it gives its own to the others
 _SHARED = 227 * 1024  # bytes, of a block
-_STORED_BYTES = LINEAR_TILE_N * LINEAR_MAX_BLOCK_K // 2  # of a stored tile's words
+_MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHopperTile:
-    """How one W4A16 product is cut for the Hopper body: tiles of 64 parts outputs by block_m rows.
+    """How one product is cut for the Hopper body: tiles of 64 parts outputs by block_m rows.
 
     A block makes several tiles, or with `split` one part of K of one tile.
     """
 
     blocks: int  # of the grid: at most one for each SM
+    bits: int = 4  # of a code
     parts: int = 2  # warpgroups that multiply, 64 outputs each
     block_m: int = 128
     split: int = 1  # parts of K, which meet: the grid has a block for each
@@ -47,8 +50,13 @@ class LinearHopperTile:
 
     @property
     def piece(self) -> int:
-        """Inputs of one product: those of 64 take 16 registers, twice, those of 32 take 8."""
-        return 64 if self.parts == 2 else 32
+        """Inputs of one product: 64 take 16 registers, 32 take 8."""
+        return 64 if self.parts == 2 and not self.ahead else 32
+
+    @property
+    def pending(self) -> int:
+        """Products in flight while the next one's weights are unpacked."""
+        return 2 if self.ahead else 1
 
     @property
     def store_rows(self) -> int:
@@ -56,11 +64,31 @@ class LinearHopperTile:
         return 32 if self.block_m == 256 else self.block_m // self.split
 
     @property
+    def store_buffers(self) -> int:
+        """Of a warpgroup: the next piece is written while the copy engine reads the last."""
+        return 2 if self.store_rows < self.block_m // self.split else 1
+
+    @property
+    def stages_of_step(self) -> int:
+        """In how many stages the x of a step comes: of 256 rows it takes half of shared memory."""
+        return 2 if self.block_m == 256 else 1
+
+    @property
     def stages(self) -> int:
-        """Steps of 128 inputs that are on their way: as many as shared memory holds, up to 8."""
-        stores = self.parts * LINEAR_TILE_N * self.store_rows * 2
-        stage = self.block_m * LINEAR_MAX_BLOCK_K * 2 + self.parts * _STORED_BYTES
-        return min(8, (_SHARED - 512 - stores) // stage)
+        """Stages of x that are on their way: as many as shared memory holds, up to 8."""
+        stores = self.parts * self.store_buffers * LINEAR_TILE_N * self.store_rows * 2
+        words = self.parts * LINEAR_TILE_N * LINEAR_MAX_BLOCK_K * self.bits // 8
+        x = self.block_m * LINEAR_MAX_BLOCK_K * 2 // self.stages_of_step
+
+        def num_bytes(stages: int) -> int:
+            return stages * x + ceil_div(stages, self.stages_of_step) * words + stores + 512
+
+        return max(n for n in range(1, _MAX_STAGES + 1) if num_bytes(n) <= _SHARED)
+
+    @property
+    def words_slots(self) -> int:
+        """Steps whose words are on their way."""
+        return ceil_div(self.stages, self.stages_of_step)
 
     @property
     def registers(self) -> int:
@@ -97,9 +125,12 @@ class LinearHopperTile:
         )
 
 
-# us of one step of 128 inputs, for each (parts, block_m) that there is
-_STEP = {(2, 64): 0.5, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21}
-LINEAR_HOPPER_SIZES = tuple(_STEP)
+# bits -> us of one step of 128 inputs, for each (parts, block_m) that there is
+_STEP = {
+    4: {(2, 64): 0.5, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21},
+    8: {(2, 64): 0.58, (2, 128): 0.72, (3, 128): 1.1, (2, 256): 1.27},
+}
+LINEAR_HOPPER_SIZES = tuple(_STEP[4])
 LINEAR_HOPPER_SPLITS = (1, 2, 4)
 _START = 5.2  # us of a launch, the first copies and the last store
 _ROUND = 2.5  # us from one tile of a block to its next
@@ -107,7 +138,7 @@ _MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
 
 # The portable body's, for its tiles of 64 outputs by at most 64 rows and by 128
 _PORTABLE_START = 3.6
-_PORTABLE_STEP = {64: 0.55, 128: 0.95}
+_PORTABLE_STEP = {4: {64: 0.55, 128: 0.95}, 8: {64: 0.65, 128: 1.15}}
 _PORTABLE_MEETING = 0.3  # us for each part of K
 _LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
 _DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
@@ -124,20 +155,26 @@ _MIN_ROWS = 33  # below, most of a tile's rows would be empty
 # M = 4096  304.6 2,256 / 203.8 2,256 / 1392 2,256,h / 689 2,256
 @functools.lru_cache(maxsize=4096)
 def linear_hopper_tile(
-    M: int, N: int, K: int, group: int, sm_count: int
+    M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> LinearHopperTile | None:
     """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
     if linear_block_k(group) != LINEAR_MAX_BLOCK_K or M < _MIN_ROWS:
         return None
-    best, least = None, _other_time(M, N, K, group, sm_count)
-    for parts, block_m in _STEP:
+    best, least = None, _other_time(M, N, K, group, bits, sm_count)
+    for parts, block_m in LINEAR_HOPPER_SIZES:
         if block_m == 64 and M > 64:
             continue
         for split, halves in ((1, False), (2, False), (4, False), (1, True)):
             if halves and block_m < 256:
                 continue
-            shape = {"parts": parts, "block_m": block_m, "split": split, "halves": halves}
-            tile = LinearHopperTile(blocks=sm_count, **shape)
+            tile = LinearHopperTile(
+                blocks=sm_count,
+                bits=bits,
+                parts=parts,
+                block_m=block_m,
+                split=split,
+                halves=halves,
+            )
             time = _time(tile, M, N, K)
             if tile.fits(M, N, K) and time < least:
                 best, least = tile.on(M, N, sm_count), time
@@ -146,13 +183,15 @@ def linear_hopper_tile(
 
 def _time(tile: LinearHopperTile, M: int, N: int, K: int) -> float:
     """Microseconds, as measured tiles of these sizes add up."""
-    step = _STEP[tile.parts, tile.block_m]
+    step = _STEP[tile.bits][tile.parts, tile.block_m]
     steps = K / LINEAR_MAX_BLOCK_K / tile.split
     tiles = tile.tiles(M, N)
     if tile.halves:
         rounds, rest = divmod(tiles, tile.blocks)
         halves = ceil_div(2 * rest, tile.blocks)
-        products = (rounds * step + halves * _STEP[tile.parts, tile.block_m // 2]) * steps
+        products = (
+            rounds * step + halves * _STEP[tile.bits][tile.parts, tile.block_m // 2]
+        ) * steps
         rounds += halves
     else:
         rounds = ceil_div(tiles * tile.split, tile.blocks)
@@ -161,13 +200,13 @@ def _time(tile: LinearHopperTile, M: int, N: int, K: int) -> float:
     return _START + (rounds - 1) * _ROUND + products + meeting
 
 
-def _other_time(M: int, N: int, K: int, group: int, sm_count: int) -> float:
+def _other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> float:
     """Microseconds of the portable body, or of dequantizing and the library."""
     portable = linear_tile(M, N, K, group, sm_count)
     if portable is None:
-        return 2e-6 * M * N * K / _LIBRARY_RATE + 2.5e-6 * N * K / _DEQUANTIZE_RATE
+        return 2e-6 * M * N * K / _LIBRARY_RATE + (2 + bits / 8) * 1e-6 * N * K / _DEQUANTIZE_RATE
     blocks = linear_padded_n(N) // LINEAR_TILE_N * ceil_div(M, portable.block_m) * portable.split
     steps = K / LINEAR_MAX_BLOCK_K / portable.split
     waves = ceil_div(blocks, 2 * sm_count)
-    products = waves * steps * _PORTABLE_STEP[max(64, portable.block_m)]
+    products = waves * steps * _PORTABLE_STEP[bits][max(64, portable.block_m)]
     return _PORTABLE_START + products + _PORTABLE_MEETING * portable.split

@@ -167,7 +167,7 @@ def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | No
         found.append(linear_tile(M, problem["N"], problem["K"], problem["group"], sm_count))
         if _has_gluon() and M > LINEAR_DIGITS_MAX_ROWS:
             block_m = 64 if M <= 64 else 128
-            found.append(LinearHopperTile(blocks=sm_count, block_m=block_m))
+            found.append(LinearHopperTile(blocks=sm_count, bits=problem["bits"], block_m=block_m))
             found += [LinearRingTile(rows=rows) for rows in LINEAR_RING_ROWS if rows >= M]
         if M >= 256:
             found.append(None)

@@ -171,25 +171,31 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
 
 
 def hopper_linear_case(
-    M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, group: int = 128
+    M: int,
+    N: int,
+    K: int,
+    dtype: str = "bf16",
+    symmetric: bool = True,
+    group: int = 128,
+    bits: int = 4,
 ) -> dict:
-    """The Hopper body of W4A16, at the tile of w4a16_hopper_tiles.py."""
-    tile = linear_hopper_tile(M, N, K, group, 132)
+    """The Hopper body of W4A16 and W8A16, at the tile of w4a16_hopper_tiles.py."""
+    tile = linear_hopper_tile(M, N, K, group, bits, 132)
     element = gl.bfloat16 if dtype == "bf16" else gl.float16
     pointers = {"scales_ptr": "*fp16", "offsets_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
     pointers |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
     for name, kind, block, type in (
         ("x_desc", dtype, [tile.block_m, w4a16_hopper.SLICE], element),
         ("half_desc", dtype, [tile.block_m // 2, w4a16_hopper.SLICE], element),
-        ("words_desc", "i32", w4a16_hopper.WORDS_BOX, gl.int32),
+        ("words_desc", "i32", w4a16_hopper.words_box(bits), gl.int32),
         ("y_desc", dtype, [tile.store_rows, 64], element),
     ):
         layout = gl.NVMMASharedLayout.get_default_for(block, type)
         pointers[name] = f"tensordesc<{kind}[{block[0]}, {block[1]}],{layout!r}>"
     format = w4a16_hopper.Format(
+        bits=bits,
         steps_of_group=group // 128,
-        magic=0x43004300 if dtype == "bf16" else 0x64006400,
-        offset=0x43084308 if dtype == "bf16" else 0x64086408,
+        offset={4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
         has_offsets=not symmetric,
         has_bias=True,
     )
@@ -203,7 +209,7 @@ def hopper_linear_case(
     if sass is not None:
         in_flight["overlapped"] = overlapped(sass)
         in_flight["overwritten_in_flight"] = overwritten_in_flight(sass)
-    shape = f"{tile.parts} x {tile.block_m} / {tile.split}" + " halves" * tile.halves
+    shape = f"{bits} bits {tile.parts} x {tile.block_m} / {tile.split}" + " halves" * tile.halves
     return facts(compiled) | in_flight | {"tile": shape}
 
 
@@ -616,6 +622,11 @@ CASES = {
     "linear hopper M=512": lambda: hopper_linear_case(512, 6144, 4096),
     "linear hopper M=512, wide": lambda: hopper_linear_case(512, 4096, 14336, "fp16", group=256),
     "linear hopper M=1024": lambda: hopper_linear_case(1024, 6144, 4096, symmetric=False),
+    "linear hopper M=256, 8 bits": lambda: hopper_linear_case(
+        256, 4096, 4096, symmetric=False, bits=8
+    ),
+    "linear hopper M=512, 8 bits": lambda: hopper_linear_case(512, 6144, 4096, bits=8),
+    "linear hopper M=1024, 8 bits": lambda: hopper_linear_case(1024, 6144, 4096, bits=8),
     "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
     "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
     "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),

@@ -18,7 +18,8 @@ def overlapped(sass: str) -> bool:
     """Whether in every loop around products one is waited for only when the next was issued."""
     code = instructions(sass)
     loops = _loops(code)
-    waits = [any("DEPBAR.LE gsb0, 0x1" in text for _, text in code[a:b]) for a, b in loops]
+    later = re.compile(r"DEPBAR\.LE gsb0, 0x[1-9]")
+    waits = [any(later.search(text) for _, text in code[a:b]) for a, b in loops]
     return bool(loops) and all(waits)
 
 

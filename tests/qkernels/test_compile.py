@@ -65,7 +65,7 @@ def test_products_use_the_warpgroup_instruction(compiled):
 def test_weights_are_unpacked_while_a_product_runs(compiled):
     """The compiler waits for no product before the next is made; nobody writes what it reads."""
     found = [facts for name, facts in compiled.items() if name.startswith("linear hopper")]
-    assert len({facts["tile"] for facts in found}) == len(found) == 5
+    assert len({facts["tile"] for facts in found}) == len(found) == 8
     for facts in found:
         if "hgmma" in facts:
             assert facts["overlapped"], facts

@@ -1,8 +1,11 @@
-"""The Hopper body of W4A16 against float64, on a GPU of that generation."""
+"""The Hopper body of W4A16 and W8A16 against float64, on a GPU of that generation."""
+
+import dataclasses
 
 import pytest
 import torch
 
+from formats.bits import pack
 from qkernels import ops
 from qkernels.launch import workspace
 from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
@@ -29,14 +32,19 @@ PARTS_OF_K = {
 SHAPES = WHOLE | PARTS_OF_K
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 whole_shapes = pytest.mark.parametrize("shape", WHOLE.values(), ids=list(WHOLE))
+both_bits = pytest.mark.parametrize("bits", [4, 8])
 parts_of_k = pytest.mark.parametrize("shape", PARTS_OF_K.values(), ids=list(PARTS_OF_K))
 
 
-def tile_of(shape, M, N, blocks=132):
+def tile_of(shape, bits, M, N, blocks=132):
     """As many blocks as there are units of work, up to `blocks`."""
-    tile = LinearHopperTile(blocks=blocks, **shape)
+    tile = LinearHopperTile(blocks=blocks, bits=bits, **shape)
     units = tile.tiles(M, N) * tile.split * (2 if tile.halves else 1)
-    return LinearHopperTile(blocks=min(blocks, units), **shape)
+    return dataclasses.replace(tile, blocks=min(blocks, units))
+
+
+def prepared(packed, dtype):
+    return ops.prepare_weight(packed, dtype, kernel=f"triton_w{packed.spec.bits}a16")
 
 
 @pytest.fixture
@@ -44,8 +52,8 @@ def check(assert_close, tolerance):
     """One product with tiles of `shape`, whole and by element, twice."""
 
     def run(packed, x, shape, bias=None, blocks=132):
-        tile = tile_of(shape, x.shape[0], packed.out_features, blocks)
-        weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
+        tile = tile_of(shape, packed.spec.bits, x.shape[0], packed.out_features, blocks)
+        weight = prepared(packed, x.dtype)
         got = w4a16.linear(x, weight, bias, tile=tile)
         assert got.dtype == x.dtype
         x, added = x.double(), 0 if bias is None else bias.double()
@@ -71,62 +79,109 @@ def random_x(M, K, dtype):
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", [128, 256, 384, -1])
 @pytest.mark.parametrize("shape", [{"split": 4}, {"block_m": 256}], ids=["128 / 4", "256"])
-def test_every_group_length(check, make_weight, half, poison, group, symmetric, shape):
-    check(make_weight(200, 768, group, symmetric, spread=8), random_x(140, 768, half), shape)
+@both_bits
+def test_every_group_length(check, make_weight, half, poison, group, symmetric, shape, bits):
+    packed = make_weight(200, 768, group, symmetric, spread=8, bits=bits)
+    check(packed, random_x(140, 768, half), shape)
 
 
 @pytest.mark.parametrize("M", [1, 3, 17, 63, 118, 257, 520])
 @every_shape
-def test_rows_beyond_the_tile_are_not_written(check, make_weight, half, poison, M, shape):
-    check(make_weight(136, 512, 128), random_x(M, 512, half), shape)
+@both_bits
+def test_rows_beyond_the_tile_are_not_written(check, make_weight, half, poison, M, shape, bits):
+    check(make_weight(136, 512, 128, bits=bits), random_x(M, 512, half), shape)
 
 
 @pytest.mark.parametrize("N", [8, 24, 72, 136, 1000])
 @every_shape
-def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, shape):
+@both_bits
+def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, shape, bits):
     bias = torch.randn(N, device="cuda").to(half)
-    check(make_weight(N, 512, 128, symmetric=False), random_x(130, 512, half), shape, bias)
+    packed = make_weight(N, 512, 128, symmetric=False, bits=bits)
+    check(packed, random_x(130, 512, half), shape, bias)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 11])
 @pytest.mark.parametrize("K", [128, 384, 1152])
 @whole_shapes
-def test_a_block_goes_on_with_the_next_tile(check, make_weight, half, poison, K, blocks, shape):
+@both_bits
+def test_a_block_goes_on_with_the_next_tile(
+    check, make_weight, half, poison, K, blocks, shape, bits
+):
     """9 to 40 tiles, and halves of them; 128 inputs are fewer steps than are copied ahead."""
-    check(make_weight(504, K, 128, spread=8), random_x(600, K, half), shape, blocks=blocks)
+    packed = make_weight(504, K, 128, spread=8, bits=bits)
+    check(packed, random_x(600, K, half), shape, blocks=blocks)
 
 
 @pytest.mark.parametrize("K", [512, 640, 1152])
 @parts_of_k
-def test_parts_of_k_of_any_length_meet(check, make_weight, half, poison, K, shape):
+@both_bits
+def test_parts_of_k_of_any_length_meet(check, make_weight, half, poison, K, shape, bits):
     """5 and 9 steps are in no equal parts."""
-    check(make_weight(504, K, 128, spread=8), random_x(250, K, half), shape)
+    check(make_weight(504, K, 128, spread=8, bits=bits), random_x(250, K, half), shape)
 
 
-@every_shape
-def test_the_weights_have_the_bits_of_packed(make_weight, half, shape):
+def assert_bits_of_packed(packed, dtype, shape):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
-    packed = make_weight(200, 512, 128, symmetric=False, spread=8)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
-    one_hot = torch.eye(512, dtype=half, device="cuda")
-    got = w4a16.linear(one_hot, weight, tile=tile_of(shape, 512, 200))
-    assert torch.equal(got.t(), packed.dequantize(half))
+    N, K = packed.out_features, packed.in_features
+    one_hot = torch.eye(K, dtype=dtype, device="cuda")
+    tile = tile_of(shape, packed.spec.bits, K, N)
+    got = w4a16.linear(one_hot, prepared(packed, dtype), tile=tile)
+    assert torch.equal(got.t(), packed.dequantize(dtype))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@every_shape
+@both_bits
+def test_the_weights_have_the_bits_of_packed(make_weight, half, shape, bits, symmetric):
+    assert_bits_of_packed(make_weight(200, 512, 128, symmetric, spread=8, bits=bits), half, shape)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@both_bits
+def test_every_code_times_every_mantissa_is_rounded_once(make_weight, half, bits, symmetric):
+    """The 1024 mantissas of float16, times every code less its zero."""
+    packed = make_weight(1024, 512, 256, symmetric, bits=bits)
+    codes = (torch.arange(512) % 2**bits).to(torch.uint8).expand(1024, 512)
+    mantissas = (1 + torch.arange(1024) / 1024)[:, None] * torch.tensor([2**-8, -(2**-3)])
+    packed = dataclasses.replace(
+        packed, words_NW=pack(codes, bits).cuda(), scales_NG=mantissas.half().cuda()
+    )
+    assert_bits_of_packed(packed, half, {"block_m": 256})
+
+
+@both_bits
+def test_bfloat16_scales(make_weight, half, bits):
+    packed = make_weight(200, 512, 128, bits=bits)
+    scales = torch.rand(packed.scales_NG.shape, device="cuda") / 64 + 1e-3
+    assert_bits_of_packed(dataclasses.replace(packed, scales_NG=scales.bfloat16()), half, {})
+
+
+@pytest.mark.parametrize("scale", [2**-23, 60000.0], ids=["tiny", "huge"])
+@both_bits
+def test_tiny_and_huge_scales(make_weight, bits, scale):
+    """In bfloat16, which has the range for all of float16's scales."""
+    packed = make_weight(200, 512, 128, symmetric=False, bits=bits)
+    scales = torch.full_like(packed.scales_NG, scale)
+    packed = dataclasses.replace(packed, scales_NG=scales)
+    assert_bits_of_packed(packed, torch.bfloat16, {"block_m": 256})
 
 
 @parts_of_k
-def test_the_bits_do_not_depend_on_who_comes_last(make_weight, half, shape):
+@both_bits
+def test_the_bits_do_not_depend_on_who_comes_last(make_weight, half, shape, bits):
     M, N, K = 128, 192 if shape.get("parts") == 3 else 512, 4096
-    weight = ops.prepare_weight(make_weight(N, K, 128), half, kernel="triton_w4a16")
-    x = random_x(M, K, half)
-    first = w4a16.linear(x, weight, tile=tile_of(shape, M, N))
+    weight = prepared(make_weight(N, K, 128, bits=bits), half)
+    x, tile = random_x(M, K, half), tile_of(shape, bits, M, N)
+    first = w4a16.linear(x, weight, tile=tile)
     for _ in range(100):
-        assert torch.equal(w4a16.linear(x, weight, tile=tile_of(shape, M, N)), first)
+        assert torch.equal(w4a16.linear(x, weight, tile=tile), first)
 
 
 def test_x_at_an_odd_address_and_with_strides(make_weight, half):
-    weight = ops.prepare_weight(make_weight(136, 128, 128), half, kernel="triton_w4a16")
+    weight = prepared(make_weight(136, 128, 128), half)
     x = random_x(1, 2 * 140 * 128 + 1, half)[0, 1:].view(140, 256)
-    dense, tile = x[:, ::2].clone(), tile_of({}, 140, 136)
+    dense, tile = x[:, ::2].clone(), tile_of({}, 4, 140, 136)
     assert x.data_ptr() % 16 and dense.data_ptr() % 16 == 0
     want = w4a16.linear(dense, weight, tile=tile)
     assert torch.equal(w4a16.linear(x[:, ::2], weight, tile=tile), want)
@@ -137,11 +192,12 @@ def test_x_at_an_odd_address_and_with_strides(make_weight, half):
 
 
 @pytest.mark.parametrize("M", [64, 128, 512, 1024])
-def test_chosen_and_captured(make_weight, half, M):
+@both_bits
+def test_chosen_and_captured(make_weight, half, M, bits):
     """The chosen tile takes the body at this shape; a graph replays it with new inputs."""
     N, K = 4096, 4096
-    assert linear_hopper_tile(M, N, K, 128, 132) is not None
-    packed = make_weight(N, K, 128)
+    assert linear_hopper_tile(M, N, K, 128, bits, 132) is not None
+    packed = make_weight(N, K, 128, bits=bits)
     weight = ops.prepare_weight(packed, half)
     x = random_x(M, K, half)
     ops.linear(x, weight)

@@ -71,7 +71,7 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
     monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
     assert note(128).endswith("(of a large weight up to 16), many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
-    assert note(128, bits=8).endswith("rows go as digits")
+    assert note(128, bits=8).endswith("up to 4 rows go as digits, many rows take the Hopper body")
     assert note(64).endswith("takes groups divisible by 128, not 64")
     monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90")
     other = "all rows take the portable body; those for Hopper: written for sm_90"

@@ -213,10 +213,10 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
-            tile = linear_hopper_tile(M, N, K, 128, sm_count)
-            if tile is not None:
-                whole = problem | {"group": 128, "bits": 4}
-                assert tile_faults.linear_hopper_tile_fault(tile, **whole) is None, whole
+                tile = linear_hopper_tile(M, N, K, 128, bits, sm_count)
+                if tile is not None:
+                    whole = problem | {"group": 128, "bits": bits}
+                    assert OPS["w4a16"].fault(tile, whole) is None, whole
             tile = int8_tile(M, N, K, sm_count)
             assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
     for heads in (1, 3, 4, 16):
@@ -279,10 +279,19 @@ def test_what_the_hopper_body_needs():
     narrow = {"split": 1, "block_m": 64}
     assert fault(narrow, M=64) is None and "64 rows" in fault(narrow, M=65)
     assert fault({"split": 1, "block_m": 256, "halves": True}, M=4096) is None
+    assert fault({"bits": 8}, bits=8) is None
     for change in ({"bits": 8}, {"group": 64}):
         assert fault(**change) is not None, change
+    assert fault({"bits": 2}, bits=2) is not None
     for change in (
-        *({"block_m": 64}, {"block_m": 32}, {"block_m": 0}, {"parts": 1}, {"parts": 4}),
+        *(
+            {"bits": 8},
+            {"block_m": 64},
+            {"block_m": 32},
+            {"block_m": 0},
+            {"parts": 1},
+            {"parts": 4},
+        ),
         *({"parts": 3, "block_m": 256}, {"split": 3}, {"split": 0}, {"split": -4}),
         *({"split": 1, "blocks": 0}, {"split": 1, "blocks": -5}, {"split": 1, "halves": True}),
         {"block_m": 256, "split": 2, "halves": True},

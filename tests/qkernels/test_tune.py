@@ -110,7 +110,7 @@ def test_the_hopper_body_starts_where_it_can_run(hopper, M):
     fault = tile_table.OPS["w4a16"].fault
     assert all(tile is None or fault(tile, PROBLEM | {"M": M}) is None for tile in first)
     eight_bits = starts("w4a16", PROBLEM | {"M": M, "bits": 8}, 132)
-    assert LinearHopperTile not in {type(tile) for tile in eight_bits}
+    assert {tile.bits for tile in eight_bits if isinstance(tile, LinearHopperTile)} == {8}
 
 
 def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
@@ -277,17 +277,18 @@ def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, sh
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("most", [64, 512])
-def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert_close, most):
+def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert_close, most, bits):
     """Found for the whole bucket, each number of rows takes as many blocks as it needs."""
     from qkernels import ops
 
     N, K = 1088, 1024
-    packed = make_weight(N, K, 128)
+    packed = make_weight(N, K, 128, bits=bits)
     weight, weight_NK = ops.prepare_weight(packed, torch.bfloat16), packed.dequantize(torch.float64)
-    problem = {"N": N, "K": K, "group": 128, "bits": 4, "M": most}
+    problem = {"N": N, "K": K, "group": 128, "bits": bits, "M": most}
     table = launch.tile_table_of(device)
-    tiles = [LinearHopperTile(blocks=launch.sm_count(device))]
+    tiles = [LinearHopperTile(blocks=launch.sm_count(device), bits=bits)]
     for tile in tiles:
         allowed = (t for t in neighbours(tile) if not tile_table.OPS["w4a16"].fault(t, problem))
         tiles += [other for other in allowed if other not in tiles]
