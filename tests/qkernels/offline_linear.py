@@ -1,0 +1,213 @@
+"""Weight-only products to compile: W4A16 and W8A16, each body."""
+
+from offline import BF16, boxes, compile_kernel, compiled_kernel, dump, facts
+from sass import overlapped, overwritten_in_flight
+
+from qkernels import input_digits, w4a16, w4a16_digits, w4a16_digits_ring, w4a16_hopper
+from qkernels.tiles import (
+    LINEAR_DIGITS,
+    LINEAR_DIGITS_COLUMNS,
+    linear_digits_tile,
+    linear_ring_tile,
+    linear_tile,
+)
+from qkernels.w4a16_hopper_tiles import linear_hopper_tile
+
+
+def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int = 4) -> dict:
+    tile = linear_tile(M, N, K, group, 132)
+    pointers = {
+        "x_ptr": BF16,
+        "words_ptr": "*i32",
+        "scales_ptr": "*fp16",
+        "y_ptr": BF16,
+        "partials_ptr": "*fp32",
+        "counters_ptr": "*i32",
+    }
+    if not symmetric:
+        pointers["offsets_ptr"] = BF16
+    constants = {
+        "MAGIC": 0x43004300,
+        "OFFSET": 136 if bits == 4 else 0,
+        "BITS": bits,
+        "BM": tile.block_m,
+        "BN": tile.block_n,
+        "BK": min(128, group),
+        "TILE_N": 64,
+        "SPLIT": tile.split,
+        "STAGES": tile.stages,
+        "BULK": tile.bulk,
+        "EARLY": tile.early,
+        "INTERPRETED": False,
+        "bias_ptr": None,
+        "STEPS_OF_GROUP": 1,
+    }
+    if tile.bulk:
+        pointers["x_ptr"] = f"tensordesc<bf16[{tile.block_m}, {min(128, group)}]>"
+    if symmetric:
+        constants["offsets_ptr"] = None
+    scalars = {"M": "i32", "N": "i32", "K": "i32"}
+    options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
+    return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
+
+
+def hopper_linear_case(
+    M: int,
+    N: int,
+    K: int,
+    dtype: str = "bf16",
+    symmetric: bool = True,
+    group: int = 128,
+    bits: int = 4,
+) -> dict:
+    """The Hopper body of W4A16 and W8A16, at the tile of w4a16_hopper_tiles.py."""
+    tile = linear_hopper_tile(M, N, K, group, bits, 132)
+    pointers = {"scales_ptr": "*fp16", "offsets_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
+    pointers |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    pointers |= {
+        "x_desc": boxes(dtype, [tile.block_m, w4a16_hopper.SLICE]),
+        "half_desc": boxes(dtype, [tile.block_m // 2, w4a16_hopper.SLICE]),
+        "words_desc": boxes("i32", w4a16_hopper.words_box(bits)),
+        "y_desc": boxes(dtype, [tile.store_rows, 64]),
+    }
+    format = w4a16_hopper.Format(
+        bits=bits,
+        steps_of_group=group // 128,
+        offset={4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
+        has_offsets=not symmetric,
+        has_bias=True,
+    )
+    constants = {"TILE": tile, "FORMAT": format}
+    scalars = {"M": "i32", "N": "i32", "K": "i32", "whole": "i32"}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
+    kernel = w4a16_hopper._w4a16_hopper
+    compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
+    sass = dump(compiled, "--dump-sass")
+    in_flight = {}
+    if sass is not None:
+        in_flight["overlapped"] = overlapped(sass)
+        in_flight["overwritten_in_flight"] = overwritten_in_flight(sass)
+    shape = f"{bits} bits {tile.parts} x {tile.block_m} / {tile.split}" + " halves" * tile.halves
+    return facts(compiled) | in_flight | {"tile": shape}
+
+
+def digits_linear_case(
+    M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, bits: int = 4
+) -> dict:
+    """W4A16 or W8A16 of few rows, and the kernel that makes its digits."""
+    tile = linear_digits_tile(M, N, K, 128, bits, 132)
+    tiles = -(-M * LINEAR_DIGITS // LINEAR_DIGITS_COLUMNS)
+    pointers = {
+        "digits_ptr": "*i8",
+        "input_scales_ptr": "*fp32",
+        "codes_ptr": "*i8",
+        "scales_ptr": "*fp16",
+        "y_ptr": f"*{dtype}",
+    }
+    constants = {
+        "STEPS_OF_GROUP": 1,
+        "BITS": bits,
+        "OFFSET": {4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
+        "TILES": tiles,
+        "COLUMNS": LINEAR_DIGITS_COLUMNS,
+        "D": LINEAR_DIGITS,
+        "W": tile.warps,
+        "BN": tile.block_n,
+        "TILE_N": 64,
+        "AHEAD": tile.ahead,
+        "bias_ptr": None,
+    } | w4a16_digits.layouts(tile.warps, tile.block_n, bits)
+    if symmetric:
+        constants |= {"sums_ptr": None, "offsets_ptr": None}
+    else:
+        pointers |= {"sums_ptr": "*i32", "offsets_ptr": f"*{dtype}"}
+    scalars = {"M": "i32", "N": "i32", "steps": "i32"}
+    options = {"num_warps": tile.warps, "launch_pdl": True}
+    kernel = w4a16_digits._w4a16_digits
+    found = compile_kernel(kernel, pointers, scalars, constants, options)
+    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_ptr": "*fp32"}
+    constants = {"STEP": 128, "BLOCK": input_digits.STEPS_OF_BLOCK, "EARLY": True} | {
+        name: constants[name] for name in ("BITS", "D", "COLUMNS")
+    }
+    if symmetric:
+        constants["sums_ptr"] = None
+    else:
+        pointers["sums_ptr"] = "*i32"
+    scalars = {"K": "i32", "steps": "i32", "tiles": "i32"}
+    options = {"num_warps": 1, "launch_pdl": True}
+    compile_kernel(input_digits._digits, pointers, scalars, constants, options)
+    return found
+
+
+def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True) -> dict:
+    """W4A16 of 5 to 16 rows, and the kernel that makes its digits."""
+    tile = linear_ring_tile(M, N, K, 128, 4, 132)
+    pointers = {
+        "words_desc": boxes("i8", w4a16_digits_ring.WORDS_BOX),
+        "digits_desc": boxes("i8", [4 * tile.rows, 128]),
+        "facts_desc": boxes("fp32", [4 * tile.rows]),
+        "scales_desc": boxes("fp16", [64]),
+        "offsets_desc": boxes(dtype, [64]),
+        "bias_ptr": f"*{dtype}",
+        "y_ptr": f"*{dtype}",
+        "partials_ptr": "*fp32",
+        "counters_ptr": "*i32",
+    }
+    format = w4a16_digits_ring.Format(
+        steps_of_group=1, offset=136, has_offsets=not symmetric, has_bias=True
+    )
+    scalars = dict.fromkeys(("M", "N", "steps", "tiles"), "i32")
+    registers = w4a16_digits_ring.REGISTERS
+    options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
+    kernel = w4a16_digits_ring._w4a16_digits_ring
+    constants = {"TILE": tile, "FORMAT": format}
+    found = compile_kernel(kernel, pointers, scalars, constants, options)
+    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "facts_ptr": "*fp32"}
+    constants = {"R": tile.rows, "SUMS": not symmetric, "STEP": 128, "EARLY": True}
+    constants["BLOCK"] = input_digits.STEPS_OF_BLOCK
+    options = {"num_warps": 1, "launch_pdl": True}
+    scalars = {"K": "i32", "steps": "i32"}
+    compile_kernel(input_digits._digit_rows, pointers, scalars, constants, options)
+    return found
+
+
+def dequantize_case() -> dict:
+    pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": BF16}
+    scalars = {"N": "i32", "K": "i32"}
+    constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BITS": 4, "BK": 128, "TILE_N": 64}
+    constants |= {"ROWS": w4a16.DEQUANTIZE_ROWS, "INTERPRETED": False}
+    constants |= {"offsets_ptr": None, "STEPS_OF_GROUP": 1}
+    kernel = w4a16._dequantize_weight
+    return compile_kernel(kernel, pointers, scalars, constants, {"num_warps": 1})
+
+
+LINEAR = {
+    "linear M=1": lambda: linear_case(1, 4096, 4096, 128, True),
+    "linear M=1 asymmetric": lambda: linear_case(1, 4096, 4096, 128, False),
+    "linear M=32": lambda: linear_case(32, 6144, 4096, 128, True),
+    "linear M=64 group 32": lambda: linear_case(64, 4096, 4096, 32, True),
+    "linear M=64 wide": lambda: linear_case(64, 28672, 4096, 128, True),
+    "linear M=128": lambda: linear_case(128, 4096, 4096, 128, True),
+    "linear M=256": lambda: linear_case(256, 4096, 14336, 128, True),
+    "linear M=256 asymmetric": lambda: linear_case(256, 4096, 14336, 128, False),
+    "linear M=1 8 bits": lambda: linear_case(1, 4096, 4096, 128, True, bits=8),
+    "linear M=256 8 bits": lambda: linear_case(256, 4096, 4096, 128, False, bits=8),
+    "linear hopper M=64": lambda: hopper_linear_case(64, 4096, 4096),
+    "linear hopper M=256": lambda: hopper_linear_case(256, 4096, 4096, symmetric=False),
+    "linear hopper M=512": lambda: hopper_linear_case(512, 6144, 4096),
+    "linear hopper M=512, wide": lambda: hopper_linear_case(512, 4096, 14336, "fp16", group=256),
+    "linear hopper M=1024": lambda: hopper_linear_case(1024, 6144, 4096, symmetric=False),
+    "linear hopper M=256, 8 bits": lambda: hopper_linear_case(
+        256, 4096, 4096, symmetric=False, bits=8
+    ),
+    "linear hopper M=512, 8 bits": lambda: hopper_linear_case(512, 6144, 4096, bits=8),
+    "linear hopper M=1024, 8 bits": lambda: hopper_linear_case(1024, 6144, 4096, bits=8),
+    "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
+    "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
+    "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),
+    "ring M=8": lambda: ring_linear_case(8, 28672, 4096),
+    "ring in parts, float16 asymmetric": lambda: ring_linear_case(5, 4096, 14336, "fp16", False),
+    "ring M=16 asymmetric": lambda: ring_linear_case(16, 28672, 4096, symmetric=False),
+    "digits 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),
+    "dequantize": dequantize_case,
+}
