@@ -99,7 +99,7 @@ def linear_ring_tile_fault(
             f" found {tile.split} and {tile.stages}"
         )
     if not tile.fits(N, K):
-        return f"the workspace and its counters do not hold {tile.split} parts of [{N}, {K}]"
+        return f"the workspace does not hold {tile.split} parts of [{N}, {K}], or some have no step"
     return None
 
 

@@ -67,16 +67,15 @@ class LinearRingTile:
         return ceil_div(N, LINEAR_RING_TILE_N)
 
     def fits(self, N: int, K: int) -> bool:
-        """Whether each part of K has a step, and digits and sums a place in the workspace."""
+        """Whether each part of K has a step, and digits and sums a place in the workspace.
+
+        Sums that have one have counters, too.
+        """
         steps = K // LINEAR_MAX_BLOCK_K
         floats = steps * self.rows * (LINEAR_MAX_BLOCK_K + 4)
         if self.split > 1:
             floats += self.tiles(N) * self.split * LINEAR_RING_TILE_N * self.rows
-        return (
-            self.split <= steps
-            and floats <= LINEAR_WORKSPACE_FLOATS
-            and (self.split == 1 or self.tiles(N) * 2 <= LINEAR_COUNTERS)
-        )
+        return self.split <= steps and floats <= LINEAR_WORKSPACE_FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from qkernels import tile_faults, tile_table
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8Tile, int8_tile
-from qkernels.linear_choice import tabled_linear_tile
+from qkernels.linear_choice import chosen_linear_tile, tabled_linear_tile
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
 from qkernels.tiles import (
     LINEAR_COUNTERS,
@@ -379,14 +379,12 @@ def test_what_a_ring_of_digits_needs():
     for change in ({"rows": 4}, {"rows": 32}, {"split": 0}, {"stages": 0}, {"stages": 9}):
         assert fault(change) is not None, change
     assert "workspace" in fault({"split": 33}), "a part without a step"
-    # of [many, 128] all counters are in use; without parts none is
-    many = LINEAR_COUNTERS * 64
-    assert fault({"split": 2}, N=many + 1, K=256) is not None and fault(N=many + 1) is None
     # the digits of 8 rows of K inputs, and the sums of two parts
     K = 4096
     free = LINEAR_WORKSPACE_FLOATS - K // 128 * 8 * 132
     N = free // (2 * 128 * 8) * 128
     assert fault({"split": 2}, N=N) is None and fault({"split": 2}, N=N + 128) is not None
+    assert LINEAR_WORKSPACE_FLOATS // (2 * 128 * 8) * 2 <= LINEAR_COUNTERS, "two for each tile"
 
 
 def test_a_ring_of_digits_is_for_large_weights():
@@ -397,6 +395,8 @@ def test_a_ring_of_digits_is_for_large_weights():
         for M in (4, 5, 8, 9, 16, 17)
     }
     assert linear_ring_tile(8, 4096, 4096, 128, 4, 132) is None
+    assert linear_ring_tile(8, 20480, 2048, 128, 4, 132)
+    assert linear_ring_tile(16, 20480, 2048, 128, 4, 132) is None
     chosen = {key: (tile.rows, tile.split) for key, tile in found.items() if tile}
     assert chosen == {
         ("qkv", 5): (8, 4),
@@ -408,6 +408,11 @@ def test_a_ring_of_digits_is_for_large_weights():
         ("down", 5): (8, 8),
         ("down", 8): (8, 8),
     }
+    for M, kind in ((4, LinearDigitsTile), (8, LinearRingTile), (64, LinearHopperTile)):
+        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=True)
+        assert isinstance(tile, kind)
+        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=False)
+        assert isinstance(tile, LinearTile)
 
 
 def test_a_tile_must_fit_the_whole_bucket():
