@@ -124,7 +124,7 @@ class ServerConfig:
     """Everything that the HTTP server is told."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
-    port: int = setting(8000, "port to listen on; 0: any free one")
+    port: int = setting(8000, "port to listen on; 0: any free one", low=0, high=2**16 - 1)
     served_model_name: str | None = setting(
         None, "name that clients give; default: the model folder as typed"
     )

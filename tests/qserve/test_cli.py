@@ -227,6 +227,14 @@ def test_engine_setting_out_of_range_is_named(capsys, docs_5m, flag, value):
     fails_with(capsys, ["generate", str(docs_5m), "--prompt", "a", flag, value], flag, value)
 
 
+@pytest.mark.parametrize("port", ["-1", "65536", "70000"])
+def test_port_out_of_range_is_not_wrapped(capsys, monkeypatch, docs_5m, port):
+    """The system's look-up of addresses takes any number, modulo 65536."""
+    command = dataclasses.replace(COMMANDS["serve"], run=lambda *settings: 0)
+    monkeypatch.setitem(COMMANDS, "serve", command)
+    fails_with(capsys, ["serve", str(docs_5m), "--port", port], "--port", "0 to 65535", port)
+
+
 @pytest.mark.parametrize("name", ["dtype", "device", "load_format", "kv_cache_dtype"])
 def test_choices_hold_in_python_too(docs_5m, name):
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')}: expected one of auto, "):
