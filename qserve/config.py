@@ -140,6 +140,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        # HTTP drops white space at the ends of a header: no client could ever send such a key.
+        if self.api_key is not None and self.api_key != (self.api_key.strip() or None):
+            raise InputError("--api-key", "expected a key without white space at its ends")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

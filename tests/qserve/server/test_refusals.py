@@ -424,5 +424,12 @@ def test_key_outside_ascii(make_server, error):
     error(server.get("/v1/models", headers={b"authorization": b"Bearer \xff"}), 401)
 
 
+@pytest.mark.parametrize("key", ["", " ", " s3cret", "s3cret\n"])
+def test_key_that_no_client_can_send_is_refused_at_the_start(key):
+    with pytest.raises(InputError, match="--api-key: expected a key") as caught:
+        ServerConfig(api_key=key)
+    assert "s3cret" not in str(caught.value)
+
+
 def test_app_is_built_without_running_anything(tokenizer):
     assert build_app(None, tokenizer, ServerConfig(), max_num_seqs=1).title == "qserve"
