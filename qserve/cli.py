@@ -313,9 +313,10 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
 
 def _with_dashes(argument: str) -> str:
     """--max_model_len and --max-model-len are the same flag."""
-    if not argument.startswith("--"):
-        return argument
     flag, equals, value = argument.partition("=")
+    # Text, such as a prompt, may begin with dashes too; the name of a flag has no spaces.
+    if not flag.startswith("--") or len(flag.split()) != 1:
+        return argument
     return flag.replace("_", "-") + equals + value
 
 

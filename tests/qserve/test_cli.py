@@ -114,6 +114,17 @@ def test_underscores_are_dashes(monkeypatch):
     assert (settings.text, settings.sequence_length) == ("c_d", 9)
 
 
+@pytest.mark.parametrize("prompt", ["--- my_doc", "---\nmy_key: a_b=c_d"])
+def test_underscores_of_a_prompt_that_begins_with_dashes(monkeypatch, prompt):
+    seen = []
+    command = dataclasses.replace(
+        COMMANDS["generate"], run=lambda *settings: seen.append(settings) or 0
+    )
+    monkeypatch.setitem(COMMANDS, "generate", command)
+    assert main(["generate", "model", "--prompt", prompt]) == 0
+    assert seen[0][-1].prompt == prompt
+
+
 DATA = ["--samples", "4", "--sequence-length", "256"]
 
 
