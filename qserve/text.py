@@ -52,6 +52,8 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         self.special_token_ids = frozenset(token for token, info in added if info.special)
         self.special_token_ids |= frozenset(self._tokenizer.all_special_ids)
+        self._before = self.encode("a", add_special_tokens=False)
+        self._num_before = len(self.decode(self._before))
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
@@ -86,6 +88,10 @@ class Tokenizer:
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=False)
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token: int) -> str:
+        """One token's text as it is behind others: at the start some decoders drop a space."""
+        return self.decode([*self._before, token], skip_special_tokens=False)[self._num_before :]
 
     def render_chat(
         self,

@@ -31,8 +31,8 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], offset: i
     """
     texts, offsets, tops = [], [], []
     for token, found in tokens:
-        text = _text(tokenizer, token)
-        top = {_text(tokenizer, other): _finite(value) for other, value in _alternatives(found)}
+        text = tokenizer.token_text(token)
+        top = {tokenizer.token_text(other): _finite(value) for other, value in _alternatives(found)}
         top.setdefault(text, _finite(found.logprob))
         texts.append(text)
         offsets.append(offset)
@@ -51,14 +51,10 @@ def _alternatives(found: TokenLogprobs) -> Iterable[tuple[int, float]]:
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
-    text = _text(tokenizer, token)
+    text = tokenizer.token_text(token)
     # A token that is part of a character has bytes that its text does not tell.
     data = None if REPLACEMENT in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": data}
-
-
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode((token,), skip_special_tokens=False)
 
 
 def _finite(logprob: float) -> float:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
+from qserve.server.logprobs import chat_logprobs
 from qserve.text import IncrementalDetokenizer, TextError, TextStream, Tokenizer
 
 TEXTS = [
@@ -171,6 +172,18 @@ def test_spaces_depend_on_what_came_before(byte_fallback):
     prompt, output = byte_fallback.encode("ab"), byte_fallback.encode("ab b  a")
     assert streamed(byte_fallback, output) == "ab b  a"
     assert streamed(byte_fallback, output, prompt_token_ids=prompt) == " ab b  a"
+
+
+def test_texts_of_single_tokens_add_up(byte_fallback, tokenizer):
+    """A token in the list of log probabilities keeps the space that it begins with."""
+    output = byte_fallback.encode("ab ab b  a!")
+    assert "".join(map(byte_fallback.token_text, output)) == " ab ab b  a!"
+    listed = [(token, TokenLogprobs(-1.0, (), ())) for token in output]
+    content = chat_logprobs(byte_fallback, listed)["content"]
+    assert "".join(entry["token"] for entry in content) == " ab ab b  a!"
+    assert byte_fallback.token_text(0xE6) == "\ufffd"
+    text = "Hello there, <s> general reader."
+    assert "".join(map(tokenizer.token_text, tokenizer.encode(text))) == text
 
 
 def test_runs_of_byte_tokens_are_shown_character_by_character(byte_fallback):
