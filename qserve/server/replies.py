@@ -78,8 +78,9 @@ class Reply:
         return chunk | {"usage": None} if self.job.streams_usage else chunk
 
     def _logprobs(self, index: int, part: Output | TextDelta) -> dict | None:
-        """OpenAI's log probabilities of a part's tokens; None where it has none."""
-        if not part.logprobs:
+        """OpenAI's log probabilities; None where nobody asked, and in a chunk without tokens."""
+        is_empty_chunk = isinstance(part, TextDelta) and not part.logprobs
+        if self.job.params[0].logprobs is None or is_empty_chunk:
             return None
         tokens = list(zip(part.token_ids, part.logprobs, strict=False))
         return self._format(index, tokens)
@@ -110,7 +111,7 @@ class CompletionReply(Reply):
     def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
         offset = self.offsets.get(index, 0)
         formatted = completion_logprobs(self.tokenizer, tokens, offset)
-        self.offsets[index] = formatted["text_offset"][-1] + len(formatted["tokens"][-1])
+        self.offsets[index] = offset + sum(map(len, formatted["tokens"]))
         return formatted
 
 

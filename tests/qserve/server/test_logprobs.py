@@ -68,6 +68,22 @@ def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, tex
     assert {name: sum((part[name] for part in parts), []) for name in whole} == whole
 
 
+def test_answer_without_visible_tokens_has_empty_lists(server):
+    """Clients that asked read the lists without a look."""
+    server.client.text = ""
+    (chat,) = server.chat(logprobs=True).json()["choices"]
+    assert chat["logprobs"] == {"content": [], "refusal": None}
+    (completion,) = server.complete(logprobs=1).json()["choices"]
+    assert completion["text"] == ""
+    assert set(completion["logprobs"]) == {
+        "tokens",
+        "token_logprobs",
+        "top_logprobs",
+        "text_offset",
+    }
+    assert not any(completion["logprobs"].values())
+
+
 def test_each_choice_counts_its_own_offsets(server, chunks):
     fields = {"logprobs": 0, "n": 2, "max_tokens": 5}
     whole = server.complete(**fields).json()["choices"]
