@@ -37,6 +37,10 @@ def sampling_params(
     if isinstance(request, ChatCompletionRequest):
         if request.max_completion_tokens is not None:
             max_tokens = request.max_completion_tokens
+            if max_tokens < 1:
+                raise ParameterError(
+                    "max_completion_tokens", f"expected 1 or more, found {max_tokens}"
+                )
         if max_tokens is None:
             max_tokens = room
         if request.logprobs:

@@ -111,6 +111,12 @@ def test_field_out_of_range_or_type_is_named(server, error, field, value):
     assert not server.client.requests
 
 
+@pytest.mark.parametrize("value", [0, -1, "5"])
+def test_max_completion_tokens_is_named_and_not_max_tokens(server, error, value):
+    body = error(server.chat(max_completion_tokens=value, max_tokens=5), 400)
+    assert body["param"] == "max_completion_tokens"
+
+
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_not_finite(server, error, literal):
     body = b'{"prompt": "a", "temperature": ' + literal.encode() + b"}"
