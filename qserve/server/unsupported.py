@@ -18,6 +18,7 @@ _COMMON: dict[str, tuple] = {
     "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
     "repetition_detection": (),
@@ -49,6 +50,8 @@ CHAT = _COMMON | {
     "return_prompt_text": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 MESSAGE = {"function_call": (), "tool_calls": ([],)}
 STREAM_OPTIONS = {"continuous_usage_stats": (False,)}

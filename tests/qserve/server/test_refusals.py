@@ -247,6 +247,7 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("use_beam_search", True, False),
         ("bad_words", ["x"], []),
+        ("logits_processors", ["x"], []),
         ("prompt_logprobs", 0, None),
         ("truncate_prompt_tokens", 5, None),
         ("allowed_token_ids", [1], None),
@@ -272,6 +273,8 @@ def test_what_is_not_supported_on_one_route(server, error):
         "tool_choice": "auto",
         "functions": [{"name": "f"}],
         "chat_template": "{{ 1 }}",
+        "verbosity": "low",
+        "web_search_options": {},
         "chat_template_kwargs": {"tokenize": True},
     }.items():
         assert error(server.chat(**{field: value}), 400)["param"] == field
