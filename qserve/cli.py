@@ -84,13 +84,14 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
     from qserve.llm import LLM
     from qserve.sampling_params import SamplingParams
 
-    llm = LLM(**dataclasses.asdict(engine))
+    # Before the model: a number out of range should not show only after a long load.
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         max_tokens=config.max_tokens,
     )
+    llm = LLM(**dataclasses.asdict(engine))
     if config.chat:
         message = {"role": "user", "content": config.prompt}
         output = llm.chat([message], params, use_tqdm=False)[0]

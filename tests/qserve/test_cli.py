@@ -238,6 +238,13 @@ def test_engine_setting_out_of_range_is_named(capsys, docs_5m, flag, value):
     fails_with(capsys, ["generate", str(docs_5m), "--prompt", "a", flag, value], flag, value)
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--max-tokens", "0"), ("--temperature", "5")])
+def test_sampling_out_of_range_shows_before_the_model_is_loaded(capsys, docs_5m, flag, value):
+    arguments = ["generate", str(docs_5m), "--prompt", "a", flag, value]
+    captured = fails_with(capsys, arguments, flag[2:].replace("-", "_"), value)
+    assert len(captured.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "70000"])
 def test_port_out_of_range_is_not_wrapped(capsys, monkeypatch, docs_5m, port):
     """The system's look-up of addresses takes any number, modulo 65536."""
