@@ -16,6 +16,7 @@ MAX_PROMPTS = 1024
 # Making 3 million lists (8 MB of "[],") holds the interpreter, and so every stream, for a second.
 MAX_BRACKETS = 250_000
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
+CONTENT_FORMS = "text, or a list of parts of type text"
 PROMPT_FORMS = "text, token ids, or a list of either"
 
 
@@ -49,7 +50,11 @@ def _unless_false(value: Any) -> Any:
 
 
 def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if value is not None and not isinstance(value, list):
+        raise PydanticCustomError("content", f"expected {CONTENT_FORMS}")
+    return value
 
 
 def _text_only(kind: str) -> str:
@@ -76,7 +81,8 @@ class TextPart(_Body):
 
 class Message(_Body):
     role: str
-    content: Annotated[list[TextPart], ONE_ERROR, BeforeValidator(_as_parts)]
+    # None is refused later: in a message with tool calls it is not what is at fault.
+    content: Annotated[list[TextPart] | None, ONE_ERROR, BeforeValidator(_as_parts)] = None
     name: str | None = None
 
     @property
@@ -176,6 +182,9 @@ def _check(request: GenerationRequest) -> None:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(request.messages):
         unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
+        if message.content is None:
+            name = f"messages.{index}.content"
+            raise ApiError(400, f"{name}: expected {CONTENT_FORMS}.", name)
     if request.continue_final_message and request.add_generation_prompt:
         raise ApiError(
             400,

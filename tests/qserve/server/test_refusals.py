@@ -301,10 +301,19 @@ def test_what_is_not_supported_on_one_route(server, error):
             "messages.0.content.0.type",
         ),
         ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call"),
     ],
 )
 def test_messages_that_are_no_conversation(server, error, messages, param):
     assert error(server.chat(messages=messages), 400)["param"] == param
+
+
+@pytest.mark.parametrize("content", [None, 5, {"type": "text", "text": "a"}])
+def test_content_that_is_no_text_says_what_it_may_be(server, error, content):
+    messages = [{"role": "user", "content": content}]
+    body = error(server.chat(messages=messages), 400)
+    assert body["message"].startswith("messages.0.content: expected text, or a list of parts")
 
 
 def test_both_ways_to_end_a_conversation(server, error):
