@@ -134,7 +134,13 @@ class _Server(uvicorn.Server):
         print(self._ready_line, f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
     async def finish_replies(self) -> None:
-        """Wait until requests that were dropped have written their errors."""
+        """Wait until requests that were dropped have written their errors, then hang up."""
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=REPLY_GRACE)
+        # What is left waits for its client, such as for the rest of a body. Cancelled with the
+        # loop, it would look like a failure of the server's own.
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=REPLY_GRACE)
 

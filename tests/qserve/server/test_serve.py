@@ -1,5 +1,6 @@
 """The whole server in its own process, with an engine process that needs no model."""
 
+import contextlib
 import json
 import os
 import signal
@@ -149,6 +150,21 @@ def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
     thread.join()
     assert wholes[0].status_code == 503 and wholes[0].json()["error"]["code"] == 503
     assert process.wait(10) == 0
+    assert "Traceback" not in process.stderr.read()
+    assert not is_running(engine_pid(tmp_path))
+
+
+def test_half_a_body_at_the_end_is_hung_up_on(start, tmp_path):
+    process = start(grace=0.3)
+    address = httpx.URL(url_of(process))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection((address.host, address.port), timeout=10) as client:
+        client.sendall(head + b"{")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1000) == b""
+        assert process.wait(10) == 0
     assert "Traceback" not in process.stderr.read()
     assert not is_running(engine_pid(tmp_path))
 
