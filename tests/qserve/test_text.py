@@ -277,6 +277,13 @@ def test_error_event_shows_what_was_held(tokenizer):
     assert (text, last.finish_reason) == ("one tw", "error")
 
 
+def test_error_is_no_stop_even_where_its_last_text_is(tokenizer):
+    half = tokenizer.encode("\U0001f995")[:1]
+    for finish, expected in (("length", ("", "stop")), ("error", ("\ufffd", "error"))):
+        text, last, _ = run(tokenizer, SamplingParams(stop=("\ufffd",)), one_by_one(half, finish))
+        assert (text, last.finish_reason) == expected
+
+
 def test_min_tokens_lets_early_stop_strings_pass(tokenizer):
     token_ids = tokenizer.encode("x.x.x.x.x.x.")
     for minimum in range(len(token_ids)):

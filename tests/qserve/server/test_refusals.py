@@ -210,6 +210,11 @@ def test_megabytes_of_text_are_refused_before_tokenizing(server, error, monkeypa
 def test_body_above_the_limit(make_server, error):
     server = make_server(ServerConfig(served_model_name="tiny"), max_body_bytes=1000)
     assert server.complete(user="a" * 800).status_code == 200
+    exact = b'{"prompt": "a"}'.ljust(1000)
+    headers = {"content-type": "application/json"}
+    for body, status in ((exact, 200), (exact + b" ", 413)):
+        reply = server.request("POST", COMPLETIONS, content=body, headers=headers)
+        assert reply.status_code == status
     for size in (1000, 7000, 50_000):
         assert "1000" in error(server.complete(prompt="a" * size), 413)["message"]
 
@@ -235,7 +240,9 @@ def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, erro
     ],
 )
 def test_unknown_route_or_method(server, error, path, method, status):
-    error(server.request(method, path), status)
+    reply = server.request(method, path)
+    error(reply, status)
+    assert ("allow" in reply.headers) == (status == 405)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +454,10 @@ def test_key_that_no_client_can_send_is_refused_at_the_start(key):
     with pytest.raises(InputError, match="--api-key: expected a key") as caught:
         ServerConfig(api_key=key)
     assert "s3cret" not in str(caught.value)
+
+
+def test_message_that_utf8_cannot_hold_is_still_sent():
+    assert b"folder ? is gone" in ApiError(500, "folder \udcff is gone").response.body
 
 
 def test_app_is_built_without_running_anything(tokenizer):

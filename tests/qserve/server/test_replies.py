@@ -156,6 +156,26 @@ def test_echo_repeats_the_prompt(server, chunks, prompt):
     assert found == expected
 
 
+def test_special_tokens_of_prompts_follow_their_fields(server, monkeypatch):
+    asked = []
+    encode = type(server.tokenizer).encode
+
+    def spy(tokenizer, text, add_special_tokens=True):
+        asked.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens)
+
+    monkeypatch.setattr(type(server.tokenizer), "encode", spy)
+    for value in (None, True, False):
+        server.complete(prompt="Once", add_special_tokens=value)
+    # The scripted engine encodes its own text, after each prompt.
+    assert asked[::2] == [True, True, False]
+    prompt = [2, *encode(server.tokenizer, "Once")]
+    end = server.tokenizer.decode([2], skip_special_tokens=False)
+    for value, start in ((None, ""), (True, ""), (False, end)):
+        reply = server.complete(prompt=prompt, echo=True, skip_special_tokens=value)
+        assert reply.json()["choices"][0]["text"].startswith(start + "Once")
+
+
 def test_stop_string_ends_text_and_engine_request(server, chunks):
     choice = server.complete(stop="re, gen", max_tokens=100).json()["choices"][0]
     assert choice["text"] == "Hello the"
