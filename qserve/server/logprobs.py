@@ -27,13 +27,16 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict:
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], offset: int) -> dict:
     """The `logprobs` of a completion's choice whose first token begins at character `offset`.
 
-    The alternatives of a token are keyed by text and always hold the token itself.
+    The alternatives of a token are keyed by text and always hold the token itself. Of tokens that
+    look alike, such as parts of characters, that one counts, else the likeliest.
     """
     texts, offsets, tops = [], [], []
     for token, found in tokens:
         text = tokenizer.token_text(token)
-        top = {tokenizer.token_text(other): _finite(value) for other, value in _alternatives(found)}
-        top.setdefault(text, _finite(found.logprob))
+        top: dict[str, float] = {}
+        for other, value in _alternatives(found):
+            top.setdefault(tokenizer.token_text(other), _finite(value))
+        top[text] = _finite(found.logprob)
         texts.append(text)
         offsets.append(offset)
         tops.append(top)

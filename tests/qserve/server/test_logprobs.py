@@ -2,6 +2,9 @@
 
 import pytest
 
+from qserve.engine.request import TokenLogprobs
+from qserve.server.logprobs import completion_logprobs
+
 TEXT = "Hello there, general reader."
 
 
@@ -50,6 +53,20 @@ def test_completion_logprobs(server, asked, entries):
     for text, logprob, top, offset in zip(*(found[k] for k in found), strict=True):
         assert choice["text"][offset:].startswith(text)
         assert logprob == top[text] == -1.25 and len(top) == entries
+
+
+def test_alternatives_that_look_alike(tokenizer):
+    """Parts of characters have one text: the drawn one counts, then the likeliest."""
+    one, two, three = (tokenizer.encode(c)[0] for c in "\U0001f995\u65e5\u00ff")
+    assert len({one, two, three}) == 3
+    assert {tokenizer.token_text(token) for token in (one, two, three)} == {"\ufffd"}
+    drawn = TokenLogprobs(-3.0, (one, two, three), (-1.0, -2.0, -3.0))
+    (top,) = completion_logprobs(tokenizer, [(three, drawn)], 0)["top_logprobs"]
+    assert top == {"\ufffd": -3.0}
+    a = tokenizer.encode("a")[0]
+    drawn = TokenLogprobs(-0.5, (a, one, two), (-0.5, -1.0, -2.0))
+    (top,) = completion_logprobs(tokenizer, [(a, drawn)], 0)["top_logprobs"]
+    assert top == {"a": -0.5, "\ufffd": -1.0}
 
 
 @pytest.mark.parametrize(
