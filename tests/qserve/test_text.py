@@ -212,6 +212,24 @@ def test_special_tokens_are_shown_only_when_asked(tokenizer):
     )
 
 
+def test_added_tokens_that_are_not_special_are_text(docs_5m, tmp_path):
+    whole = AutoTokenizer.from_pretrained(docs_5m)
+    whole.add_tokens(["<note>"])
+    whole.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("one <note> two<|im_end|>")) == "one <note> two"
+
+
+def test_truncation_that_the_file_asks_for_is_off(docs_5m, tmp_path):
+    backend = Backend.from_file(str(docs_5m / "tokenizer.json"))
+    backend.enable_truncation(4)
+    shutil.copytree(docs_5m, tmp_path, dirs_exist_ok=True)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    text = "one two three four five six seven"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_end_token_is_counted_but_not_shown(tokenizer):
     words = tokenizer.encode("hello")
     events = [event(*words), event(2, finish_reason="stop", ended_by_token=True)]

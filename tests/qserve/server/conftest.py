@@ -145,6 +145,7 @@ def chunks():
     def parse(response: httpx.Response) -> list[dict]:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
         *events, rest = response.text.split("\n\n")
         assert rest == "" and all(event.startswith("data: ") for event in events)
         assert events[-1] == "data: [DONE]"

@@ -164,8 +164,9 @@ def test_lists_of_many_prompts_are_refused_before_any_work(server, error):
 
 
 @pytest.mark.parametrize("start", [b'{"prompt": [', b'{"nobody_knows": ['])
-def test_millions_of_lists_do_not_hold_the_server(start):
-    body = start + b"[]," * 2_500_000 + b"1]}"
+@pytest.mark.parametrize("item", [b"[],", b"{},"])
+def test_millions_of_lists_do_not_hold_the_server(start, item):
+    body = start + item * 2_500_000 + b"1]}"
     started = time.perf_counter()
     with pytest.raises(ApiError) as caught:
         parse(body, CompletionRequest)
@@ -253,6 +254,8 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("structured_outputs", {"choice": ["a"]}, None),
         ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("use_beam_search", True, False),
+        ("return_token_ids", 0, False),
+        ("length_penalty", True, 1),
         ("bad_words", ["x"], []),
         ("logits_processors", ["x"], []),
         ("prompt_logprobs", 0, None),

@@ -217,6 +217,20 @@ def test_parts_of_text_are_joined(server):
     assert prompt == "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_name_of_a_speaker_reaches_the_template(server, monkeypatch):
+    seen = []
+    render = type(server.tokenizer).render_chat
+
+    def spy(tokenizer, messages, **options):
+        seen.extend(messages)
+        return render(tokenizer, messages, **options)
+
+    monkeypatch.setattr(type(server.tokenizer), "render_chat", spy)
+    messages = [{"role": "user", "content": "a", "name": "Ada"}, {"role": "user", "content": "b"}]
+    assert server.chat(messages=messages).status_code == 200
+    assert seen == messages
+
+
 def test_final_message_can_be_continued(server):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Dear"}]
     assert server.chat(messages=messages, continue_final_message=True).status_code == 200
