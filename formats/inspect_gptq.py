@@ -116,7 +116,7 @@ def _check_zeros(
         return set()
     stored = unpack(qzeros, spec.bits)[:, :out_features]
     try:
-        version = stored_version(stored, spec, label, name)
+        version = stored_version(stored, spec, label, name.removesuffix(".qzeros"))
     except InputError as error:
         findings.caught(error)
         return {"zeros not certain"}
@@ -147,5 +147,7 @@ def _is_grouped_in_order(
         return True
     groups = -(-in_features // group)
     if g_idx.min() < 0 or g_idx.max() >= groups:
-        findings.error(name, f"expected groups 0..{groups - 1}, found {int(g_idx.max())}")
+        findings.error(
+            name, f"expected groups 0..{groups - 1}, found {int(g_idx.min())}..{int(g_idx.max())}"
+        )
     return torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // group)

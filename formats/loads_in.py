@@ -204,7 +204,7 @@ def _is_packed_asymmetric(scheme: Scheme) -> bool:
 
 def _broken(facts: Facts) -> Answer | None:
     """Nobody loads it right; or nobody knows, since we cannot read the config."""
-    if facts.first_error and facts.traits.isdisjoint({"mislabelled"}):
+    if facts.first_error:
         return "no", facts.first_error
     if facts.config_error:
         return "no", f"not judged: {facts.config_error}"

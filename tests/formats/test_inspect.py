@@ -195,6 +195,15 @@ def test_v1_zeros_labelled_v2(gptq_model, write_folder):
     assert sum("holds v1 zeros (7), config.json says gptq_v2" in text for text in texts) == 14
 
 
+def test_a_wrong_label_does_not_hide_other_damage(gptq_model, write_folder):
+    tensors, config = gptq_model
+    config[BLOCK].update(checkpoint_format="gptq_v2", format="gptq_v2")
+    tensors[f"{Q0}.scales"] = put(tensors[f"{Q0}.scales"], (0, 5), float("nan"))
+    found = inspect_checkpoint(write_folder(tensors, config))
+    assert {verdict.answer for verdict in found.loads_in} == {"no"}
+    assert all("NaN" in verdict.reason for verdict in found.loads_in)
+
+
 def test_good_v2_has_no_problem(gptq_model, write_folder):
     tensors, config = gptq_model
     config[BLOCK].update(checkpoint_format="gptq_v2")
