@@ -19,7 +19,7 @@ from formats.inspect_compressed import compressed_linear
 from formats.inspect_files import Shards, read_shards
 from formats.inspect_gptq import gptq_linear
 from formats.inspect_kv import check_kv_scales
-from formats.inspect_model import check_model, check_shapes
+from formats.inspect_model import check_config, check_model, check_shapes
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict, loads_in
@@ -117,6 +117,8 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     linears.sort(key=lambda linear: natural_key(linear.name))
     fused_mixed = _check_fused(linears, findings)
     _check_labels(linears, quant, block, findings)
+    if config:
+        check_config(config, findings)
     check_model(config, shards, findings)
     check_shapes(config, linears, shards, findings)
     check_kv_scales(quant, shards, findings)

@@ -15,6 +15,17 @@ from formats.rules import LAYER_NUMBER
 
 # Families whose layers are all alike, with these tensors beside them.
 UNIFORM_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# of config.json; readers refuse another type, or compute with it
+NUMBERS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 MODEL_TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
 HEAD = "lm_head.weight"
 _FIELDS = sorted({field for row in LAYOUTS.values() for field in row.fields}, key=len, reverse=True)
@@ -40,6 +51,21 @@ FLOAT_SHAPES = {
     "self_attn.k_norm.weight": ("head_dim",),
     **{f"{name}.bias": (rows,) for name, (rows, _) in EXTENTS.items()},
 }
+
+
+def check_config(config: Mapping[str, Any], findings: Findings) -> None:
+    """Report what makes transformers, and so every server, refuse config.json."""
+    if not isinstance(config.get("model_type"), str):
+        found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
+        findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
+    if config.get("model_type") not in UNIFORM_MODEL_TYPES:
+        return
+    for name in NUMBERS:
+        value = config.get(name, 1)
+        if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NULL):
+            findings.error(
+                f"{CONFIG} {name}", f"expected a whole number above 0, found {value!r:.80}"
+            )
 
 
 def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> None:
@@ -69,12 +95,34 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
             + f" (0 to {max(layers)})" * bool(layers),
             "the checkpoint is incomplete",
         )
+    for local in _layer_tensors(config) if layers else ():
+        if f"model.layers.{{i}}.{local}" not in locals_seen:
+            findings.error(
+                f"model.layers.{{i}}.{local}",
+                "is missing in all layers",
+                "the checkpoint is incomplete, or config.json is another model's",
+            )
     for local, number in sorted(locals_seen.items()):
         if number < len(layers):
             lacking = [i for i in sorted(layers) if local.replace("{i}", str(i)) not in seen]
             findings.error(
                 local, f"is missing in layers {lacking[:8]}", "the checkpoint is incomplete"
             )
+
+
+def _layer_tensors(config: Mapping[str, Any]) -> list[str]:
+    """What a layer of a uniform family has, by local name, a quantized weight as a float one."""
+    family = config["model_type"]
+    attention, feed_forward = list(EXTENTS)[:4], list(EXTENTS)[4:]
+    biased = attention[:3] if family == "qwen2" else []
+    if family in ("llama", "qwen3") and config.get("attention_bias"):
+        biased += attention
+    if family == "llama" and config.get("mlp_bias"):
+        biased += feed_forward
+    norms = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    if family == "qwen3":
+        norms += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    return [*(f"{name}.weight" for name in EXTENTS), *(f"{name}.bias" for name in biased), *norms]
 
 
 def check_shapes(
@@ -105,7 +153,8 @@ def _extents(config: Mapping[str, Any]) -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
     extents = {name: config.get(name) for name in names}
     heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads", heads)
+    kv_heads = config.get("num_key_value_heads")
+    kv_heads = heads if kv_heads is None else kv_heads
     hidden, head_dim = extents["hidden_size"], extents["head_dim"]
     if head_dim is None and isinstance(heads, int) and isinstance(hidden, int):
         head_dim = extents["head_dim"] = hidden // max(heads, 1)

@@ -147,6 +147,16 @@ def float_weight_for(name):
         ),
         (lambda t, c: c.update(num_hidden_layers=3), "error", "config.json", "states 3 layers"),
         (lambda t, c: c.pop(BLOCK), "error", "config.json", "has no quantization_config"),
+        (lambda t, c: c.pop("model_type"), "error", "config.json model_type", "has none"),
+        (lambda t, c: c.update(vocab_size="40"), "error", "vocab_size", "found '40'"),
+        (lambda t, c: c.update(num_attention_heads=2.0), "error", "num_attention_heads", "2.0"),
+        (lambda t, c: c.update(head_dim=0), "error", "config.json head_dim", "found 0"),
+        (
+            lambda t, c: [t.pop(f"model.layers.{i}.input_layernorm.weight") for i in (0, 1)],
+            "error",
+            "input_layernorm.weight",
+            "missing in all layers",
+        ),
         (change_block(bits=5), "error", "quantization_config.bits", "expected one of (2, 3, 4, 8)"),
         (change_block(desc_act=True), "warning", "quantization_config.desc_act", "vLLM refuses"),
         (change_block(sym=False), "warning", "quantization_config.sym", "vLLM"),
@@ -157,6 +167,30 @@ def test_damage_is_one_finding(gptq_model, write_folder, change, severity, subje
     change(tensors, config)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     problem_of(inspect_checkpoint(write_folder(tensors, config)), severity, subject, text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"model_type": "qwen3"}, ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        ({"model_type": "qwen2"}, [f"self_attn.{x}_proj.bias" for x in "qkv"]),
+        ({"attention_bias": True}, [f"self_attn.{x}_proj.bias" for x in "qkvo"]),
+        ({"mlp_bias": True}, [f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")]),
+        ({"model_type": "mistral", "attention_bias": True}, []),
+    ],
+)
+def test_what_the_family_has_and_no_layer_holds(gptq_model, write_folder, changes, missing):
+    tensors, config = gptq_model
+    found = inspect_checkpoint(write_folder(tensors, {**config, **changes}))
+    assert [p.subject for p in found.problems] == [f"model.layers.{{i}}.{x}" for x in missing]
+
+
+def test_key_value_heads_of_null_are_as_many_as_heads(gptq_model, write_folder):
+    tensors, config = gptq_model
+    config |= {"num_attention_heads": 4, "num_key_value_heads": None}
+    problems = inspect_checkpoint(write_folder(tensors, config)).problems
+    assert {p.subject.rpartition(".")[2] for p in problems} == {"k_proj", "v_proj"}
+    assert "states [64, 64], found [32, 64]" in problems[0].text
 
 
 def test_config_of_other_bits_or_groups_is_found_in_every_linear(gptq_model, write_folder):
