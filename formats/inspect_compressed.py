@@ -5,6 +5,7 @@ Legend: N outputs, K inputs, G groups.
 
 import torch
 
+from formats.activation import check_input_scale
 from formats.bits import packed_length
 from formats.errors import InputError
 from formats.findings import Findings
@@ -50,12 +51,17 @@ def compressed_linear(
             "is missing" if static else "is there, but config.json states no static activations",
         )
     elif static:
-        check_scales(names["input_scale"], shards, findings)
+        scale = shards.load(names["input_scale"], findings)
+        try:
+            if scale is not None:
+                check_input_scale(scheme.activation, scale, name)
+        except InputError as error:
+            findings.caught(error)
     if scheme.weight.symmetric and "weight_zero_point" in found:
         traits.add("weight zeros")
         findings.warning(f"{name}.weight_zero_point", "is there, though the scheme is symmetric")
-    if not scheme.weight.symmetric and "weight_zero_point" not in found:
-        findings.error(f"{name}.weight_zero_point", "is missing", "the checkpoint is incomplete")
+    if not scheme.weight.symmetric:
+        _check_zeros(name, found, scheme, (out_features, expected[1]), shards, findings)
     if "weight_g_idx" in found:
         g_idx = shards.load(names["weight_g_idx"], findings)
         length = scheme.weight.group_length(in_features)
@@ -69,6 +75,27 @@ def compressed_linear(
         num_bytes=sum(entry.num_bytes for entry in found.values()),
         traits=frozenset(traits),
     )
+
+
+def _check_zeros(
+    name: str,
+    found: dict,
+    scheme: Scheme,
+    groups_NG: tuple[int, int],
+    shards: Shards,
+    findings: Findings,
+) -> None:
+    """Asymmetric zeros: int32 words along N beside packed codes; others are not judged."""
+    full, entry = f"{name}.weight_zero_point", found.get("weight_zero_point")
+    if entry is None:
+        if full not in shards.lost:
+            findings.error(full, "is missing", "the checkpoint is incomplete")
+        return
+    wanted = (-(-groups_NG[0] * scheme.weight.bits // 32), groups_NG[1])
+    if "weight_packed" in found and (entry.dtype != torch.int32 or entry.shape != wanted):
+        findings.error(
+            full, f"expected torch.int32 {list(wanted)}, found {entry.dtype} {list(entry.shape)}"
+        )
 
 
 def _shape(

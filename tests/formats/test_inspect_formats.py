@@ -108,7 +108,25 @@ DAMAGE = [
         "NaN",
     ),
     ("compressed-tensors", "w8a8", drop(f"{Q0}.weight_scale"), "error", "weight_scale: is missing"),
+    (
+        "compressed-tensors",
+        "w4a16-asym-g32",
+        put(f"{Q0}.weight_zero_point", lambda z: z[:4]),
+        "error",
+        "weight_zero_point: expected torch.int32 [8, 2], found torch.int32 [4, 2]",
+    ),
+    (
+        "compressed-tensors",
+        "w4a16-asym-g32",
+        put(f"{Q0}.weight_zero_point", lambda z: z.float()),
+        "error",
+        "found torch.float32 [8, 2]",
+    ),
     ("compressed-tensors", "w8a8-static", drop(f"{Q0}.input_scale"), "error", "input_scale: is mi"),
+    *(
+        ("compressed-tensors", "w8a8-static", put(f"{Q0}.input_scale", change), "error", "above 0")
+        for change in (lambda s: -s, lambda s: s * 0, lambda s: s / 0, lambda s: s.expand(64))
+    ),
     (
         "compressed-tensors",
         "w8a8-fp8",
