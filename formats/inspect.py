@@ -26,6 +26,7 @@ from formats.loads_in import Facts, Verdict, loads_in
 from formats.parallel import parallel_sizes
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.rules import FUSED, LAYER_NUMBER, natural_key
+from formats.scheme import CHANNEL
 from formats.table import size_text, text_table
 
 
@@ -115,7 +116,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
     linears.sort(key=lambda linear: natural_key(linear.name))
-    fused_mixed = _check_fused(linears, findings)
+    fused_mixed = _check_fused(linears, quant, findings)
     _check_labels(linears, quant, block, findings)
     if config:
         check_config(config, findings)
@@ -136,7 +137,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         linears=linears,
         first_error=next((f"{e.subject}: {e.text}" for e in errors if not e.read_here), ""),
         fused_mixed=fused_mixed,
-        desc_act=bool(block.get("desc_act")),
+        desc_act=bool(block["desc_act"]) if "desc_act" in block else None,
         written_by_gptqmodel="gptqmodel" in str(block.get("meta", "")).lower(),
     )
     return Inspection(
@@ -193,7 +194,7 @@ def _read_quantization(
                 findings.warning(second, f"differs from config.json's {BLOCK}", "copy the block")
         except CheckpointError as error:
             findings.caught(error)
-    if block.get("desc_act"):
+    if block.get("desc_act") and any(s.weight.group_size != CHANNEL for s in quant.schemes):
         findings.warning(f"{BLOCK}.desc_act", "is true: vLLM refuses it with groups", "requantize")
     return quant, ""
 
@@ -266,8 +267,11 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             )
 
 
-def _check_fused(linears: list[LinearSummary], findings: Findings) -> str:
+def _check_fused(
+    linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings
+) -> str:
     """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
+    unstated = {linear.name for linear in linears if _is_float_unstated(linear, quant)}
     by_parent: dict[str, dict[str, str]] = defaultdict(dict)
     for linear in linears:
         parent, _, local = linear.name.rpartition(".")
@@ -279,10 +283,36 @@ def _check_fused(linears: list[LinearSummary], findings: Findings) -> str:
             if len(set(present.values())) > 1:
                 text = ", ".join(f"{local} {scheme}" for local, scheme in present.items())
                 findings.error(
-                    parent, f"{text}: servers load these as one matrix", "give them one scheme"
+                    parent,
+                    f"{text}: servers load these as one matrix",
+                    "give them one scheme",
+                    read_here=unstated.isdisjoint(f"{parent}.{local}" for local in present),
                 )
                 first = first or f"{', '.join(present)} of {parent}"
     return first
+
+
+def _states_act_order(block: Any) -> bool:
+    """Does a GPTQ block, or a group of a compressed-tensors one, say that inputs are reordered?"""
+    if not isinstance(block, dict):
+        return False
+    groups = block.get("config_groups")
+    weights = [
+        group["weights"]
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    ]
+    return bool(block.get("desc_act")) or any(w.get("actorder") in ("group", True) for w in weights)
+
+
+def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool:
+    """A float linear that no readable config leaves in float."""
+    if "float" not in linear.traits:
+        return False
+    try:
+        return quant is None or quant.scheme_for(linear.name) is not None
+    except InputError:
+        return True
 
 
 def _check_labels(
@@ -290,9 +320,10 @@ def _check_labels(
 ) -> None:
     """What the linears say about labels of the config."""
     for linear in linears:
-        if "act-order" in linear.traits and not (isinstance(block, dict) and block.get("desc_act")):
+        if "act-order" in linear.traits and not _states_act_order(block):
+            leaf = "g_idx" if quant is None or quant.method == "gptq" else "weight_g_idx"
             findings.error(
-                f"{linear.name}.g_idx",
+                f"{linear.name}.{leaf}",
                 "inputs are not grouped in order, and the configuration does not say so: vLLM drops"
                 " this tensor and computes garbage",
                 "requantize with desc_act off",

@@ -41,7 +41,7 @@ class Facts:
     linears: Sequence[LinearSummary]
     first_error: str  # of the checkpoint itself; empty: none
     fused_mixed: str  # a fused matrix whose members differ; empty: none
-    desc_act: bool  # what a GPTQ config says
+    desc_act: bool | None  # what a GPTQ config says; None: nothing
     written_by_gptqmodel: bool
 
     @property
@@ -50,8 +50,7 @@ class Facts:
 
     @property
     def schemes(self) -> list[Scheme]:
-        rules = [rule.scheme for rule in self.config.rules if rule.scheme is not None]
-        return [self.config.scheme, *rules]
+        return self.config.schemes
 
 
 def loads_in(facts: Facts) -> list[Verdict]:
@@ -87,6 +86,8 @@ def _vllm(facts: Facts) -> Answer:
 
 
 def _vllm_gptq(facts: Facts) -> Answer:
+    if facts.desc_act is None:
+        return "no", "refuses a quantization_config without desc_act"
     for scheme in facts.schemes:
         spec = scheme.weight
         if (spec.bits, spec.symmetric) not in SERVED_GPTQ:
@@ -120,16 +121,16 @@ def _vllm_compressed(facts: Facts) -> Answer:
         return "no", "refuses act-order in groups"
     if "weight zeros" in facts.traits:
         return "no", "has no place for the zeros of symmetric weights"
-    for scheme in facts.schemes:
-        spec = scheme.weight
-        if spec.type == "float" and scheme.activation is not None:
-            return "yes", "8-bit products from sm89 on, below that 16-bit activations"
+    for spec in (scheme.weight for scheme in facts.schemes):
         if spec.type == "int" and spec.group_size not in MARLIN_GROUPS:
             return "no", f"takes groups of 32, 64, 128 or -1, not {spec.group_size}"
+    reasons = []
+    if any(s.weight.type == "float" and s.activation is not None for s in facts.schemes):
+        reasons.append("8-bit products from sm89 on, below that 16-bit activations")
     if facts.config.kv_cache == "int8":
         # its check of the scheme lets 8 bits of any type pass
-        return "yes", "its 8-bit KV cache is float8: it would take int8 scales for float8 ones"
-    return "yes", ""
+        reasons.append("its 8-bit KV cache is float8: it would take int8 scales for float8 ones")
+    return "yes", "; ".join(reasons)
 
 
 def _sglang(facts: Facts) -> Answer:

@@ -88,6 +88,11 @@ class QuantConfig:
         """The block that vLLM, SGLang and transformers read (see formats/README.md)."""
         return METHODS[self.method].write(self)
 
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All that it names, the main one first."""
+        return [self.scheme, *(rule.scheme for rule in self.rules if rule.scheme is not None)]
+
     def scheme_for(self, module: str) -> Scheme | None:
         """What the config gives a module; None: it stays in float."""
         if module == HEAD and not self.lm_head:

@@ -5,6 +5,7 @@ import torch
 
 from formats import awq, compressed_tensors, gptq
 from formats.inspect import inspect_checkpoint
+from formats.kv_cache import write_kv_scheme
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from formats.weights import round_to_nearest, with_activation
@@ -198,8 +199,13 @@ def desc_act(tensors, config):
     config[BLOCK]["desc_act"] = True
 
 
+def without_desc_act(tensors, config):
+    del config[BLOCK]["desc_act"]
+
+
 LOADS = [
     ("gptq", "w4a16-sym-g32", desc_act, everywhere("yes", vLLM="no", SGLang="slow")),
+    ("gptq", "w4a16-sym-g32", without_desc_act, everywhere("yes", vLLM="no", SGLang="slow")),
     # with one group there is no order to keep
     ("gptq", "w4a16-sym-channel", desc_act, everywhere("yes", SGLang="slow")),
     ("gptq", "w4a16-sym-g32", None, everywhere("yes", SGLang="slow")),  # 64 x 64: no fast kernel
@@ -264,3 +270,52 @@ def test_scales_that_lie_across(model, write_folder, scheme):
         p.subject == f"{Q0}.weight_scale" and "expected [64, " in p.text for p in found.problems
     )
     assert not found.ok
+
+
+def test_one_group_has_no_order_to_warn_of(model, write_folder):
+    tensors, config = model("gptq", "w4a16-sym-channel")
+    desc_act(tensors, config)
+    assert inspect_checkpoint(write_folder(tensors, config)).problems == ()
+
+
+def test_a_float_scheme_hides_no_other_remark(model, write_folder):
+    tensors, config = model("compressed-tensors", "w8a8-fp8")
+    config[BLOCK]["kv_cache_scheme"] = write_kv_scheme("int8")
+    for layer in range(2):
+        for kind in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.ones(1)
+    found = inspect_checkpoint(write_folder(tensors, config))
+    reason = {verdict.program: verdict.reason for verdict in found.loads_in}["vLLM"]
+    assert "sm89" in reason and "its 8-bit KV cache is float8" in reason
+
+
+def test_a_float_scheme_hides_no_group_that_is_refused(model, write_folder):
+    tensors, config = model("compressed-tensors", "w8a8-fp8")
+    groups = config[BLOCK]["config_groups"]
+    weights = QuantConfig(scheme=Scheme.parse("w4a16-sym-g24"), method="compressed-tensors")
+    group = weights.to_dict()["config_groups"]["group_0"]
+    groups["group_1"] = {**group, "targets": ["model.layers.9.mlp.down_proj"]}
+    assert answers(write_folder(tensors, config))["vLLM"] == "no"
+
+
+def test_a_float_member_that_is_stated_loads_where_nothing_is_fused(model, write_folder):
+    tensors, config = model("gptq", "w4a16-sym-g32")
+    for field in ("qweight", "qzeros", "scales", "g_idx"):
+        del tensors[f"{Q0}.{field}"]
+    tensors[f"{Q0}.weight"] = torch.zeros(64, 64)
+    config[BLOCK]["dynamic"] = {rf"-:^{Q0.replace('.', '[.]')}$": {}}
+    folder = write_folder(tensors, config)
+    expected = everywhere("no", **{"this project": "yes"}, transformers="yes")
+    assert answers(folder) == expected
+    assert not inspect_checkpoint(folder).ok
+
+
+@pytest.mark.parametrize(("actorder", "stated"), [("group", True), ("weight", False)])
+def test_act_order_that_the_config_states_is_no_surprise(model, write_folder, actorder, stated):
+    tensors, config = model("compressed-tensors", "w4a16-sym-g32")
+    tensors[f"{Q0}.weight_g_idx"] = (torch.arange(64) // 32).flip(0).int()
+    config[BLOCK]["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    folder = write_folder(tensors, config)
+    subjects = [problem.subject for problem in inspect_checkpoint(folder).problems]
+    assert subjects == ([] if stated else [f"{Q0}.weight_g_idx"])
+    assert answers(folder)["vLLM"] == "no"
