@@ -19,7 +19,7 @@ from formats.inspect_compressed import compressed_linear
 from formats.inspect_files import Shards, read_shards
 from formats.inspect_gptq import gptq_linear
 from formats.inspect_kv import check_kv_scales
-from formats.inspect_model import check_config, check_model, check_shapes
+from formats.inspect_model import check_config, check_model, check_places, check_shapes
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict, loads_in
@@ -122,6 +122,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         check_config(config, findings)
     check_model(config, shards, findings)
     check_shapes(config, linears, shards, findings)
+    unplaced = check_places(config, quant.method if quant else None, shards, findings)
     check_kv_scales(quant, shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     names = config.get("architectures")
@@ -137,6 +138,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         linears=linears,
         first_error=next((f"{e.subject}: {e.text}" for e in errors if not e.read_here), ""),
         fused_mixed=fused_mixed,
+        unplaced=unplaced,
         desc_act=bool(block["desc_act"]) if "desc_act" in block else None,
         written_by_gptqmodel="gptqmodel" in str(block.get("meta", "")).lower(),
     )

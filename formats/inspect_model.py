@@ -29,6 +29,8 @@ MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 MODEL_TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
 HEAD = "lm_head.weight"
 _FIELDS = sorted({field for row in LAYOUTS.values() for field in row.fields}, key=len, reverse=True)
+DERIVED = "rotary_emb.inv_freq"  # what every reader computes itself
+_IN_LAYER = re.compile(r"model\.layers\.\d{1,9}\.")
 _QUANTIZED_FIELD = re.compile(rf"\.({'|'.join(_FIELDS)})$")
 # of a linear: [N, K], as config.json calls them; "q" and "kv" are head_dim times a number of heads
 EXTENTS = {
@@ -108,6 +110,38 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
             findings.error(
                 local, f"is missing in layers {lacking[:8]}", "the checkpoint is incomplete"
             )
+
+
+def check_places(
+    config: Mapping[str, Any], method: str | None, shards: Shards, findings: Findings
+) -> str:
+    """Report tensors that a uniform family has no place for. Returns the first, or "".
+
+    `method` None: the folder is float, or its configuration cannot be read.
+    """
+    if config.get("model_type") not in UNIFORM_MODEL_TYPES:
+        return ""
+    fields = _FIELDS if method is None else LAYOUTS[method].fields
+    places = {f"{name}.{field}" for name in EXTENTS for field in fields}
+    places.update(_layer_tensors(config))
+    outside = {*MODEL_TENSORS, HEAD, *(f"lm_head.{field}" for field in fields)}
+    unplaced = []
+    for name in shards.entries:
+        layer = _IN_LAYER.match(name)
+        known = name[layer.end() :] in places if layer else name in outside
+        if known or is_kv_scale(name) or name.endswith(DERIVED):
+            continue
+        bias = shards.load(name, findings) if name.endswith(".bias") else None
+        if bias is None or bias.any():  # old GPTQ files have biases of zero everywhere
+            unplaced.append(name)
+    if unplaced:
+        findings.warning(
+            unplaced[0],
+            f"and {len(unplaced) - 1} more tensors have no place in the model: some readers refuse"
+            " the folder for them, others leave them out",
+            "remove them, or mend config.json",
+        )
+    return next(iter(unplaced), "")
 
 
 def _layer_tensors(config: Mapping[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ class Facts:
     linears: Sequence[LinearSummary]
     first_error: str  # of the checkpoint itself; empty: none
     fused_mixed: str  # a fused matrix whose members differ; empty: none
+    unplaced: str  # a tensor that the model has no place for; empty: none
     desc_act: bool | None  # what a GPTQ config says; None: nothing
     written_by_gptqmodel: bool
 
@@ -68,6 +69,8 @@ def _ours(facts: Facts) -> Answer:
         return "no", facts.first_error
     if facts.architecture not in OUR_ARCHITECTURES:
         return "no", f"serves {', '.join(OUR_ARCHITECTURES)}"
+    if facts.unplaced:
+        return "no", f"has no place for {facts.unplaced}"
     if "act-order" in facts.traits:
         return "slow", "inputs are put in order on every call"
     if facts.config is not None and any(s.weight.bits in (2, 3) for s in facts.schemes):

@@ -420,3 +420,26 @@ def test_model_that_is_not_served_here_says_so(float_model, write_folder, names)
     assert answers["this project"].answer == "no"
     assert "Qwen3ForCausalLM" in answers["this project"].reason
     assert answers["vLLM"].answer == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "placed"),
+    [
+        ("foo.bar", 1, False),
+        ("lm_head.bias", 1, False),
+        (f"{Q0}.bias", 1, False),
+        (f"{Q0}.bias", 0, True),
+        (f"{Q0}.weight_scale", 1, False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", 1, True),
+    ],
+)
+def test_tensors_without_a_place(gptq_model, write_folder, name, value, placed):
+    tensors, config = gptq_model
+    for layer in range(2):
+        tensors[name.replace("layers.0", f"layers.{layer}")] = torch.full((64,), float(value))
+    found = inspect_checkpoint(write_folder(tensors, config))
+    about = [p for p in found.problems if "have no place in the model" in p.text]
+    assert [p.subject for p in about] == ([] if placed else [name])
+    assert found.ok
+    answer = found.loads_in[0]
+    assert (answer.answer, name in answer.reason) == (("yes", False) if placed else ("no", True))
