@@ -110,7 +110,7 @@ class WeightSource:
         left = {
             name
             for name in self.reader.entries.keys() - self._used
-            if not name.endswith(DERIVED_SUFFIXES)
+            if not name.endswith(DERIVED_SUFFIXES) and not self._is_zero_bias(name)
         }
         if tied_head:
             left.discard("lm_head.weight")  # stored twice by some writers
@@ -121,6 +121,10 @@ class WeightSource:
                 f"{len(left)} tensors have no place in the model, among them {some}",
                 "config.json and the weights do not belong together",
             )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old GPTQ writers gave every linear a bias, of zero where the model has none."""
+        return name.endswith(".bias") and not self.reader.get(name).any()
 
 
 class DummySource:

@@ -61,6 +61,15 @@ def test_leftover_tensor_is_named(edited):
     refuse(folder, "model.layers.9.extra.weight", "no place")
 
 
+@pytest.mark.parametrize(("value", "accepted"), [(0, True), (1, False)])
+def test_old_gptq_files_have_biases_of_zero(edited, value, accepted):
+    folder = edited(lambda s: s.update({f"{Q_PROJ}.bias": torch.full((256,), value).half()}))
+    if accepted:
+        load(folder)
+    else:
+        refuse(folder, f"{Q_PROJ}.bias", "no place")
+
+
 def test_layers_beyond_the_config_are_left_over(edited):
     refuse(edited(config=lambda c: c.update(num_hidden_layers=3)), "model.layers.3", "no place")
 
