@@ -125,6 +125,8 @@ def inspect(model: str, config: InspectConfig) -> int:
         from qserve.compare import compare_models
 
         comparison = compare_models(model, config.deep)
+    elif config.deep is not None:
+        print(f"Not compared with {config.deep}: mend the errors first", file=sys.stderr)
     if config.json:
         found = inspection.to_dict()
         if comparison is not None:

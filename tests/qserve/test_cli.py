@@ -287,6 +287,12 @@ def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
     assert "a broken one" in capsys.readouterr().out
 
 
+def test_inspect_says_that_a_broken_folder_is_not_compared(capsys, docs_5m, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path), "--deep", str(docs_5m)]) == 1
+    assert f"Not compared with {docs_5m}" in capsys.readouterr().err
+
+
 def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--ignore", "layers.0.mlp"]
     arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB", *DATA]
