@@ -75,7 +75,7 @@ class LayerRunner:
         fake_quantize_tokens.
         """
         with torch.device("meta"):
-            module = self._layer_class(self.config, layer)
+            module = self._make_layer(layer)
             if self.layer_map.experts_module:
                 module.mlp = Experts(self.layer_map, self.config, self.raw_config)
                 setattr(module, self.layer_map.experts_module, module.mlp)
@@ -85,6 +85,15 @@ class LayerRunner:
         missing = [name for name in wanted if name not in state]
         if missing:
             raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
+        built = module.state_dict()
+        for name in wanted:
+            if state[name].shape != built[name].shape:
+                raise CheckpointError(
+                    f"{self.layer_map.prefix(layer)}.{name}",
+                    f"config.json states {list(built[name].shape)}, found"
+                    f" {list(state[name].shape)}",
+                    "mend config.json",
+                )
         given = {name: state[name].to(self.device, self.dtype) for name in wanted}
         module.load_state_dict(given, assign=True, strict=not twice)
         if activation is not None:
@@ -94,6 +103,16 @@ class LayerRunner:
                         lambda _, args: (activation(args[0]),)
                     )
         return module.train(False).requires_grad_(False)
+
+    def _make_layer(self, layer: int) -> nn.Module:
+        """An empty layer. Raises CheckpointError where transformers cannot make it."""
+        try:
+            return self._layer_class(self.config, layer)
+        # what its layers raise on a value that no check of the config refused
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "config.json", f"transformers makes no layer of it: {type(error).__name__} {error}"
+            ) from None
 
     def run(
         self, module: nn.Module, layer: int, hidden_BSD: torch.Tensor, cache: Any = None

@@ -10,6 +10,8 @@ from calibrate.layer_map import find_layer_map
 from calibrate.solving import LayerState
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
+from formats.findings import Findings
+from formats.inspect_model import check_shapes
 from formats.padding import Padding
 from formats.quant_config import BLOCK
 
@@ -31,6 +33,7 @@ class FloatModel:
         self.num_layers = self.layer_map.num_layers(self.reader.config)
         self._check_not_quantized()
         self._check_complete()
+        self._check_shapes()
         self.shapes = self._check_linears()  # [N, K] of every linear, by name
         self.layer_digests: dict[int, str] = {}  # of the layers that layer() has read
 
@@ -114,6 +117,15 @@ class FloatModel:
                 str(self.folder),
                 f"tensors missing: {', '.join(missing[:MAX_NAMES_SHOWN])}{more}",
                 "the checkpoint is incomplete, or config.json is another model's",
+            )
+
+    def _check_shapes(self) -> None:
+        """Are they what config.json states, as far as the doctor knows the family?"""
+        findings = Findings()
+        check_shapes(self.reader.config, (), self.reader, findings)
+        for problem in findings.problems:
+            raise CheckpointError(
+                problem.subject, problem.text, problem.remedy or "mend config.json"
             )
 
     def _check_linears(self) -> dict[str, tuple[int, int]]:

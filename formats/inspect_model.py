@@ -3,9 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from formats.checkpoint import CONFIG
+from formats.checkpoint import CONFIG, TensorEntry
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.inspect_kv import is_kv_scale
@@ -53,6 +53,12 @@ FLOAT_SHAPES = {
     "self_attn.k_norm.weight": ("head_dim",),
     **{f"{name}.bias": (rows,) for name, (rows, _) in EXTENTS.items()},
 }
+
+
+class HasEntries(Protocol):
+    """Shards, or a CheckpointReader."""
+
+    entries: dict[str, TensorEntry]
 
 
 def check_config(config: Mapping[str, Any], findings: Findings) -> None:
@@ -137,8 +143,9 @@ def check_places(
     if unplaced:
         findings.warning(
             unplaced[0],
-            f"and {len(unplaced) - 1} more tensors have no place in the model: some readers refuse"
-            " the folder for them, others leave them out",
+            "has no place in the model"
+            + f", nor have {len(unplaced) - 1} other tensors" * (len(unplaced) > 1)
+            + ": some readers refuse the folder for it, others leave it out",
             "remove them, or mend config.json",
         )
     return next(iter(unplaced), "")
@@ -162,7 +169,7 @@ def _layer_tensors(config: Mapping[str, Any]) -> list[str]:
 def check_shapes(
     config: Mapping[str, Any],
     linears: Iterable[LinearSummary],
-    shards: Shards,
+    shards: HasEntries,
     findings: Findings,
 ) -> None:
     """Report tensors whose shape is not the one that config.json states, as far as it does."""

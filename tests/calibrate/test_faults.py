@@ -42,6 +42,13 @@ def copy_5m(docs_5m, tmp_path):
     return make
 
 
+def change_config(folder, **values):
+    """Other values in a folder's config.json; None: without the key."""
+    config = {**json.loads((folder / "config.json").read_text()), **values}
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def assert_nothing_left(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -143,8 +150,10 @@ def test_tokenizer_of_antiny_model_is_named(copy_5m, tmp_path):
     def change(tensors):
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:100].clone()
 
+    source = copy_5m(change)
+    change_config(source, vocab_size=100)
     with pytest.raises(InputError, match="the model's vocabulary is 100"):
-        quantize_checkpoint(copy_5m(change), tmp_path / "out", recipe="gptq", **FAST)
+        quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
 
 
 def test_defaults_by_scheme():
@@ -205,3 +214,22 @@ def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change)
     with pytest.raises(InputError) as error:
         quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "text"),
+    [
+        # rtn runs no layer: it would write what nobody loads
+        ("rtn", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
+        ("gptq", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
+        # not stated: transformers has a default of its own
+        ("gptq", {"intermediate_size": None}, r"gate_proj.weight: .*states \[11008, 256\]"),
+        ("gptq", {"hidden_act": "nope"}, "transformers makes no layer of it: KeyError 'nope'"),
+    ],
+)
+def test_config_of_another_model_is_named(copy_5m, tmp_path, recipe, change, text):
+    source = copy_5m(lambda tensors: None)
+    change_config(source, **change)
+    with pytest.raises(InputError, match=text):
+        quantize_checkpoint(source, tmp_path / "out", recipe=recipe, **FAST)
+    assert_nothing_left(tmp_path)

@@ -438,7 +438,7 @@ def test_tensors_without_a_place(gptq_model, write_folder, name, value, placed):
     for layer in range(2):
         tensors[name.replace("layers.0", f"layers.{layer}")] = torch.full((64,), float(value))
     found = inspect_checkpoint(write_folder(tensors, config))
-    about = [p for p in found.problems if "have no place in the model" in p.text]
+    about = [p for p in found.problems if "has no place in the model" in p.text]
     assert [p.subject for p in about] == ([] if placed else [name])
     assert found.ok
     answer = found.loads_in[0]
