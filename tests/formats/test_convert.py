@@ -265,3 +265,11 @@ def test_what_was_converted_is_named_by_its_codes(written, tmp_path):
     there = convert_checkpoint(folder, tmp_path / "awq", "awq")
     back = convert_checkpoint(tmp_path / "awq", tmp_path / "gptq", "gptq")
     assert there.scheme == back.scheme == "w4a16-sym-g32"
+
+
+def test_the_first_quantizer_stays_named(written, tmp_path):
+    quantizer = {"quantizer": ["another:1.0"]}
+    source = edited(written("w4a16-sym-g32", "gptq"), tmp_path, block={"meta": quantizer})
+    convert_checkpoint(source, tmp_path / "again", "gptq", quantizer="converter:2.0")
+    block = json.loads((tmp_path / "again" / "config.json").read_text())[BLOCK]
+    assert block["meta"] == quantizer

@@ -443,3 +443,11 @@ def test_tensors_without_a_place(gptq_model, write_folder, name, value, placed):
     assert found.ok
     answer = found.loads_in[0]
     assert (answer.answer, name in answer.reason) == (("yes", False) if placed else ("no", True))
+
+
+def test_negative_groups_are_an_error_for_everybody(gptq_model, write_folder):
+    tensors, config = gptq_model
+    tensors[f"{Q0}.g_idx"] = put(tensors[f"{Q0}.g_idx"], 0, -1)
+    found = inspect_checkpoint(write_folder(tensors, config))
+    assert any("expected groups 0..1, found -1..1" in p.text for p in found.problems)
+    assert {verdict.answer for verdict in found.loads_in} == {"no"}

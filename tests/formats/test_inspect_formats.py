@@ -1,11 +1,15 @@
 """The doctor on AWQ and compressed-tensors, and its table of who loads what."""
 
+import json
+
 import pytest
 import torch
 
 from formats import awq, compressed_tensors, gptq
 from formats.inspect import inspect_checkpoint
 from formats.kv_cache import write_kv_scheme
+from formats.linear_summary import LinearSummary
+from formats.loads_in import Facts, loads_in
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from formats.weights import round_to_nearest, with_activation
@@ -319,3 +323,75 @@ def test_act_order_that_the_config_states_is_no_surprise(model, write_folder, ac
     subjects = [problem.subject for problem in inspect_checkpoint(folder).problems]
     assert subjects == ([] if stated else [f"{Q0}.weight_g_idx"])
     assert answers(folder)["vLLM"] == "no"
+
+
+def test_asymmetric_v1_zeros_are_believed_of_gptqmodel_alone(model, write_folder):
+    tensors, config = model("gptq", "w4a16-asym-g32")
+    for name in [name for name in tensors if name.endswith("qzeros")]:
+        tensors[name] = torch.full_like(tensors[name], 0x56565656)
+    config[BLOCK].update(checkpoint_format="gptq", format="gptq")
+    folder = write_folder(tensors, config)
+    assert answers(folder)["transformers"] == "no"
+    config[BLOCK]["meta"] = {"quantizer": ["gptqmodel:4.2.0"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert answers(folder)["transformers"] == "yes"
+
+
+def test_transformers_dequantizes_one_scheme_only(model, write_folder):
+    tensors, config = model("compressed-tensors", "w4a16-asym-g32")
+    groups = config[BLOCK]["config_groups"]
+    other = QuantConfig(scheme=Scheme.parse("w8a16-sym"), method="compressed-tensors").to_dict()
+    group = other["config_groups"]["group_0"]
+    groups["group_1"] = {**group, "targets": ["model.layers.9.mlp.down_proj"]}
+    assert answers(write_folder(tensors, config))["transformers"] == "no"
+
+
+def test_zeros_of_symmetric_weights_are_refused_by_vllm(model, write_folder):
+    tensors, config = model("compressed-tensors", "w4a16-sym-g32")
+    tensors[f"{Q0}.weight_zero_point"] = torch.full((8, 2), -2004318072, dtype=torch.int32)
+    assert answers(write_folder(tensors, config)) == everywhere("yes", vLLM="no", SGLang="no")
+
+
+@pytest.mark.parametrize(
+    ("shape", "answer"),
+    [((64, 128), "yes"), ((128, 64), "yes"), ((64, 64), "slow"), ((96, 128), "slow")],
+)
+def test_shapes_of_sglangs_fast_kernel(shape, answer):
+    linear = LinearSummary(
+        name=Q0, out_features=shape[0], in_features=shape[1], scheme="", num_bytes=0
+    )
+    facts = Facts(
+        architecture="LlamaForCausalLM",
+        method="gptq",
+        config=QuantConfig(scheme=Scheme.parse("w4a16-sym")),
+        config_error="",
+        linears=[linear],
+        first_error="",
+        fused_mixed="",
+        unplaced="",
+        desc_act=False,
+        written_by_gptqmodel=False,
+    )
+    found = {verdict.program: verdict.answer for verdict in loads_in(facts)}
+    assert found == everywhere("yes", SGLang=answer)
+
+
+@pytest.mark.parametrize(("dtype", "subnormal"), [(torch.bfloat16, False), (torch.float16, True)])
+def test_subnormal_is_a_matter_of_the_scales_dtype(model, write_folder, dtype, subnormal):
+    tensors, config = model("gptq", "w4a16-sym-g32")
+    tensors[f"{Q0}.scales"] = torch.full((2, 64), 1e-6).to(dtype)
+    problems = inspect_checkpoint(write_folder(tensors, config)).problems
+    assert [problem.subject for problem in problems] == [f"{Q0}.scales"] * subnormal
+
+
+def test_kv_scales_in_a_damaged_shard_are_not_missing(model, write_folder):
+    tensors, config = model("compressed-tensors", "w8a8-fp8")
+    config[BLOCK]["kv_cache_scheme"] = write_kv_scheme("fp8")
+    for layer in range(2):
+        for kind in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.ones(1)
+    folder = write_folder(tensors, config, 3)
+    for number in (1, 2):
+        path = folder / f"model-{number:05d}-of-00003.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    assert {p.text.partition(":")[0] for p in inspect_checkpoint(folder).problems} == {"truncated"}

@@ -107,3 +107,18 @@ def test_padding_makes_the_feed_forward_fit():
     assert padding.apply("model.layers.0.mlp.down_proj.bias", torch.ones(64)).shape == (64,)
     with pytest.raises(CheckpointError, match="config.json's intermediate_size is 81"):
         make_padding({"intermediate_size": 81}, SHAPES, G32)
+
+
+def test_padding_fits_groups_and_words_alike():
+    scheme = Scheme.parse("w4a16-sym-g24")
+    padding = make_padding({"intermediate_size": 80}, SHAPES, scheme)
+    assert padding.after == 96  # the least multiple of 24 and 32, not 80 to a multiple of one
+    wider = {name: tuple(200 if n == 80 else n for n in shape) for name, shape in SHAPES.items()}
+    assert make_padding({"intermediate_size": 200}, wider, scheme).after == 288
+
+
+def test_the_first_override_that_fits_wins():
+    eight, four = Scheme.parse("w8a16-sym-g32"), Scheme.parse("w4a16-sym-channel")
+    shapes = {"model.layers.0.self_attn.o_proj": (64, 64), "model.layers.1.mlp.down_proj": (64, 64)}
+    plan = make_plan(shapes, G32, overrides=[("o_proj", eight), ("layers", four)])
+    assert list(plan.schemes.values()) == [eight, four]

@@ -69,3 +69,10 @@ def test_odd_group_size_is_an_input_error():
     block = {**QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict(), "group_size": 100}
     with pytest.raises(InputError, match="group size"):
         QuantConfig.from_dict(block)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_the_head_has_a_scheme_only_where_it_is_stated(stated):
+    config = QuantConfig(scheme=Scheme.parse("w4a16-sym"), lm_head=stated)
+    read = QuantConfig.from_dict(config.to_dict())
+    assert (read.scheme_for("lm_head") is not None) == stated
