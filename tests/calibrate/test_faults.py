@@ -233,3 +233,11 @@ def test_config_of_another_model_is_named(copy_5m, tmp_path, recipe, change, tex
     with pytest.raises(InputError, match=text):
         quantize_checkpoint(source, tmp_path / "out", recipe=recipe, **FAST)
     assert_nothing_left(tmp_path)
+
+
+def test_what_a_transform_changes_keeps_its_dtype(docs_5m, tmp_path):
+    quantize_checkpoint(docs_5m, tmp_path / "out", recipe="smoothquant", **FAST)
+    source, written = load_file(docs_5m / "model.safetensors"), tmp_path / "out"
+    for name, tensor in load_file(written / "model.safetensors").items():
+        if name in source:
+            assert tensor.dtype == source[name].dtype, name

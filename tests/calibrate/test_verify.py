@@ -1,6 +1,7 @@
 """verify: tensors that are missing, too many, or of another linear."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,3 +112,11 @@ def test_negative_zero_is_not_zero(written):
     rewrite(folder, lambda t: t[name].fill_(-0.0))
     with pytest.raises(CheckpointError, match="model.norm.weight: differs"):
         verify(folder, digests, CheckpointReader(source_folder))
+
+
+def test_the_same_codes_of_another_scheme_are_named(written):
+    target, digests, source = written
+    name = next(iter(digests))
+    other = replace(digests[name], scheme=Scheme.parse("w4a16-sym-g64"))
+    with pytest.raises(CheckpointError, match="reads back as w4a16-sym-g32, not as w4a16-sym-g64"):
+        verify(target, {**digests, name: other}, source)
