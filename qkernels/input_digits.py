@@ -127,12 +127,34 @@ def _balanced(x, factor):
 
 
 @triton.jit
-def _integers(ptrs, inside, APART: tl.constexpr):
-    """The inputs at 0, APART, 1 and APART + 1 as balanced integers [BLOCK, 32], and the scale.
+def _integers(
+    x_ptr,
+    K,
+    steps,
+    BITS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The block's BLOCK steps of its row: (row, steps [BLOCK], a, b, c, d, scales [BLOCK]).
 
-    Integers below 2^30, so that no digit overflows. Both powers of two are normal numbers: what is
-    below 2^-87 counts as if it were that large.
+    Lane (i, w, t) has a word's four inputs, a to d [BLOCK, 32] as balanced integers below 2^30, so
+    that no digit overflows. Both powers of two are normal numbers: what is below 2^-87 counts as if
+    it were that large.
     """
+    m = tl.program_id(1)
+    step = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, STEP // 4)
+    i, w, t = lane // 16, lane // 4 % 4, lane % 4
+    if BITS == 4:
+        k = 64 * i + 32 * (w // 2) + 8 * (w % 2) + 2 * t
+    else:
+        k = 64 * (t % 2) + 16 * w + 4 * i + 2 * (t // 2)
+    APART: tl.constexpr = 16 if BITS == 4 else 8
+    inside = (step < steps)[:, None]
+    ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + k[None, :]
+    if EARLY:
+        start_early()
     a = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(ptrs + APART, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(ptrs + 1, mask=inside, other=0.0).to(tl.float32)
@@ -146,7 +168,7 @@ def _integers(ptrs, inside, APART: tl.constexpr):
     scale = ((exponent - 29) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(exponent == 255, float("nan"), scale)
     a, b = _balanced(a, factor), _balanced(b, factor)
-    return a, b, _balanced(c, factor), _balanced(d, factor), scale
+    return m, step, a, b, _balanced(c, factor), _balanced(d, factor), scale
 
 
 @triton.jit
@@ -179,21 +201,11 @@ def _digits(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Digits of BLOCK steps of one row. Lane (i, w, t) has the four inputs of a word."""
-    m = tl.program_id(1)
-    step = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, STEP // 4)
-    i, w, t = lane // 16, lane // 4 % 4, lane % 4
-    if BITS == 4:
-        k = 64 * i + 32 * (w // 2) + 8 * (w % 2) + 2 * t
-    else:
-        k = 64 * (t % 2) + 16 * w + 4 * i + 2 * (t // 2)
-    APART: tl.constexpr = 16 if BITS == 4 else 8
+    """Digits of BLOCK steps of one row."""
+    m, step, a, b, c, d, scale = _integers(x_ptr, K, steps, BITS, STEP, BLOCK, EARLY)
     inside = step < steps
-    ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + k[None, :]
-    if EARLY:
-        start_early()
-    a, b, c, d, scale = _integers(ptrs, inside[:, None], APART)
+    lane = tl.arange(0, STEP // 4)  # as in _integers
+    i, w, t = lane // 16, lane // 4 % 4, lane % 4
     place = (i * (4 * COLUMNS) + t) * 4 + w
     of_step = step * tiles + m * D // COLUMNS
     for digit in tl.static_range(D):
@@ -220,17 +232,10 @@ def _digit_rows(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Digits of BLOCK steps of one row. Lane (i, w, t) has the four inputs of a word."""
-    m = tl.program_id(1)
-    step = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, STEP // 4)
-    i, w, t = lane // 16, lane // 4 % 4, lane % 4
-    k = 64 * i + 32 * (w // 2) + 8 * (w % 2) + 2 * t
+    """Digits of BLOCK steps of one row."""
+    m, step, a, b, c, d, scale = _integers(x_ptr, K, steps, 4, STEP, BLOCK, EARLY)
     inside = step < steps
-    ptrs = x_ptr + m.to(tl.int64) * K + step[:, None] * STEP + k[None, :]
-    if EARLY:
-        start_early()
-    a, b, c, d, scale = _integers(ptrs, inside[:, None], 16)
+    lane = tl.arange(0, STEP // 4)
     words_ptrs = words_ptr + (step * (4 * R) + m)[:, None] * (STEP // 4) + lane[None, :]
     facts_ptrs = facts_ptr + step * (4 * R) + m
     tl.store(facts_ptrs, scale, mask=inside)
