@@ -8,8 +8,6 @@ Legend: M rows of x, R rows that digits have place for (8 or 16); K inputs, N ou
 step is 128 inputs, a tile 128 outputs.
 """
 
-from dataclasses import dataclass
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,6 +23,7 @@ from qkernels.gluon_names import barrier, descriptor, load_box
 from qkernels.gluon_registers import signed_nibbles
 from qkernels.input_digits import digit_rows_of
 from qkernels.launch import launch, on_device, sm_count, workspace
+from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_MAX_BLOCK_K,
@@ -38,16 +37,6 @@ MULTIPLY_REGISTERS = gl.constexpr(96)  # where the warp that copies gives up its
 COPY_REGISTERS = gl.constexpr(40)
 PARTS = gl.constexpr(2)  # warpgroups that multiply, 64 outputs of a tile each
 WORDS_BOX = [32, 128]  # a stored tile's words, as bytes in rows of 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """What the kernel takes of a weight's numerics as constants."""
-
-    steps_of_group: int
-    offset: int  # the zero of the operand, as offsets have it
-    has_offsets: bool
-    has_bias: bool
 
 
 def linear(
@@ -87,12 +76,7 @@ def linear(
             K // LINEAR_MAX_BLOCK_K,
             tile.tiles(N),
             TILE=tile,
-            FORMAT=Format(
-                steps_of_group=weight.spec.group_length(K) // LINEAR_MAX_BLOCK_K,
-                offset=offset,
-                has_offsets=offsets is not None,
-                has_bias=bias is not None,
-            ),
+            FORMAT=linear_format(weight, bias, offset),
             num_warps=4,
             maxnreg=REGISTERS,
             launch_pdl=True,
@@ -302,7 +286,7 @@ def _w4a16_digits_ring(
     steps,
     tiles,
     TILE: gl.constexpr,  # a LinearRingTile
-    FORMAT: gl.constexpr,  # a Format
+    FORMAT: gl.constexpr,  # a LinearFormat
 ):
     STAGES: gl.constexpr = TILE.stages
     R: gl.constexpr = TILE.rows

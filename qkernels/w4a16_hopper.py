@@ -10,7 +10,7 @@ Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile; a step is
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from triton.experimental import gluon
@@ -27,8 +27,9 @@ from qkernels.gluon_launch import wait_for_kernel_before
 from qkernels.gluon_meet import meet
 from qkernels.gluon_names import descriptor
 from qkernels.launch import launch, on_device, sm_count, workspace
+from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import LINEAR_MAX_BLOCK_K, LINEAR_TILE_N
+from qkernels.tiles import LINEAR_TILE_N
 from qkernels.w4a16_hopper_copy import advance, after, copy, ends, unit_of_work
 from qkernels.w4a16_hopper_store import store
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
@@ -40,17 +41,6 @@ SLICE = 64  # inputs of one copy of x: 128 bytes, the widest swizzle
 def words_box(bits: int) -> list[int]:
     """A stored tile's words of 128 inputs, in rows of 128 bytes."""
     return [8 * bits, 32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """What the kernel takes of a weight's numerics as constants."""
-
-    bits: int
-    steps_of_group: int
-    offset: int  # what is subtracted where symmetric
-    has_offsets: bool
-    has_bias: bool
 
 
 def linear(
@@ -72,13 +62,7 @@ def linear(
     tiles = tile.tiles(M, N)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
     box = words_box(weight.spec.bits)
-    format = Format(
-        bits=weight.spec.bits,
-        steps_of_group=weight.spec.group_length(K) // LINEAR_MAX_BLOCK_K,
-        offset=offset,
-        has_offsets=offsets is not None,
-        has_bias=bias is not None,
-    )
+    format = linear_format(weight, bias, offset)
     # parts of a tile wait for each other: all must run at once
     assert tile.split == 1 or (tile.fits(M, N, K) and tile.blocks == tiles * tile.split), tile
     assert tile.blocks <= sm_count(x_MK.device), tile
@@ -280,7 +264,7 @@ def _w4a16_hopper(
     K,
     whole,  # tiles that are not cut in halves
     TILE: gl.constexpr,  # a LinearHopperTile
-    FORMAT: gl.constexpr,  # a Format
+    FORMAT: gl.constexpr,  # a LinearFormat
 ):
     DTYPE: gl.constexpr = y_desc.dtype
     PARTS: gl.constexpr = TILE.parts

@@ -4,6 +4,7 @@ from offline import BF16, boxes, compile_kernel, compiled_kernel, dump, facts
 from sass import overlapped, overwritten_in_flight
 
 from qkernels import input_digits, w4a16, w4a16_digits, w4a16_digits_ring, w4a16_hopper
+from qkernels.linear_format import LinearFormat
 from qkernels.tiles import (
     LINEAR_DIGITS,
     LINEAR_DIGITS_COLUMNS,
@@ -70,7 +71,7 @@ def hopper_linear_case(
         "words_desc": boxes("i32", w4a16_hopper.words_box(bits)),
         "y_desc": boxes(dtype, [tile.store_rows, 64]),
     }
-    format = w4a16_hopper.Format(
+    format = LinearFormat(
         bits=bits,
         steps_of_group=group // 128,
         offset={4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
@@ -153,8 +154,8 @@ def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: boo
         "partials_ptr": "*fp32",
         "counters_ptr": "*i32",
     }
-    format = w4a16_digits_ring.Format(
-        steps_of_group=1, offset=136, has_offsets=not symmetric, has_bias=True
+    format = LinearFormat(
+        bits=4, steps_of_group=1, offset=136, has_offsets=not symmetric, has_bias=True
     )
     scalars = dict.fromkeys(("M", "N", "steps", "tiles"), "i32")
     registers = w4a16_digits_ring.REGISTERS
