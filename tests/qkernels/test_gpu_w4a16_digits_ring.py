@@ -6,6 +6,7 @@ import torch
 from formats.bits import pack
 from qkernels import ops
 from qkernels.tiles import LinearRingTile, linear_ring_tile
+from tests.qkernels.digit_products import check_product, random_x
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 
@@ -19,32 +20,10 @@ def check(assert_close, tolerance):
     """One product, whole and by element, twice."""
 
     def run(packed, x, bias=None, tile=None):
-        weight = ops.prepare_weight(packed, x.dtype, kernel="triton_w4a16")
         tile = tile or TILES[8 if x.shape[0] <= 8 else 16]
-        got = w4a16.linear(x, weight, bias, tile=tile)
-        assert got.dtype == x.dtype
-        added = 0 if bias is None else bias.double()
-        weight_NK = packed.dequantize(torch.float64)
-        want = x.double() @ weight_NK.t() + added
-        assert_close("ring", want, got, min(4e-3, tolerance(got.dtype)))
-        # inputs have 30 bits and the codes none to lose: what is left is the sum in float32, and
-        # what rounding it to the dtype costs, which has a smallest number
-        info = torch.finfo(got.dtype)
-        bound = info.eps * want.abs().clamp(min=info.smallest_normal) + 2**-20 * (
-            x.double().abs() @ weight_NK.abs().t()
-        )
-        assert ((got.double() - want).abs() <= bound).all(), "an element is off"
-        again = w4a16.linear(x, weight, bias, tile=tile)
-        assert torch.equal(got, again), "equal inputs, equal bits"
+        check_product(packed, x, bias, tile, assert_close, tolerance)
 
     return run
-
-
-def random_x(M, K, dtype, spread=0):
-    """Normal numbers times powers of two up to 2^spread."""
-    generator = torch.Generator("cuda").manual_seed(M + K)
-    x = torch.randn(M, K, device="cuda", generator=generator)
-    return (x * 2 ** (spread * torch.rand(M, K, device="cuda", generator=generator))).to(dtype)
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])

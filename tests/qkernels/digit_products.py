@@ -1,0 +1,37 @@
+"""What the tests of products by digits share: inputs, and one product held to its bounds."""
+
+import torch
+
+from formats.packed import PackedWeight
+from qkernels import ops
+
+
+def random_x(M: int, K: int, dtype: torch.dtype, spread: float = 0) -> torch.Tensor:
+    """Normal numbers times powers of two up to 2^spread."""
+    generator = torch.Generator("cuda").manual_seed(M + K)
+    x = torch.randn(M, K, device="cuda", generator=generator)
+    return (x * 2 ** (spread * torch.rand(M, K, device="cuda", generator=generator))).to(dtype)
+
+
+def check_product(
+    packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None, tile, assert_close, tolerance
+) -> None:
+    """One product, whole and by element, twice."""
+    from qkernels import w4a16  # needs triton, which those who collect this may lack
+
+    weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
+    got = w4a16.linear(x, weight, bias, tile=tile)
+    assert got.dtype == x.dtype
+    added = 0 if bias is None else bias.double()
+    weight_NK = packed.dequantize(torch.float64)
+    want = x.double() @ weight_NK.t() + added
+    assert_close(type(tile).__name__, want, got, min(4e-3, tolerance(got.dtype)))
+    # inputs have 30 bits and the codes none to lose: what is left is the sum in float32, and
+    # what rounding it to the dtype costs, which has a smallest number
+    info = torch.finfo(got.dtype)
+    bound = info.eps * want.abs().clamp(min=info.smallest_normal) + 2**-20 * (
+        x.double().abs() @ weight_NK.abs().t()
+    )
+    assert ((got.double() - want).abs() <= bound).all(), "an element is off"
+    again = w4a16.linear(x, weight, bias, tile=tile)
+    assert torch.equal(got, again), "equal inputs, equal bits"
