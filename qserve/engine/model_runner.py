@@ -7,6 +7,7 @@ that the host does not know yet are taken on the device from the samples of the 
 import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from formats.errors import InputError
@@ -165,11 +166,19 @@ class ModelRunner:
 
     def _fill_pending(self, host: HostBatch, token_ids: torch.Tensor) -> None:
         """Put tokens of the step in flight, which the host does not know yet, into their places."""
-        if len(host.pending_index):
-            index, rows = (
-                to_device(array, self.device) for array in (host.pending_index, host.pending_row)
-            )
-            token_ids[index] = self._last_samples[rows]
+        count = len(host.pending_index)
+        if count == 0:
+            return
+        in_order = np.arange(count)
+        if np.array_equal(host.pending_index, in_order) and np.array_equal(
+            host.pending_row, in_order
+        ):  # decode steps of the same requests, the usual case
+            token_ids[:count] = self._last_samples[:count]
+            return
+        index, rows = (
+            to_device(array, self.device) for array in (host.pending_index, host.pending_row)
+        )
+        token_ids[index] = self._last_samples[rows]
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int], pages: list[int]) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""The inputs of captured steps: tensors at fixed places, filled by one copy from the host.
+
+Knows arrays, not the plan. Each kind of graph has its own layout of the same memory, since one step
+runs after the other.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from qserve.engine.batch import Batch
+
+PADDING_SLOT = -1
+ALIGNMENT = 16  # bytes, as kernels want addresses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What one graph holds: so many requests with a token each, or so many tokens of any."""
+
+    is_chunk: bool
+    num_tokens: int
+    num_requests: int
+
+
+class _Field(NamedTuple):
+    name: str
+    dtype: type
+    offset: int  # bytes
+    size: int
+    padding: int | None  # None: as the last
+
+
+class StepBuffers:
+    """Inputs of every kind of step, in one piece of memory; block tables beside it."""
+
+    def __init__(
+        self, kinds: Iterable[Kind], max_num_seqs: int, table_width: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._fields = {kind: _fields(kind) for kind in kinds}
+        most = max(_num_bytes(fields) for fields in self._fields.values())
+        self._bytes = torch.zeros(most, dtype=torch.uint8, device=device)
+        self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
+        self._sent_RX = np.empty((0, 0), np.int32)  # what stands in its corner
+        # both, where each request has one token
+        self._rows = torch.arange(max_num_seqs + 1, device=device)
+        self._starts = self._rows.to(torch.int32)
+
+    def batch(self, kind: Kind, max_context_len: int) -> Batch:
+        """The places of a kind's inputs."""
+        tensors = {"logits_rows_S": self._rows[: kind.num_requests]}
+        tensors["query_starts_R1"] = self._starts[: kind.num_requests + 1]
+        for field in self._fields[kind]:
+            end = field.offset + field.size * np.dtype(field.dtype).itemsize
+            dtype = torch.int64 if field.dtype is np.int64 else torch.int32
+            tensors[field.name] = self._bytes[field.offset : end].view(dtype)
+        return Batch(
+            **tensors,
+            block_tables_RX=self._tables_RX[: kind.num_requests],
+            max_query_len=kind.num_tokens if kind.is_chunk else 1,
+            max_context_len=max_context_len,
+        )
+
+    def pad_(self, kind: Kind) -> None:
+        """Fill with a step of nothing."""
+        empty = {field.name: np.zeros(0, field.dtype) for field in self._fields[kind]}
+        empty["query_starts_R1"] = np.zeros(1, np.int32)
+        self._fill_(kind, empty)
+
+    def fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> None:
+        """Copy a step into its places. Does not wait for the device."""
+        self._fill_(kind, arrays)
+        # Columns beyond a request's pages are never read, nor rows beyond the requests. Most steps
+        # need no other pages than the one before.
+        tables_RX = arrays["block_tables_RX"]
+        if not np.array_equal(tables_RX, self._sent_RX):
+            rows, columns = tables_RX.shape
+            self._tables_RX[:rows, :columns].copy_(self._on_host(tables_RX), non_blocking=True)
+            self._sent_RX = tables_RX
+
+    def _fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> None:
+        fields = self._fields[kind]
+        packed = np.zeros(_num_bytes(fields), np.uint8)
+        for field in fields:
+            array = arrays[field.name]
+            end = field.offset + field.size * array.itemsize
+            place = packed[field.offset : end].view(field.dtype)
+            place[: len(array)] = array
+            place[len(array) :] = array[-1] if field.padding is None else field.padding
+        self._bytes[: len(packed)].copy_(self._on_host(packed), non_blocking=True)
+
+    def _on_host(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+
+def _fields(kind: Kind) -> tuple[_Field, ...]:
+    tokens, requests = kind.num_tokens, kind.num_requests
+    wanted = [
+        ("token_ids_T", np.int64, tokens, 0),
+        ("positions_T", np.int64, tokens, 0),
+        ("slots_T", np.int64, tokens, PADDING_SLOT),
+        ("context_lengths_R", np.int32, requests, 0),
+    ]
+    if kind.is_chunk:
+        wanted.append(("logits_rows_S", np.int64, requests, 0))
+        wanted.append(("query_starts_R1", np.int32, requests + 1, None))
+    fields, offset = [], 0
+    for name, dtype, size, padding in wanted:
+        fields.append(_Field(name, dtype, offset, size, padding))
+        end = offset + size * np.dtype(dtype).itemsize
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+    return tuple(fields)
+
+
+def _num_bytes(fields: tuple[_Field, ...]) -> int:
+    last = fields[-1]
+    return last.offset + last.size * np.dtype(last.dtype).itemsize
