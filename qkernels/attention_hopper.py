@@ -31,10 +31,12 @@ from qkernels.attention_hopper_load import (
     load_queries,
     new_barriers,
 )
+from qkernels.attention_merge import merge_parts, whole
 from qkernels.attention_tiles import CHUNK_ROWS, chunk_split
 from qkernels.descriptors import describe
+from qkernels.digits import DigitForm, Digits
 from qkernels.launch import launch, on_device, sm_count, workspace
-from qkernels.paged_attention import LOG2_E, _merge_parts
+from qkernels.paged_attention import LOG2_E
 from qkernels.tiles import ceil_div, power_of_two
 
 # Of a thread at launch: 12 warps, over 8-bit pages 16, which then share them out anew.
@@ -56,8 +58,9 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
+    digits: DigitForm | None = None,
     split: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | Digits:
     """As ops.paged_attention, where dispatch.py takes it; `split` overrides chunk_split.
 
     Uses a counter of the device's workspace, so calls on one device must follow each other.
@@ -67,9 +70,9 @@ def paged_attention(
     P, B, J, _ = k_pages_PBJD.shape
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return out_THD
+        return whole(out_THD, digits)
     if P == 0:
-        return out_THD.zero_()
+        return whole(out_THD.zero_(), digits)
     if q_THD.data_ptr() % 16 or q_THD.stride(2) != 1 or any(s % 8 for s in q_THD.stride()[:2]):
         q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # rows are copied by 16 bytes
     group = H // J
@@ -129,23 +132,9 @@ def paged_attention(
             num_warps=4,
             maxnreg=CODED_REGISTERS if coded else REGISTERS,
         )
-        if split > 1:
-            launch(
-                _merge_parts,
-                (T, H),
-                partials,
-                sums,
-                query_starts_R1,
-                out_THD,
-                R,
-                T,
-                H=H,
-                D=D,
-                PADDED_D=power_of_two(D),
-                SPLIT=split,
-                num_warps=ceil_div(power_of_two(D) * split, 1024),
-            )
-    return out_THD
+    if split == 1:
+        return whole(out_THD, digits)
+    return merge_parts(partials, sums, query_starts_R1, out_THD, digits)
 
 
 def _boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:

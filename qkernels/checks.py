@@ -8,7 +8,8 @@ import functools
 import torch
 
 from formats.scheme import ActivationSpec
-from qkernels.dispatch import FLOAT_DTYPES
+from qkernels.digits import DigitForm
+from qkernels.dispatch import FLOAT_DTYPES, HALF_DTYPES
 from qkernels.errors import KernelError
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -69,6 +70,16 @@ def check_quantized(
         raise KernelError(f"{op} scale", f"expected {expected} for {activation}")
     if scale is not None:
         check_tensor(f"{op} scale", scale, (), (torch.float32,), x)
+
+
+def check_digits(op: str, x: torch.Tensor, form: DigitForm, halves: int = 1) -> None:
+    """Raise KernelError unless x [M, halves K] can become digits."""
+    rows, width = expect_ndim(f"{op} x", x, 2)
+    if x.dtype not in HALF_DTYPES:
+        raise KernelError(f"{op} x", f"expected float16 or bfloat16, found {x.dtype}")
+    reason = form.refuses(rows, width // halves) if width % halves == 0 else "an odd width"
+    if reason is not None:
+        raise KernelError(f"{op} x", f"{reason}, found {list(x.shape)}")
 
 
 def check_rope(

@@ -256,6 +256,13 @@ def _supports_triton_silu_quantize(problem: Problem) -> str | None:
     return _refuses_float8(problem) or _refuses_rows(problem, limit)
 
 
+def _supports_triton_digits(problem: Problem) -> str | None:
+    reason = _needs_triton(problem)
+    if reason is None and problem.dtype not in HALF_DTYPES:
+        reason = f"takes float16 and bfloat16, not {problem.dtype}"
+    return reason
+
+
 def _refuses_rows(problem: Problem, max_inputs: int) -> str | None:
     reason = _refuses_activation(problem.activation)
     if reason is None and problem.in_features > max_inputs:
@@ -453,6 +460,10 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rms_norm_quantize", "qkernels.fused_quant", _supports_triton_norm_quantize),
     *_rows("add_rms_norm_quantize", "qkernels.fused_quant", _supports_triton_norm_quantize),
     *_rows("silu_and_mul_quantize", "qkernels.fused_quant", _supports_triton_silu_quantize),
+    *_rows("input_digits", "qkernels.input_digits", _supports_triton_digits),
+    *_rows("rms_norm_digits", "qkernels.fused_digits", _supports_triton_digits),
+    *_rows("add_rms_norm_digits", "qkernels.fused_digits", _supports_triton_digits),
+    *_rows("silu_and_mul_digits", "qkernels.fused_digits", _supports_triton_digits),
     *_rows("rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("add_rms_norm", "qkernels.elementwise", _needs_triton_on_gpu),
     *_rows("silu_and_mul", "qkernels.elementwise", _needs_triton_on_gpu),

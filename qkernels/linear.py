@@ -15,9 +15,10 @@ from formats.layouts import check_writable, find_layout
 from formats.packed import PackedWeight
 from formats.scheme import Scheme
 from formats.weights import Weight
-from qkernels import ops
+from qkernels import input_forms, ops
 from qkernels.errors import KernelError
-from qkernels.prepared import Codes, InputRounding, PreparedWeight
+from qkernels.input_forms import InputForm, LinearInput
+from qkernels.prepared import PreparedWeight
 
 
 class QuantLinear(nn.Module):
@@ -126,19 +127,18 @@ class QuantLinear(nn.Module):
             layer.bias = bias.detach().clone().to(packed.device)
         return layer
 
-    @property
-    def input_rounding(self) -> InputRounding | None:
-        """How to round an input to the Codes that `forward` takes; None: it takes none now."""
-        return None if self._prepared is None else self._prepared.input_rounding
+    def input_form(self, rows: int) -> InputForm:
+        """The form besides a tensor in which `forward` takes so many rows; None: none now."""
+        return None if self._prepared is None else input_forms.input_form(self._prepared, rows)
 
-    def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
-        """x [..., K] to [..., N], in x's dtype; or Codes to [M, N], in the weight's."""
+    def forward(self, x: LinearInput) -> torch.Tensor:
+        """x [..., K] to [..., N], in x's dtype; or Codes or Digits to [M, N], in the weight's."""
         prepared = self._prepared
-        if isinstance(x, Codes):
-            return ops.linear_codes(*x, prepared, self._prepared_bias)
-        if prepared is None or prepared.dtype != x.dtype or prepared.device != x.device:
+        if isinstance(x, torch.Tensor) and (
+            prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
+        ):
             prepared = self.prepare(x.dtype, x.device)._prepared
-        return ops.linear(x, prepared, self._prepared_bias)
+        return input_forms.linear(x, prepared, self._prepared_bias)
 
     def prepare(
         self,

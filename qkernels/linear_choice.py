@@ -18,13 +18,23 @@ AnyLinearTile = LinearTile | LinearDigitsTile | LinearRingTile | LinearHopperTil
 
 
 def chosen_linear_tile(
-    M: int, N: int, K: int, group: int, bits: int, sm_count: int, gluon: bool
+    M: int,
+    N: int,
+    K: int,
+    group: int,
+    bits: int,
+    sm_count: int,
+    gluon: bool,
+    digits_made: bool = False,
 ) -> AnyLinearTile | None:
-    """The best body's tile; None: the library multiplies. `gluon`: the bodies for sm_90 run."""
+    """The best body's tile; None: the library multiplies.
+
+    `gluon`: the bodies for sm_90 run. `digits_made`: by the operation before, at no cost here.
+    """
     tile = None
     if gluon:
         tile = linear_digits_tile(M, N, K, group, bits, sm_count)
-        tile = tile or linear_ring_tile(M, N, K, group, bits, sm_count)
+        tile = tile or linear_ring_tile(M, N, K, group, bits, sm_count, digits_made)
         tile = tile or linear_hopper_tile(M, N, K, group, bits, sm_count)
     return tile or linear_tile(M, N, K, group, sm_count)
 

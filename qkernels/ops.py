@@ -20,6 +20,7 @@ from qkernels.checks import (
     CODE_DTYPES,
     can_copy_in_bulk,
     check_dense_heads,
+    check_digits,
     check_float,
     check_kv_write,
     check_quantized,
@@ -28,6 +29,7 @@ from qkernels.checks import (
     check_tensor,
     expect_ndim,
 )
+from qkernels.digits import DigitForm, Digits
 from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
@@ -347,7 +349,8 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
-) -> torch.Tensor:
+    digits: DigitForm | None = None,
+) -> torch.Tensor | Digits:
     """Causal attention of every request's query rows over its paged keys: [T, H, D].
 
     block_tables  [R, X] int32: the pages of each request, in order
@@ -357,6 +360,7 @@ def paged_attention(
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
     k_scales, v_scales  [P, B, J] float32: of int8 or float8_e4m3fn pages, as write_kv_ leaves them
     max_query_len, max_context_len  upper bounds that the host knows, so that nothing is read back
+    digits        return input_digits of the result [T, H D] instead, for the linear that follows
 
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
@@ -376,6 +380,8 @@ def paged_attention(
             "paged_attention q",
             f"expected heads divisible by the {k_pages_PBJD.shape[2]} KV heads, found {heads}",
         )
+    if digits is not None:
+        check_digits("paged_attention", q_THD.flatten(1), digits)
     requests = context_lengths_R.shape[0]
     int32 = (torch.int32,)
     check_tensor("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)
@@ -419,6 +425,7 @@ def paged_attention(
         soft_cap=soft_cap,
         k_scales_PBJ=k_scales_PBJ,
         v_scales_PBJ=v_scales_PBJ,
+        digits=digits,
     )
 
 

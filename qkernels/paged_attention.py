@@ -4,7 +4,7 @@
 scores and the weights.
 
 Knows no scheduler. One block does block_q query rows of all heads that share a KV head, stacked
-into the rows of one product. A batch of few rows is split over the keys as well; a second kernel
+into the rows of one product. A batch of few rows is split over the keys as well; attention_merge.py
 merges the parts. The host reads nothing from the device: grids follow from shapes and the given
 maxima.
 
@@ -18,10 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.attention_merge import merge_parts, whole
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.dependent_launch import early, start_early
+from qkernels.digits import DigitForm, Digits
 from qkernels.launch import lacks_gluon, launch, on_device, sm_count, tile_table_of
-from qkernels.tiles import ceil_div, power_of_two
+from qkernels.tiles import power_of_two
 
 LOG2_E = math.log2(math.e)
 
@@ -41,8 +43,9 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
+    digits: DigitForm | None = None,
     tile: AttentionTile | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | Digits:
     """As ops.paged_attention; `tile` replaces the choice of attention_tiles.py."""
     T, H, D = q_THD.shape
     R, J = context_lengths_R.shape[0], k_pages_PBJD.shape[2]
@@ -50,7 +53,7 @@ def paged_attention(
         q_THD = q_THD.contiguous()
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return out_THD
+        return whole(out_THD, digits)
     if tile is None:
         problem = {
             "num_requests": R,
@@ -145,24 +148,9 @@ def paged_attention(
                 num_warps=tile.warps,
                 **early(q_THD, T),
             )
-        if tile.split > 1:
-            launch(
-                _merge_parts,
-                (T, H),
-                partials,
-                sums,
-                query_starts_R1,
-                out_THD,
-                R,
-                T,
-                H=H,
-                D=D,
-                PADDED_D=power_of_two(D),
-                SPLIT=tile.split,
-                num_warps=ceil_div(power_of_two(D) * tile.split, 1024),
-                **early(q_THD, T),
-            )
-    return out_THD
+    if tile.split == 1:
+        return whole(out_THD, digits)
+    return merge_parts(partials, sums, query_starts_R1, out_THD, digits)
 
 
 def gluon_refuses(
@@ -424,41 +412,3 @@ def _add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
         else:
             weight *= v_scale[None, :]
     return tl.dot(weight.to(DTYPE), v.to(DTYPE), values, input_precision="ieee")
-
-
-@triton.jit(do_not_specialize=["R", "T"])
-def _merge_parts(
-    partials_ptr,
-    sums_ptr,
-    starts_ptr,
-    out_ptr,
-    R,
-    T,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EARLY: tl.constexpr = False,
-):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if EARLY:
-        start_early()
-    if token >= tl.load(starts_ptr + R):
-        return
-    s = tl.arange(0, SPLIT)
-    d = tl.arange(0, PADDED_D)
-    row = (token * H + head) * SPLIT + s
-    weights = tl.load(sums_ptr + T.to(tl.int64) * H * SPLIT + row)
-    seen = weights > 0  # the other parts are empty: their values were not written
-    # a finite stand-in for -inf, since -inf - -inf would be NaN where no part has seen a key
-    largest = tl.where(seen, tl.load(sums_ptr + row), -3.0e38)
-    shift = tl.exp2(largest - tl.max(largest, 0))
-    partials = tl.load(
-        partials_ptr + row[:, None] * D + d[None, :],
-        mask=seen[:, None] & (d[None, :] < D),
-        other=0.0,
-    )
-    total = tl.sum(weights * shift, 0)
-    out = tl.sum(partials * shift[:, None], 0) / tl.where(total == 0, 1.0, total)
-    out_row = token * H + head
-    tl.store(out_ptr + out_row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -18,7 +18,9 @@ from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec
 from formats.weights import Weight
+from qkernels.digits import DigitForm, Digits
 from qkernels.prepared import PreparedWeight, linear_by_codes
+from qkernels.reference_digits import input_digits, inputs_of
 
 # Keys, and as many values, gathered at once for a batch of decode rows: what stays in a CPU's
 # cache. 64 rows of 512 keys, J 4, D 32, one thread: 8.5 ms at 2^20, 23 at 2^22, 15 at 2^16.
@@ -111,6 +113,13 @@ def linear_codes(
     if bias is not None:
         y_MN = y_MN + bias.float()
     return y_MN.to(weight.dtype)
+
+
+def linear_digits(
+    digits: Digits, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """linear of the inputs that the digits stand for."""
+    return linear(inputs_of(digits).to(weight.dtype), weight, bias)
 
 
 def scale_sums(
@@ -209,6 +218,30 @@ def silu_and_mul_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_input of silu_and_mul."""
     return quantize_input(silu_and_mul(x_M2I), activation, scale)
+
+
+def rms_norm_digits(
+    x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: DigitForm
+) -> Digits:
+    """input_digits of rms_norm."""
+    return input_digits(rms_norm(x_MC, weight_C, eps), form)
+
+
+def add_rms_norm_digits(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: DigitForm,
+) -> tuple[Digits, torch.Tensor]:
+    """input_digits of add_rms_norm, and the sum."""
+    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+    return input_digits(normed_MC, form), total_MC
+
+
+def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm) -> Digits:
+    """input_digits of silu_and_mul."""
+    return input_digits(silu_and_mul(x_M2I), form)
 
 
 def apply_rope(
@@ -320,7 +353,8 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
-) -> torch.Tensor:
+    digits: DigitForm | None = None,
+) -> torch.Tensor | Digits:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
     Row i of a request with `count` rows stands at position context_length - count + i and sees
@@ -365,7 +399,7 @@ def paged_attention(
                 window,
                 soft_cap,
             ).to(out_THD.dtype)
-    return out_THD
+    return out_THD if digits is None else input_digits(out_THD.flatten(1), digits)
 
 
 class _Pages(NamedTuple):

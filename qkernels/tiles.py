@@ -189,6 +189,7 @@ def linear_digits_fit(M: int, K: int) -> bool:
 
 # The digits of a ring cost a kernel, and its parts of K another wait: small weights do not gain.
 _RING_LEAST = {8: 24 * 2**20, 16: 2**26}  # numbers of the weight, for each number of rows
+_RING_LEAST_MADE = {8: 2**24, 16: 2**26}  # where the operation before has made the digits
 
 
 # Measured, us for qkv / o / gate_up / down, in brackets the portable body:
@@ -197,13 +198,14 @@ _RING_LEAST = {8: 24 * 2**20, 16: 2**26}  # numbers of the weight, for each numb
 # stages of gate_up 4 to 8: 19.1 to 19.4 at 8 rows, 21.7 to 22.8 at 16; of down 11.8 to 13.0
 @functools.lru_cache(maxsize=4096)
 def linear_ring_tile(
-    M: int, N: int, K: int, group: int, bits: int, sm_count: int
+    M: int, N: int, K: int, group: int, bits: int, sm_count: int, digits_made: bool = False
 ) -> LinearRingTile | None:
     """The tile for 5 to 16 rows; None: another body is faster, or it cannot."""
     rows = next((rows for rows in LINEAR_RING_ROWS if rows >= M), None)
     if rows is None or M <= LINEAR_DIGITS_MAX_ROWS or bits != 4:
         return None
-    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or _RING_LEAST[rows] > N * K:
+    least = _RING_LEAST_MADE if digits_made else _RING_LEAST
+    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or least[rows] > N * K:
         return None
     blocks = LINEAR_RING_BLOCKS_OF_SM * sm_count
     for split in _SPLITS if rows == 8 else ():

@@ -1,6 +1,6 @@
 """W4A16 of a few rows on the integer tensor core: x as 8-bit digits. Knows no file format.
 
-The four digits of an input (input_digits.py) are columns of an 8-bit product, which few rows leave
+The four digits of an input (digits.py) are columns of an 8-bit product, which few rows leave
 empty anyway. Codes become operands by a mask: a byte is 16 (q - 8), or q - 128. The sum of a step
 is exact; then the scale multiplies it. Every warp streams its own part of the weight from memory
 into operand registers, and nothing is shared between warps before the end.
@@ -16,9 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from qkernels.digits import TILE_WORDS, Digits
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_registers import signed_nibbles
-from qkernels.input_digits import TILE_WORDS, digits_of
 from qkernels.launch import launch, on_device
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
@@ -66,22 +66,21 @@ def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
 
 
 def linear(
-    x_MK: torch.Tensor,
+    digits: Digits,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     tile: LinearDigitsTile,
     *,
     offset: int,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N]. For groups of 128 n, and few rows: each costs columns.
+    """Digits of M rows, as columns, to [M, N]. For groups of 128 n, and few rows.
 
     `offset`: what w4a16.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
     """
-    M, K = x_MK.shape
+    M, K = digits.num_rows, digits.in_features
     N, bits = weight.out_features, weight.spec.bits
-    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
-    digits = digits_of(x_MK, bits, with_sums=not weight.spec.symmetric)
-    with on_device(x_MK):
+    y_MN = torch.empty((M, N), dtype=weight.dtype, device=weight.device)
+    with on_device(y_MN):
         launch(
             _w4a16_digits,
             (weight.tensors["words"].shape[0] * (LINEAR_TILE_N // tile.block_n),),
@@ -138,7 +137,7 @@ def _left(codes, BITS: gl.constexpr, PRODUCT: gl.constexpr):
 
 @gluon.jit
 def _right(digits, PRODUCT: gl.constexpr):
-    """Digits [W, 1024] as `_digits` wrote them to [W, 128, 8], inputs in the order of `_left`."""
+    """Digits [W, 1024] as digits.py has them to [W, 128, 8], inputs in the order of `_left`."""
     W: gl.constexpr = digits.shape[0]
     # [W, i, column, t, w, b]
     x = digits.reshape([W, 2, 8, 4, 4, 4]).permute([0, 1, 4, 3, 5, 2])

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qkernels.digits import Digits
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_names import barrier, descriptor, load_box
 from qkernels.gluon_registers import signed_nibbles
-from qkernels.input_digits import digit_rows_of
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
@@ -40,31 +40,29 @@ WORDS_BOX = [32, 128]  # a stored tile's words, as bytes in rows of 128
 
 
 def linear(
-    x_MK: torch.Tensor,
+    digits: Digits,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     tile: LinearRingTile,
     *,
     offset: int,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, of at most tile.rows rows, to [M, N]. For groups of 128 n.
+    """Digits of M rows, as tile.rows rows, to [M, N]. For groups of 128 n.
 
     `offset`: what w4a16.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
     """
-    M, K = x_MK.shape
-    N = weight.out_features
-    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
-    _, counters = workspace(x_MK.device)
+    M, K, N = digits.num_rows, digits.in_features, weight.out_features
+    y_MN = torch.empty((M, N), dtype=weight.dtype, device=weight.device)
+    _, counters = workspace(weight.device)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
-    digits = digit_rows_of(x_MK, tile.rows, with_sums=offsets is not None)
     units = tile.tiles(N) * tile.split
-    with on_device(x_MK):
+    with on_device(y_MN):
         launch(
             _w4a16_digits_ring,
-            (min(units, LINEAR_RING_BLOCKS_OF_SM * sm_count(x_MK.device)),),
+            (min(units, LINEAR_RING_BLOCKS_OF_SM * sm_count(weight.device)),),
             descriptor(weight.tensors["words"].view(torch.int8).view(-1, 128), WORDS_BOX),
             descriptor(digits.words.view(torch.int8).view(-1, 128), [4 * tile.rows, 128]),
-            descriptor(digits.facts.view(-1), [4 * tile.rows]),
+            descriptor(digits.scales.view(-1), [4 * tile.rows]),
             descriptor(scales.view(-1), [LINEAR_TILE_N]),
             descriptor((scales if offsets is None else offsets).view(-1), [LINEAR_TILE_N]),
             scales if bias is None else bias,

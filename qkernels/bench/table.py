@@ -11,13 +11,23 @@ from pathlib import Path
 import torch
 
 from qkernels import launch
-from qkernels.bench import attention, elementwise, float8, fused_quant, host, linear, sampling
+from qkernels.bench import (
+    attention,
+    elementwise,
+    fed_linear,
+    float8,
+    fused_quant,
+    host,
+    linear,
+    sampling,
+)
 from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Case, Result, measure
 from qkernels.bench.tune import Tuned, tune
 from qkernels.errors import KernelError
 
 OPS: dict[str, BenchedOp] = (
     linear.OPS
+    | fed_linear.OPS
     | float8.OPS
     | attention.OPS
     | elementwise.OPS

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 
 from qkernels import ops
-from qkernels.prepared import Codes
+from qkernels.digits import DigitForm, Digits
+from qkernels.input_forms import LinearInput
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
 
@@ -64,7 +65,7 @@ class Attention(torch.nn.Module):
         self.register_buffer("v_scale", v_scale)
 
     def forward(
-        self, x_TC: torch.Tensor | Codes, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
+        self, x_TC: LinearInput, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys."""
         heads = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
@@ -85,7 +86,8 @@ class Attention(torch.nn.Module):
             k_norm_D=self.k_norm,
             eps=self.eps,
         )
-        out_THD = ops.paged_attention(
+        form = self.o_proj.input_form(q.shape[0])
+        out = ops.paged_attention(
             q,
             cache.keys,
             cache.values,
@@ -98,5 +100,6 @@ class Attention(torch.nn.Module):
             max_context_len=step.max_context_len,
             k_scales_PBJ=cache.key_scales,
             v_scales_PBJ=cache.value_scales,
+            digits=form if isinstance(form, DigitForm) else None,
         )
-        return self.o_proj(out_THD.flatten(1))
+        return self.o_proj(out if isinstance(out, Digits) else out.flatten(1))

@@ -6,8 +6,8 @@ Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V v
 import torch
 from torch.nn import functional
 
-from qkernels import ops
-from qkernels.prepared import Codes
+from qkernels import input_forms, ops
+from qkernels.input_forms import LinearInput
 from qserve.model.attention import Attention, LayerCache, StepInputs
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
@@ -21,12 +21,10 @@ class Mlp(torch.nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def forward(self, x_TC: torch.Tensor | Codes) -> torch.Tensor:
+    def forward(self, x_TC: LinearInput) -> torch.Tensor:
         hidden_T2I = self.gate_up_proj(x_TC)
-        rounding = self.down_proj.input_rounding
-        if rounding is None:
-            return self.down_proj(ops.silu_and_mul(hidden_T2I))
-        return self.down_proj(Codes(*ops.silu_and_mul_quantize(hidden_T2I, *rounding)))
+        form = self.down_proj.input_form(hidden_T2I.shape[0])
+        return self.down_proj(input_forms.silu_and_mul(hidden_T2I, form))
 
 
 class Layer(torch.nn.Module):
@@ -69,19 +67,12 @@ class Layer(torch.nn.Module):
         residual_TC: torch.Tensor | None,
         weight_C: torch.Tensor,
         linear: Linear,
-    ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
-        """The norm of the sum as `linear` takes it, rounded to codes where it can be; the sum."""
-        rounding = linear.input_rounding
-        if residual_TC is None and rounding is None:
-            return ops.rms_norm(x_TC, weight_C, self.eps), x_TC
+    ) -> tuple[LinearInput, torch.Tensor]:
+        """The norm of the sum in the form that `linear` takes; the sum."""
+        form = linear.input_form(x_TC.shape[0])
         if residual_TC is None:
-            return Codes(*ops.rms_norm_quantize(x_TC, weight_C, self.eps, *rounding)), x_TC
-        if rounding is None:
-            return ops.add_rms_norm(x_TC, residual_TC, weight_C, self.eps)
-        *codes, total_TC = ops.add_rms_norm_quantize(
-            x_TC, residual_TC, weight_C, self.eps, *rounding
-        )
-        return Codes(*codes), total_TC
+            return input_forms.rms_norm(x_TC, weight_C, self.eps, form), x_TC
+        return input_forms.add_rms_norm(x_TC, residual_TC, weight_C, self.eps, form)
 
 
 class Decoder(torch.nn.Module):

@@ -4,18 +4,21 @@ import torch
 from torch.nn import functional
 
 from qkernels import QuantLinear
-from qkernels.prepared import Codes, InputRounding
+from qkernels.input_forms import InputForm, LinearInput
+from qkernels.prepared import InputRounding
 
 
 class FloatLinear(torch.nn.Module):
     """y = x W^T + b with a dense weight [N, K]."""
 
-    input_rounding = None
-
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("weight", weight_NK)
         self.register_buffer("bias", bias_N)
+
+    def input_form(self, rows: int) -> InputForm:
+        """It takes no other form than a tensor."""
+        return None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -28,14 +31,17 @@ class SplitLinear(torch.nn.Module):
         super().__init__()
         self.parts = torch.nn.ModuleList(parts)
 
-    @property
-    def input_rounding(self) -> InputRounding | None:
-        """That of every part, where they round alike by each row's own scale."""
-        first, *others = (part.input_rounding for part in self.parts)
-        alike = first is not None and first.scale is None and all(each == first for each in others)
-        return first if alike else None
+    def input_form(self, rows: int) -> InputForm:
+        """That of every part, where they take 8-bit codes alike, by each row's own scale.
 
-    def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
+        Digits stay in the workspace until the next product, so only one part could take them.
+        """
+        first, *others = (part.input_form(rows) for part in self.parts)
+        if not isinstance(first, InputRounding) or first.scale is not None:
+            return None
+        return first if all(each == first for each in others) else None
+
+    def forward(self, x: LinearInput) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
 
 

@@ -3,7 +3,7 @@
 from offline import BF16, boxes, compile_kernel, compiled_kernel, dump, facts
 from sass import overlapped, overwritten_in_flight
 
-from qkernels import input_digits, w4a16, w4a16_digits, w4a16_digits_ring, w4a16_hopper
+from qkernels import w4a16_digits, w4a16_digits_ring, w4a16_hopper, w4a16_portable
 from qkernels.linear_format import LinearFormat
 from qkernels.tiles import (
     LINEAR_DIGITS,
@@ -49,7 +49,7 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
         constants["offsets_ptr"] = None
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
-    return compile_kernel(w4a16._w4a16, pointers, scalars, constants, options)
+    return compile_kernel(w4a16_portable._w4a16, pointers, scalars, constants, options)
 
 
 def hopper_linear_case(
@@ -95,7 +95,7 @@ def hopper_linear_case(
 def digits_linear_case(
     M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, bits: int = 4
 ) -> dict:
-    """W4A16 or W8A16 of few rows, and the kernel that makes its digits."""
+    """W4A16 or W8A16 of few rows."""
     tile = linear_digits_tile(M, N, K, 128, bits, 132)
     tiles = -(-M * LINEAR_DIGITS // LINEAR_DIGITS_COLUMNS)
     pointers = {
@@ -125,23 +125,11 @@ def digits_linear_case(
     scalars = {"M": "i32", "N": "i32", "steps": "i32"}
     options = {"num_warps": tile.warps, "launch_pdl": True}
     kernel = w4a16_digits._w4a16_digits
-    found = compile_kernel(kernel, pointers, scalars, constants, options)
-    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_ptr": "*fp32"}
-    constants = {"STEP": 128, "BLOCK": input_digits.STEPS_OF_BLOCK, "EARLY": True} | {
-        name: constants[name] for name in ("BITS", "D", "COLUMNS")
-    }
-    if symmetric:
-        constants["sums_ptr"] = None
-    else:
-        pointers["sums_ptr"] = "*i32"
-    scalars = {"K": "i32", "steps": "i32", "tiles": "i32"}
-    options = {"num_warps": 1, "launch_pdl": True}
-    compile_kernel(input_digits._digits, pointers, scalars, constants, options)
-    return found
+    return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
 def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True) -> dict:
-    """W4A16 of 5 to 16 rows, and the kernel that makes its digits."""
+    """W4A16 of 5 to 16 rows."""
     tile = linear_ring_tile(M, N, K, 128, 4, 132)
     pointers = {
         "words_desc": boxes("i8", w4a16_digits_ring.WORDS_BOX),
@@ -162,23 +150,16 @@ def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: boo
     options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
     kernel = w4a16_digits_ring._w4a16_digits_ring
     constants = {"TILE": tile, "FORMAT": format}
-    found = compile_kernel(kernel, pointers, scalars, constants, options)
-    pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "facts_ptr": "*fp32"}
-    constants = {"R": tile.rows, "SUMS": not symmetric, "STEP": 128, "EARLY": True}
-    constants["BLOCK"] = input_digits.STEPS_OF_BLOCK
-    options = {"num_warps": 1, "launch_pdl": True}
-    scalars = {"K": "i32", "steps": "i32"}
-    compile_kernel(input_digits._digit_rows, pointers, scalars, constants, options)
-    return found
+    return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
 def dequantize_case() -> dict:
     pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": BF16}
     scalars = {"N": "i32", "K": "i32"}
     constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BITS": 4, "BK": 128, "TILE_N": 64}
-    constants |= {"ROWS": w4a16.DEQUANTIZE_ROWS, "INTERPRETED": False}
+    constants |= {"ROWS": w4a16_portable.DEQUANTIZE_ROWS, "INTERPRETED": False}
     constants |= {"offsets_ptr": None, "STEPS_OF_GROUP": 1}
-    kernel = w4a16._dequantize_weight
+    kernel = w4a16_portable._dequantize_weight
     return compile_kernel(kernel, pointers, scalars, constants, {"num_warps": 1})
 
 

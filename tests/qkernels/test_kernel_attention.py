@@ -9,7 +9,9 @@ import triton.language as tl
 
 from qkernels import paged_attention
 from qkernels.attention_tiles import attention_tile
+from qkernels.digits import DigitForm
 from qkernels.launch import sm_count
+from qkernels.reference_digits import inputs_of
 
 
 def exact(q, k, v, count, length, scale, window, soft_cap):
@@ -47,6 +49,7 @@ def check(assert_close, tolerance, device, poison):
         soft_cap=None,
         spread=1,  # largest over smallest scale
         size=1.0,  # of keys and values
+        digits=None,  # form of the result
     ):
         generator = torch.Generator().manual_seed(D + B + len(counts))
         R, T = len(counts), sum(counts)
@@ -117,9 +120,12 @@ def check(assert_close, tolerance, device, poison):
                     k_scales_PBJ=k_scales,
                     v_scales_PBJ=v_scales,
                     **shared,
+                    digits=digits,
                     tile=tile if split is None else replace(tile, split=split),
                 )
             )
+            if digits is not None:
+                results[-1] = inputs_of(results[-1]).to(dtype).view(T, H, D)
         want = [
             exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap)
             for start, count, length, k, v in zip(
@@ -180,6 +186,23 @@ def test_parts_of_a_context_merge(check, dtype, split, window):
 
 def test_parts_of_a_context_merge_for_several_rows(check, dtype):
     check([3, 1, 2], [130, 64, 200], 4, 2, 32, 16, dtype, 70, 4)
+
+
+@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("H, J, D", [(4, 2, 32), (2, 1, 64), (1, 1, 128), (8, 4, 80), (2, 1, 256)])
+@pytest.mark.parametrize("rows", [0, 8])
+def test_the_result_as_digits(check, half, H, J, D, rows, split):
+    """Heads smaller and larger than the 128 inputs of a step, and across their edges."""
+    counts = [1, 1, 1, 1] if rows == 0 else [1, 1, 3, 1, 1]
+    lengths = [300, 1, 65, 129, 40][: len(counts)]
+    form = DigitForm(bits=4, rows=rows, with_sums=True)
+    check(counts, lengths, H, J, D, 16, half, None, split, digits=form)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_digits_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
+    form = DigitForm(bits=8)
+    check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, digits=form)
 
 
 def test_keys_and_values_interleaved_in_one_tensor(check, dtype):

@@ -1,0 +1,142 @@
+"""The parts of split attention to one result, in Triton: as it is, or as digits for a linear.
+
+Knows no pages. Legend: T tokens of a step, R requests, H query heads, D head dim; S parts of a
+context.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.dependent_launch import early, start_early
+from qkernels.digits import DigitForm, Digits, empty_digits
+from qkernels.input_digits import in_words, input_digits, store_digits
+from qkernels.launch import launch, on_device
+from qkernels.tiles import LINEAR_MAX_BLOCK_K, ceil_div, power_of_two
+
+TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def whole(out_THD: torch.Tensor, digits: DigitForm | None) -> torch.Tensor | Digits:
+    """A result that was not split, as it is asked for."""
+    return out_THD if digits is None else input_digits(out_THD.flatten(1), digits)
+
+
+def merge_parts(
+    partials_THSD: torch.Tensor,
+    sums_2THS: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    out_THD: torch.Tensor,
+    digits: DigitForm | None,
+) -> torch.Tensor | Digits:
+    """The parts' weighted sums, their largest scores and sums of weights (float32) to `out`.
+
+    Or to digits of rows [T, H D] in out's dtype; `out` is then left alone.
+    """
+    T, H, S, D = partials_THSD.shape
+    requests = query_starts_R1.shape[0] - 1
+    constants = {
+        "H": H,
+        "D": D,
+        "SPLIT": S,
+        "num_warps": ceil_div(power_of_two(D) * S, 1024),
+        **early(out_THD, T),
+    }
+    shared = partials_THSD, sums_2THS, query_starts_R1
+    with on_device(out_THD):
+        if digits is None:
+            grid, padded_d = (T, H), power_of_two(D)
+            launch(
+                _merge_parts, grid, *shared, out_THD, requests, T, PADDED_D=padded_d, **constants
+            )
+            return out_THD
+        steps = H * D // LINEAR_MAX_BLOCK_K
+        found = empty_digits(digits, T, H * D, out_THD.device)
+        launch(
+            _merge_to_digits,
+            (T, steps),
+            *shared,
+            found.words,
+            found.scales,
+            found.sums,
+            requests,
+            T,
+            steps,
+            FORM=digits,
+            DTYPE=TRITON_DTYPE[out_THD.dtype],
+            **constants,
+        )
+    return found
+
+
+@triton.jit
+def _merged(ptrs, largest_ptrs, weights_apart, inside):
+    """Parts [S, X] at ptrs to what they are together [X]."""
+    weights = tl.load(largest_ptrs + weights_apart)
+    seen = weights > 0  # the other parts are empty: their values were not written
+    # a finite stand-in for -inf, since -inf - -inf would be NaN where no part has seen a key
+    largest = tl.where(seen, tl.load(largest_ptrs), -3.0e38)
+    shift = tl.exp2(largest - tl.max(largest, 0)[None, :])
+    total = tl.sum(weights * shift, 0)
+    out = tl.sum(tl.load(ptrs, mask=seen & inside, other=0.0) * shift, 0)
+    return out / tl.where(total == 0, 1.0, total)
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _merge_parts(
+    partials_ptr,
+    sums_ptr,
+    starts_ptr,
+    out_ptr,
+    R,
+    T,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if EARLY:
+        start_early()
+    if token >= tl.load(starts_ptr + R):
+        return
+    d = tl.arange(0, PADDED_D)
+    row = (token * H + head) * SPLIT + tl.arange(0, SPLIT)[:, None]
+    ptrs = partials_ptr + row * D + d[None, :]
+    out = _merged(ptrs, sums_ptr + row, T.to(tl.int64) * H * SPLIT, (d < D)[None, :])
+    out_row = token * H + head
+    tl.store(out_ptr + out_row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _merge_to_digits(
+    partials_ptr,  # [T, H, S, D]
+    sums_ptr,  # [2, T, H, S]
+    starts_ptr,  # [R + 1]
+    words_ptr,  # digits.py
+    scales_ptr,
+    digit_sums_ptr,
+    R,
+    T,
+    steps,
+    FORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """128 channels of a token, of one head or several."""
+    token, step = tl.program_id(0), tl.program_id(1)
+    if EARLY:
+        start_early()
+    if token >= tl.load(starts_ptr + R):
+        return
+    channel = step * 128 + tl.arange(0, 128)[None, :]
+    head = step * 128 // D if D % 128 == 0 else channel // D
+    row = (token.to(tl.int64) * H + head) * SPLIT + tl.arange(0, SPLIT)[:, None]
+    ptrs = partials_ptr + row * D + channel % D
+    out = _merged(ptrs, sums_ptr + row, T.to(tl.int64) * H * SPLIT, channel >= 0)
+    words = in_words(out.to(DTYPE)[None, :], FORM)
+    store_digits(words, words_ptr, scales_ptr, digit_sums_ptr, token, step, T, steps, FORM)

@@ -1,0 +1,85 @@
+"""A W4A16 product of few rows with the operation before it, which makes its digits.
+
+Baseline "apart": the same two operations, the input between them as a tensor.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from qkernels import input_forms, ops
+from qkernels.bench.linear import GROUP, LINEAR_SHAPES, random_weight
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+from qkernels.input_forms import LinearInput
+from qkernels.prepared import PreparedWeight
+
+FED_M = (1, 2, 4, 8, 16)
+FED_SHAPES = {name: LINEAR_SHAPES[name] for name in ("qkv", "gate_up", "down")}
+# in a form: what comes before the product, its rows of K or 2 K inputs given
+Feed = Callable[[torch.Tensor, input_forms.InputForm], LinearInput]
+
+
+def _norm_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    K = FED_SHAPES[shape][1]
+    norm = torch.rand(K, device="cuda", dtype=torch.bfloat16) + 0.5
+    residual = torch.randn(max(ms), K, device="cuda", dtype=torch.bfloat16)
+
+    def feed(x_MK: torch.Tensor, form: input_forms.InputForm) -> LinearInput:
+        rows = residual[: x_MK.shape[0]]
+        return input_forms.add_rms_norm(x_MK, rows, norm, 1e-5, form)[0]
+
+    yield from _fed("norm_w4a16", shape, ms, baselines, feed, 1)
+
+
+def _silu_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+    yield from _fed("silu_w4a16", shape, ms, baselines, input_forms.silu_and_mul, 2)
+
+
+def _fed(
+    op: str,
+    shape: str,
+    ms: tuple[int, ...],
+    baselines: Baselines,
+    feed: Feed,
+    widths: int,
+) -> Iterator[Case]:
+    N, K = FED_SHAPES[shape]
+    num_bytes = N * K // 2
+    packed = [random_weight(N, K, seed=i) for i in range(copies_needed(num_bytes))]
+    weight_NK = packed[0].dequantize(torch.float64)
+    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+
+    def call(x: torch.Tensor, weight: PreparedWeight, form: input_forms.InputForm) -> Call:
+        return lambda: input_forms.linear(feed(x, form), weight, None)
+
+    for m in ms:
+        x = torch.randn(m, widths * K, device="cuda", dtype=torch.bfloat16)
+        form = input_forms.input_form(weights[0], m)
+        apart = [call(x, weight, None) for weight in weights] if "apart" in baselines else []
+        yield Case(
+            op=op,
+            shape=shape,
+            m=m,
+            num_bytes=num_bytes + 2 * N * K // GROUP + 2 * m * (N + 2 * widths * K),
+            operations=2 * m * N * K,
+            calls=[call(x, weight, form) for weight in weights],
+            want=feed(x, None).double() @ weight_NK.t(),
+            allowed_error=5e-3,
+            baselines={"apart": apart} if apart else {},
+        )
+
+
+OPS: dict[str, BenchedOp] = {
+    "norm_w4a16": BenchedOp(
+        cases=_norm_w4a16,
+        shapes={name: FED_SHAPES[name] for name in ("qkv", "gate_up")},
+        default_m=dict.fromkeys(("qkv", "gate_up"), FED_M),
+        baselines=("apart",),
+    ),
+    "silu_w4a16": BenchedOp(
+        cases=_silu_w4a16,
+        shapes={"down": FED_SHAPES["down"]},
+        default_m={"down": FED_M},
+        baselines=("apart",),
+    ),
+}

@@ -1,0 +1,129 @@
+"""The plain torch digits: they stand for the inputs, and lie where digits.py says."""
+
+import pytest
+import torch
+
+from qkernels import digit_ops, ops
+from qkernels.digits import DigitForm, empty_digits
+from qkernels.errors import KernelError
+from qkernels.reference_digits import input_digits, inputs_of, inputs_of_words
+
+FORMS = [
+    *((M, DigitForm(bits=bits)) for M in (1, 2, 3, 4) for bits in (4, 8)),
+    (5, DigitForm(bits=4, rows=8)),
+    (8, DigitForm(bits=4, rows=8)),
+    (16, DigitForm(bits=4, rows=16)),
+]
+
+
+def random_inputs(M, K, dtype=torch.float16, spread=0):
+    generator = torch.Generator().manual_seed(M + K)
+    x = torch.randn(M, K, generator=generator)
+    x = (x * 2 ** (spread * torch.rand(M, K, generator=generator))).to(dtype)
+    x[0, 5] = 0
+    return x
+
+
+@pytest.mark.parametrize("M, form", FORMS)
+@pytest.mark.parametrize("half_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0, 12])
+def test_digits_are_the_inputs(M, form, half_dtype, spread):
+    x = random_inputs(M, 384, half_dtype, spread)
+    got = inputs_of(input_digits(x, form)).view(M, -1, 128)
+    want = x.double().view(M, -1, 128)
+    largest = want.abs().amax(2, keepdim=True)
+    assert ((got - want).abs() <= 2**-29 * largest).all()
+    exact = want.abs() >= 2**-12 * largest
+    assert torch.equal(got[exact], want[exact]), "11 bits at most: nothing is lost there"
+
+
+def test_a_word_of_columns_by_hand():
+    """Input 0 is 1, so 2^29 in steps of 2^-29: digit 3 is 32. Input 17 is byte 3 of its word."""
+    x = torch.zeros(2, 128, dtype=torch.float16)
+    x[1, 0], x[1, 17], x[1, 9] = 1, -1, 0.5
+    digits = input_digits(x, DigitForm(bits=4, with_sums=True))
+    words = digits.words[0, 0]  # [i, column, t, w]
+    assert words[0, 7, 0, 0] == 0x20 + (-32 << 24)
+    assert words[0, 7, 0, 1] == 16 << 16, "9 = 8 (w % 2) + 1: byte 2 of word w = 1"
+    assert words.count_nonzero() == 2
+    assert digits.scales[0, 0].tolist()[4:] == [2.0**-29 * 256**d for d in range(4)]
+    assert digits.sums[0, 0].tolist() == [0] * 7 + [16]
+
+
+def test_a_word_of_rows_by_hand():
+    x = torch.zeros(3, 256, dtype=torch.float16)
+    x[2, 128 + 64 + 2], x[2, 128] = 3, 1
+    digits = input_digits(x, DigitForm(bits=4, rows=8, with_sums=True))
+    assert digits.words[0, :, :3].count_nonzero() == 0
+    # 3 is 1.5 2^1: steps of 2^-28, digit 3 of 3 is 48, of 1 is 16
+    assert digits.words[1, 3, 2, 1, 0, 1] == 48  # i = 1, w = 0, t = 1
+    assert digits.words[1, 3, 2, 0, 0, 0] == 16
+    assert digits.scales[1, 0, 2] == 2.0**-28
+    sums = digits.scales.view(torch.int32)
+    assert (sums[1, 1, 2], sums[1, 2, 2]) == (0, 64 * 256)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_input_is_in_one_word(bits):
+    assert inputs_of_words(bits).flatten().sort().values.tolist() == list(range(128))
+
+
+@pytest.mark.parametrize("M, form", FORMS)
+def test_zeros_and_what_is_no_number(M, form):
+    x = torch.zeros(M, 256, dtype=torch.bfloat16)
+    x[-1, 200] = float("inf")
+    got = inputs_of(input_digits(x, form))
+    assert got[-1, 128:].isnan().all()
+    assert not got[-1, :128].any() and not got[:-1].any()
+
+
+def test_parts_of_the_workspace_do_not_overlap():
+    for form, M in ((DigitForm(bits=4, with_sums=True), 3), (DigitForm(bits=4, rows=16), 9)):
+        digits = empty_digits(form, M, 512, torch.device("cpu"))
+        parts = [digits.words, digits.scales, digits.sums, digits.free]
+        spans = [(p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parts if p is not None]
+        for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+            assert end == begin
+
+
+@pytest.mark.parametrize(
+    "shape, form, found",
+    [
+        ((1, 100), DigitForm(bits=4), "inputs divisible by 128"),
+        ((0, 128), DigitForm(bits=4), "1 to 4 rows"),
+        ((5, 128), DigitForm(bits=4), "1 to 4 rows"),
+        ((9, 128), DigitForm(bits=4, rows=8), "1 to 8 rows"),
+        ((1, 128), DigitForm(bits=4, rows=5), "8 or 16 rows"),
+        ((1, 128), DigitForm(bits=8, rows=8), "8 or 16 rows"),
+        ((4, 2**21), DigitForm(bits=4), "digits that fit"),
+        ((16, 2**18), DigitForm(bits=4, rows=16), "digits that fit"),
+    ],
+)
+def test_what_cannot_be_digits_is_refused(shape, form, found):
+    with pytest.raises(KernelError, match=found):
+        digit_ops.input_digits(torch.empty(shape, dtype=torch.float16), form)
+
+
+def test_float32_and_odd_shapes_are_refused():
+    form = DigitForm(bits=4)
+    with pytest.raises(KernelError, match="float16 or bfloat16"):
+        digit_ops.input_digits(torch.zeros(1, 128), form)
+    with pytest.raises(KernelError, match="an odd width"):
+        digit_ops.silu_and_mul_digits(torch.zeros(1, 255, dtype=torch.float16), form)
+    with pytest.raises(KernelError, match="expected 2 dims"):
+        digit_ops.input_digits(torch.zeros(128, dtype=torch.float16), form)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_product_of_digits_is_that_of_the_inputs(make_weight, symmetric):
+    x = random_inputs(3, 256)
+    packed = make_weight(40, 256, 128, symmetric)
+    weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
+    assert digit_ops.digit_form(weight, 3) is None, "it is no faster there"
+    digits = digit_ops.input_digits(x, DigitForm(bits=4, with_sums=not symmetric))
+    got = digit_ops.linear_digits(digits, weight)
+    assert torch.equal(got, ops.linear(x, weight))
+    with pytest.raises(KernelError, match="expected those of 256 inputs"):
+        digit_ops.linear_digits(digit_ops.input_digits(x[:, :128], digits.form), weight)
+    with pytest.raises(KernelError, match="linear_digits bias"):
+        digit_ops.linear_digits(digits, weight, torch.zeros(41, dtype=torch.float16))
