@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +30,22 @@ from qserve.engine.messages import (
     StartFailed,
 )
 from qserve.engine.process import ENGINE
+from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
 
 logger = logging.getLogger(__name__)
+
+
+# Called with each event of a request, and with each report of the engine, as soon as it arrives.
+Watch = Callable[[RequestEvent], None]
+WatchEngine = Callable[[EngineReport], None]
+
+
+def ignore(arrived: RequestEvent | EngineReport) -> None:
+    """A watch that sees nothing."""
 
 
 class RefusedError(InputError):
@@ -47,7 +58,8 @@ class _Output:
     However slowly they are taken, this holds at most the tokens of one output.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch = ignore) -> None:
+        self._watch = watch
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: RequestEvent | None = None
@@ -57,6 +69,7 @@ class _Output:
     def put(self, event: RequestEvent) -> None:
         if self._last is not None and self._last.finish_reason is not None:
             return
+        self._watch(event)
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs
         self._last = event
@@ -95,16 +108,23 @@ class EngineClient:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        watch: WatchEngine,
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
+        self._watch = watch
         self._outputs: dict[str, _Output] = {}
         self._read_task: asyncio.Task | None = None
         self._dead = asyncio.Event()
         self._cause_of_death = ""
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, engine: str = ENGINE) -> "EngineClient":
-        """Start the process and wait for its model to load. Raises InputError if it cannot."""
+    async def start(
+        cls, config: EngineConfig, *, engine: str = ENGINE, watch: WatchEngine = ignore
+    ) -> "EngineClient":
+        """Start the process and wait for its model to load. Raises InputError if it cannot.
+
+        `watch` gets what the engine tells of itself; the last report, of a dead one, is all zero.
+        """
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         with theirs, _closed_on_error(writer):
@@ -122,7 +142,7 @@ class EngineClient:
                 start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL,
             )
-        client = cls(process, reader, writer)
+        client = cls(process, reader, writer, watch)
         try:
             writer.write(messages.encode(Start(config=config)))
             await client._wait_until_ready()
@@ -142,23 +162,32 @@ class EngineClient:
         return self._cause_of_death
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        watch: Watch = ignore,
     ) -> AsyncIterator[RequestEvent]:
         """Run one request; the last of its events has a finish_reason, "error" if the engine dies.
 
-        Events that are taken slowly come merged. Closing the generator early aborts the request.
-        Raises RefusedError when the engine can never run it.
+        Events that are taken slowly come merged; `watch` sees each as it arrives. Closing the
+        generator early aborts the request. Raises RefusedError when the engine can never run it.
         """
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use")
         if not self.is_alive:
             yield self._death_event(request_id)
             return
-        output = self._outputs[request_id] = _Output()
+        output = self._outputs[request_id] = _Output(watch)
         try:
             # The engine knows no text: megabytes of stop strings would go with each of n outputs.
             params = replace(params, stop=())
-            add = Add(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params)
+            add = Add(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                sent=time.perf_counter(),
+            )
             self._writer.write(messages.encode(add))
             # A lost connection is reported by the reader, to all requests at once.
             with contextlib.suppress(ConnectionError):
@@ -215,6 +244,7 @@ class EngineClient:
         if not isinstance(message, Ready):
             raise messages.MessageError(f"expected Ready, found {type(message).__name__}")
         self.max_model_len, self.vocab_size = message.max_model_len, message.vocab_size
+        self._watch(message.report)
 
     async def _read(self) -> None:
         cause = ""
@@ -222,6 +252,7 @@ class EngineClient:
             while not cause:
                 message = await messages.read(self._reader, FromEngine)
                 if isinstance(message, Events):
+                    self._watch(message.report)
                     for event in message.events:
                         if event.request_id in self._outputs:
                             self._outputs[event.request_id].put(event)
@@ -242,6 +273,7 @@ class EngineClient:
             return
         self._cause_of_death = cause
         self._dead.set()
+        self._watch(EngineReport())
         for request_id, output in self._outputs.items():
             output.put(self._death_event(request_id))
 

@@ -21,11 +21,14 @@ from qserve.engine.model_runner import (
     num_pages_on_cpu,
     num_pages_on_gpu,
 )
+from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent
 from qserve.engine.scheduler import Scheduler, StepPlan, whole_chunk
 from qserve.model.loader import DummySource, WeightSource, load
 from qserve.model.model_config import ModelConfig
 from qserve.sampling_params import SamplingParams
+
+NO_STEP = (0, 0, ())  # see _step_facts
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[StepHandle] = deque()
+        self._unreported = NO_STEP  # what the last step did
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
             self._max_in_flight = 1 if device.type == "cuda" else 0
@@ -94,9 +98,16 @@ class Engine:
         return bool(self._in_flight) or self.scheduler.num_requests > 0
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrived: float | None = None,
     ) -> None:
-        """Queue a request. Raises InputError where it is empty, too long, or can never run."""
+        """Queue a request. Raises InputError where it is empty, too long, or can never run.
+
+        `arrived` is when it was sent, by time.perf_counter(), which all processes share.
+        """
         subject = f"request {request_id}"
         length = len(prompt_token_ids)
         if request_id in self._requests:
@@ -132,6 +143,7 @@ class Engine:
             seed=seed,
             stop_token_ids=frozenset(params.stop_token_ids),
             eos_token_ids=frozenset() if params.ignore_eos else self.model_config.eos_token_ids,
+            arrived=time.perf_counter() if arrived is None else arrived,
         )
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -145,6 +157,7 @@ class Engine:
     def step(self) -> list[RequestEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
         plan = self.scheduler.schedule()
+        self._unreported = _step_facts(plan)
         for request in plan.preempted:
             logger.warning(
                 "KV pages ran out: %s gives its pages back and computes %d tokens again",
@@ -162,6 +175,19 @@ class Engine:
             if event.finish_reason is not None:
                 self._requests.pop(event.request_id, None)
         return events
+
+    def report(self) -> EngineReport:
+        """What the engine holds now, and what the last step did, unless that was told before."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        step, self._unreported = self._unreported, NO_STEP
+        return EngineReport(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.num_waiting_tokens,
+            pool.num_pages - pool.num_free,
+            pool.num_pages,
+            *step,
+        )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Logits [S, V], float32, after each of S tokens, on an idle engine. Raises InputError."""
@@ -195,6 +221,13 @@ class Engine:
                 whole_chunk([0] * count, pages, SamplingParams(top_p=0.9)) for _ in range(rows)
             )
         )
+
+
+def _step_facts(plan: StepPlan) -> tuple[int, int, tuple[float, ...]]:
+    """The last fields of EngineReport."""
+    now = time.perf_counter()
+    queue_seconds = tuple([now - request.arrived for request in plan.admitted])
+    return plan.num_tokens, len(plan.preempted), queue_seconds
 
 
 def _pick_device(name: str) -> torch.device:

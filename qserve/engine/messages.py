@@ -11,6 +11,7 @@ import socket
 import msgspec
 
 from qserve.config import EngineConfig
+from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.sampling_params import SamplingParams
 
@@ -34,6 +35,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    sent: float  # time.perf_counter(), which both processes share
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -47,6 +49,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     max_model_len: int
     vocab_size: int
+    report: EngineReport
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -58,9 +61,10 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Events(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the engine: what one step did."""
+    """From the engine: what one step did; without events, what an abort left."""
 
     events: list[RequestEvent]
+    report: EngineReport
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -26,6 +26,7 @@ from qserve.engine.messages import (
     Start,
     StartFailed,
 )
+from qserve.engine.request import RequestEvent
 
 ENGINE = "qserve.engine.engine:Engine"
 EXIT_GRACE = 2.0  # seconds that a step or a load may still run after the client is gone
@@ -91,7 +92,11 @@ def _start(engine_path: str, connection: socket.socket, inbox: queue.SimpleQueue
         logger.exception("The engine could not be started")
         failure = StartFailed(subject=message.config.model, problem=_one_line(error))
     else:
-        ready = Ready(max_model_len=engine.max_model_len, vocab_size=engine.vocab_size)
+        ready = Ready(
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            report=engine.report(),
+        )
         connection.sendall(messages.encode(ready))
         return engine
     _send_last(connection, failure)
@@ -104,7 +109,9 @@ def _take_messages(engine: object, connection: socket.socket, inbox: queue.Simpl
         message = inbox.get()
         if isinstance(message, Add):
             try:
-                engine.add_request(message.request_id, message.prompt_token_ids, message.params)
+                engine.add_request(
+                    message.request_id, message.prompt_token_ids, message.params, message.sent
+                )
             except InputError as error:
                 refusal = Refused(
                     request_id=message.request_id,
@@ -115,14 +122,18 @@ def _take_messages(engine: object, connection: socket.socket, inbox: queue.Simpl
                 connection.sendall(messages.encode(refusal))
         elif isinstance(message, Abort):
             engine.abort(message.request_id)
+            if not engine.has_work():
+                _send(connection, [], engine)  # no step will come to tell it
         else:
             raise ClientGone
 
 
 def _step(engine: object, connection: socket.socket) -> None:
-    events = engine.step()
-    if events:
-        connection.sendall(messages.encode(Events(events=events)))
+    _send(connection, engine.step(), engine)
+
+
+def _send(connection: socket.socket, events: list[RequestEvent], engine: object) -> None:
+    connection.sendall(messages.encode(Events(events=events, report=engine.report())))
 
 
 def _send_last(connection: socket.socket, message: EngineDied | StartFailed) -> None:

@@ -50,6 +50,7 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]  # of the request
     eos_token_ids: frozenset[int]  # of the model; empty with ignore_eos
+    arrived: float = 0.0  # time.perf_counter() when it was sent to the engine
     status: Status = Status.WAITING
     num_computed: int = 0  # positions whose keys and values are written, or are by steps in flight
     num_pending: int = 0  # tokens sampled by steps in flight

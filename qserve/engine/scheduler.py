@@ -39,6 +39,7 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Request, ...] = ()  # gave their pages back to make this step possible
+    admitted: tuple[Request, ...] = ()  # left the queue for the first time
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +77,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
+        self.num_waiting_tokens = 0  # of all that wait, prompt and output
         self.running: list[Request] = []  # in order of arrival
 
     @property
@@ -94,12 +96,14 @@ class Scheduler:
                 "shorten it, or give the server more memory for KV pages",
             )
         self.waiting.append(request)
+        self.num_waiting_tokens += request.num_tokens
 
     def schedule(self) -> StepPlan:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         preempted: list[Request] = []
+        admitted: list[Request] = []
         # Only the last running request can be inside its prompt: a request is admitted behind it
         # when the budget has reached its end. So those before it take one token each, and there
         # is budget for all.
@@ -119,13 +123,16 @@ class Scheduler:
             if not self.pool.can_grow(request.block_table, request.num_tokens):
                 break
             self.waiting.popleft()
+            self.num_waiting_tokens -= request.num_tokens
             request.status = Status.RUNNING
+            if not request.num_preemptions:
+                admitted.append(request)
             self.running.append(request)
             self.pool.grow_(request.block_table, request.num_tokens)
             count = min(request.num_uncomputed, budget)
             chunks.append(self._take(request, count))
             budget -= count
-        return StepPlan(chunks=tuple(chunks), preempted=tuple(preempted))
+        return StepPlan(chunks=tuple(chunks), preempted=tuple(preempted), admitted=tuple(admitted))
 
     def update(
         self,
@@ -171,6 +178,7 @@ class Scheduler:
             self.running.remove(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
+            self.num_waiting_tokens -= request.num_tokens
         request.status = Status.FINISHED
         self.pool.release_(request.block_table)
 
@@ -179,6 +187,8 @@ class Scheduler:
         self.pool.check_integrity([request.block_table for request in self.running])
         if any(request.block_table for request in self.waiting):
             raise AssertionError("a waiting request holds pages")
+        if sum(request.num_tokens for request in self.waiting) != self.num_waiting_tokens:
+            raise AssertionError(f"{self.num_waiting_tokens} waiting tokens are not what waits")
 
     def _take(self, request: Request, count: int) -> Chunk:
         start = request.num_computed
@@ -210,3 +220,4 @@ class Scheduler:
         request.num_computed = 0
         request.num_preemptions += 1
         self.waiting.appendleft(request)
+        self.num_waiting_tokens += request.num_tokens

@@ -9,10 +9,12 @@ import signal
 import time
 
 from formats.errors import InputError
+from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
 VOCAB_SIZE = 8192
+NUM_PAGES = 77
 
 
 class FakeEngine:
@@ -39,7 +41,7 @@ class FakeEngine:
             with open(path, "a") as file:
                 file.write(line + "\n")
 
-    def add_request(self, request_id, prompt_token_ids, params) -> None:
+    def add_request(self, request_id, prompt_token_ids, params, arrived) -> None:
         if prompt_token_ids[0] == REFUSED:
             raise InputError(f"request {request_id}", "can never run", "shorten it")
         self._journal(f"add {request_id}")
@@ -51,6 +53,9 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self._running)
+
+    def report(self) -> EngineReport:
+        return EngineReport(num_running=len(self._running), num_pages=NUM_PAGES)
 
     def step(self) -> list[RequestEvent]:
         time.sleep(0.001)

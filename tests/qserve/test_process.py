@@ -16,6 +16,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine import messages
 from qserve.engine.client import EngineClient, RefusedError, _Output
+from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
@@ -23,6 +24,7 @@ HERE = Path(__file__).parent
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS = 100, 101, 102, 103  # of fake_engine
 FAKE = "fake_engine:FakeEngine"
 ENDLESS = SamplingParams(max_tokens=100_000)
+REPORT = EngineReport(2, 1, 900, 30, 64, 40, 1, (0.5, 1.25))
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +69,13 @@ def is_running(pid: int) -> bool:
             request_id="r",
             prompt_token_ids=[0, 1, 2**31],
             params=SamplingParams(stop=("a", "\u4e16"), seed=-(2**63), max_tokens=None),
+            sent=12.25,
         ),
         messages.Add(
             request_id="r",
             prompt_token_ids=[1],
             params=SamplingParams(logit_bias={5: -2.5}, logprobs=0, frequency_penalty=0.5),
+            sent=0.0,
         ),
         messages.Abort(request_id="r"),
     ],
@@ -92,7 +96,7 @@ def event_of(token, logprob, top_logprob):
 def test_events_with_logprobs_survive_the_trip():
     event = event_of(7, -0.5, -float("inf"))
     (got,) = messages.decode(
-        messages.encode(messages.Events(events=[event]))[4:], messages.FromEngine
+        messages.encode(messages.Events(events=[event], report=REPORT))[4:], messages.FromEngine
     ).events
     assert got == event and isinstance(got.logprobs[0], TokenLogprobs)
 
@@ -118,8 +122,10 @@ def test_events_survive_the_trip():
     event = RequestEvent(
         request_id="r", token_ids=(1, 2), finish_reason="stop", stop_token=2, ended_by_token=True
     )
-    frame = messages.encode(messages.Events(events=[event]))
-    assert messages.decode(frame[4:], messages.FromEngine).events == [event]
+    frame = messages.encode(messages.Events(events=[event], report=REPORT))
+    got = messages.decode(frame[4:], messages.FromEngine)
+    assert got.events == [event] and got.report == REPORT
+    assert isinstance(got.report, EngineReport) and len(messages.encode(got)) < 400
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,7 @@ def test_foreign_bytes_are_no_message(payload):
 
 
 def test_parameters_are_checked_again_on_arrival():
-    add = messages.Add(request_id="r", prompt_token_ids=[1], params=SamplingParams())
+    add = messages.Add(request_id="r", prompt_token_ids=[1], params=SamplingParams(), sent=0.0)
     payload = messages.encode(add)[4:].replace(
         b"\xabtemperature\xcb?\xf0", b"\xabtemperature\xcb\xbf\xf0"
     )
@@ -270,6 +276,46 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
         assert "Traceback" in capfd.readouterr().err
 
 
+def test_watches_see_everything_as_it_arrives():
+    """Also what nobody takes; and a dead engine holds nothing."""
+    reports, seen = [], []
+
+    async def scenario():
+        client = await EngineClient.start(
+            EngineConfig(model="fine"), engine=FAKE, watch=reports.append
+        )
+        assert reports == [EngineReport(num_pages=77)]
+        generator = client.generate("r", [1], SamplingParams(max_tokens=30), seen.append)
+        first = await anext(generator)
+        assert seen[0] == first and any(report.num_running for report in reports)
+        await until(lambda: len(tokens(seen)) == 30)
+        assert seen[-1].finish_reason == "length"
+        rest = [event async for event in generator]
+        assert tokens([first, *rest]) == tokens(seen) and len(seen) > 1 + len(rest)
+        assert reports[-1] == EngineReport(num_pages=77)
+        await collect(client, "killer", [STEP_FAILS], ENDLESS)
+        assert reports[-2].num_running and reports[-1] == EngineReport()
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_abort_that_leaves_no_work_is_reported(journal):
+    reports = []
+
+    async def scenario():
+        client = await EngineClient.start(
+            EngineConfig(model="fine"), engine=FAKE, watch=reports.append
+        )
+        async with aclosing(client.generate("gone", [1], ENDLESS)) as events:
+            await anext(events)
+        await until(lambda: reports[-1] == EngineReport(num_pages=77))
+        await client.close()
+
+    asyncio.run(scenario())
+    assert "abort gone" in journal()
+
+
 def test_output_that_was_complete_before_the_death_stays_complete():
     async def scenario():
         client = await start()
@@ -346,7 +392,7 @@ def test_process_ends_when_the_client_vanishes(when):
             connection.sendall(messages.encode(messages.Start(config=EngineConfig(model="m"))))
             assert isinstance(messages.receive(connection, messages.FromEngine), messages.Ready)
         if when == "busy":
-            add = messages.Add(request_id="r", prompt_token_ids=[1], params=ENDLESS)
+            add = messages.Add(request_id="r", prompt_token_ids=[1], params=ENDLESS, sent=0.0)
             connection.sendall(messages.encode(add))
             messages.receive(connection, messages.FromEngine)
         if when == "after garbage":
@@ -361,7 +407,7 @@ def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
     with process, connection:
         connection.sendall(messages.encode(messages.Start(config=EngineConfig(model="m"))))
         messages.receive(connection, messages.FromEngine)
-        add = messages.Add(request_id="r", prompt_token_ids=[STEP_HANGS], params=ENDLESS)
+        add = messages.Add(request_id="r", prompt_token_ids=[STEP_HANGS], params=ENDLESS, sent=0.0)
         connection.sendall(messages.encode(add))
         while "add r" not in journal():
             time.sleep(0.01)

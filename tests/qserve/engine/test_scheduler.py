@@ -41,6 +41,7 @@ class Simulation:
         self.scheduler, self.depth, self.tokens = scheduler, depth, tokens
         self.in_flight = deque()
         self.done = {}
+        self.admitted = []
         self.memory = {}  # (page, offset) -> (request, position): what a step wrote there
 
     def step(self):
@@ -50,6 +51,7 @@ class Simulation:
         plan = scheduler.schedule()
         scheduler.check_integrity()
         self.check_plan(plan, running_before)
+        self.admitted += [request.request_id for request in plan.admitted]
         if plan.chunks:
             self.in_flight.append(plan)
         due = self.depth if plan.chunks else 0
@@ -139,7 +141,12 @@ def test_random_schedules_keep_every_promise(data):
     simulation.run_out()
     assert simulation.done.keys() | aborted == admitted.keys()
     assert not simulation.done.keys() & aborted
-    assert scheduler.pool.num_free == num_pages
+    assert scheduler.pool.num_free == num_pages and scheduler.num_waiting_tokens == 0
+    ran = {
+        name for name, request in admitted.items() if request.num_computed or name not in aborted
+    }
+    assert len(set(simulation.admitted)) == len(simulation.admitted), "admitted twice"
+    assert ran <= set(simulation.admitted) <= admitted.keys()
     for name, reason in simulation.done.items():
         request = admitted[name]
         output = request.token_ids[request.num_prompt_tokens :]

@@ -1,0 +1,16 @@
+"""EngineReport: what the engine tells of itself after a step. Numbers alone; knows no requests."""
+
+from typing import NamedTuple
+
+
+class EngineReport(NamedTuple):
+    """What the engine holds, and what its last step did. All zero: there is no engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # that the waiting requests have to compute
+    num_pages_used: int = 0
+    num_pages: int = 0
+    num_step_tokens: int = 0  # that the step computed; 0: there was none since the last report
+    num_preempted: int = 0
+    queue_seconds: tuple[float, ...] = ()  # of each request whose first step it was
