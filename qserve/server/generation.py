@@ -98,9 +98,12 @@ async def _choice(service: Service, job: Job, index: int) -> Deltas:
         async for event in events:
             if event.finish_reason == "error":
                 raise _failure(service, event)
-            yield index, stream.push(event)
+            delta = stream.push(event)
             if stream.finished:
-                return
+                break
+            yield index, delta
+    # After the engine has been told of a stop string, however long the client takes to read this.
+    yield index, delta
 
 
 def _failure(service: Service, event: RequestEvent) -> ApiError:

@@ -1,8 +1,13 @@
 """Successful replies: the exact shapes, streamed and whole, and that both say the same."""
 
+import asyncio
+from contextlib import aclosing
+
 import pytest
 
 from qserve.engine.request import RequestEvent
+from qserve.server import generation
+from qserve.server.job import completion_job
 
 TEXT = "Hello there, general reader."
 
@@ -291,3 +296,19 @@ def test_models_own_defaults_stand_between_request_and_openai(tokenizer, tmp_pat
 def test_ids_are_unique(server):
     ids = {server.complete().json()["id"] for _ in range(5)}
     assert len(ids) == 5
+
+
+def test_stop_string_ends_the_engines_work_before_anybody_reads_so(server):
+    server.client.endless = True
+    service = server.app.state.service
+    job = completion_job(service, b'{"prompt": "a", "stop": "there", "max_tokens": 200}')
+
+    async def until_the_end() -> None:
+        async with aclosing(generation.deltas(service, job)) as deltas:
+            async for _, delta in deltas:
+                assert bool(server.client.running) == (delta.finish_reason is None)
+                if delta.finish_reason is not None:
+                    return
+
+    asyncio.run(until_the_end())
+    assert len(server.client.aborted) == 1
