@@ -128,7 +128,9 @@ class ServerConfig:
     served_model_name: str | None = setting(
         None, "name that clients give; default: the model folder as typed"
     )
-    api_key: str | None = setting(None, "require this key as a Bearer token on every /v1 route")
+    api_key: str | None = setting(
+        None, "require this key as a Bearer token on every route but /health"
+    )
     max_num_queued_reqs: int = setting(
         2048, "outputs that may wait beyond --max-num-seqs; more get 503 until some are done", low=0
     )

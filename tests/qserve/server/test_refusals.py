@@ -422,22 +422,24 @@ def guarded(make_server):
         "s3cret",
     ],
 )
-def test_every_v1_route_is_guarded(guarded, error, header):
+def test_every_route_but_health_is_guarded(guarded, error, header):
     headers = {} if header is None else {"Authorization": header}
-    schema = guarded.get("/openapi.json").json()
+    schema = guarded.get("/openapi.json", headers=KEY).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
     assert len(routes) == 5
-    for path, method in [*routes, ("/v1/nothing", "get"), ("/v1", "get")]:
+    others = ("/v1/nothing", "/v1", "/", "/openapi.json", "/health/", "/metrics/")
+    for path, method in [*routes, *((path, "get") for path in others)]:
         reply = guarded.request(method.upper(), path, headers=headers)
-        if path.startswith("/v1"):
+        if path == "/health":
+            assert reply.status_code == 200
+        else:
             assert error(reply, 401)["type"] == "authentication_error"
             assert "s3cret" not in reply.text
-        else:
-            assert reply.status_code == 200
 
 
 def test_the_key_opens_and_is_needed_once(guarded, error):
-    assert guarded.get("/v1/models", headers=KEY).status_code == 200
+    for path in ("/v1/models", "/openapi.json"):
+        assert guarded.get(path, headers=KEY).status_code == 200
     body = {"prompt": "a"}
     assert guarded.post(COMPLETIONS, body, headers=KEY).status_code == 200
     twice = [("authorization", "Bearer s3cret"), ("authorization", "Bearer other")]
