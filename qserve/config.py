@@ -146,6 +146,10 @@ class ServerConfig:
         if self.api_key is not None and self.api_key != (self.api_key.strip() or None):
             raise InputError("--api-key", "expected a key without white space at its ends")
 
+    def model_name(self, folder: str) -> str:
+        """What clients call the model of a folder."""
+        return self.served_model_name or folder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeConfig:

@@ -33,7 +33,8 @@ MUST_NOT_LOAD = {
     "calibrate.pipeline": {"qkernels", "qserve", "fastapi"},
     "qserve": {"torch", "transformers", "fastapi"},
     "qserve.cli": {"torch", "transformers", "fastapi"},
-    "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "calibrate"},
+    "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
+    "qserve.engine.process": {"fastapi", "uvicorn", "prometheus_client"},
 }
 
 

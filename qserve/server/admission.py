@@ -17,12 +17,12 @@ class Admission:
 
     def __init__(self, max_outputs: int, max_tokens: int) -> None:
         self._limits = (max_outputs, max_tokens)
-        self._held = (0, 0)
+        self.held = (0, 0)  # outputs, and tokens of their prompts
 
     @contextmanager
     def admit(self, num_outputs: int, num_tokens: int) -> Iterator[None]:
         """Hold outputs, and tokens of their prompts, inside the block. Raises ApiError(503)."""
-        held, asked = self._held, (num_outputs, num_tokens)
+        held, asked = self.held, (num_outputs, num_tokens)
         after = tuple(map(sum, zip(held, asked, strict=True)))
         if any(held) and any(n > limit for n, limit in zip(after, self._limits, strict=True)):
             raise ApiError(
@@ -30,8 +30,8 @@ class Admission:
                 f"The server is busy: {held[0]} outputs for {held[1]} prompt tokens are under way,"
                 f" this request asks for {num_outputs} for {num_tokens}. Try again later.",
             )
-        self._held = after
+        self.held = after
         try:
             yield
         finally:
-            self._held = (self._held[0] - num_outputs, self._held[1] - num_tokens)
+            self.held = (self.held[0] - num_outputs, self.held[1] - num_tokens)

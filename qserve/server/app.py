@@ -19,6 +19,8 @@ from qserve.engine.process import ENGINE
 from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey
 from qserve.server.errors import add_error_handlers
+from qserve.server.metrics import Metrics
+from qserve.server.response_count import CountResponses
 from qserve.server.routes import router
 from qserve.server.sampling import load_defaults
 from qserve.server.service import Client, Service
@@ -37,28 +39,34 @@ def build_app(
     *,
     max_num_seqs: int,
     max_body_bytes: int = MAX_BODY_BYTES,
+    metrics: Metrics | None = None,
 ) -> FastAPI:
     """The ASGI app for an engine that runs `max_num_seqs` outputs at once.
 
-    Raises InputError for a broken generation_config.json.
+    `metrics` are those that the engine's reports go to, if any do. Raises InputError for a broken
+    generation_config.json.
     """
     app = FastAPI(
         title="qserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
+    model_name = config.model_name(tokenizer.folder)
+    metrics = metrics or Metrics(model_name)
+    metrics.watch_admission(admission)
     app.state.service = Service(
         client=client,
         tokenizer=tokenizer,
-        model_name=config.served_model_name or tokenizer.folder,
+        model_name=model_name,
         defaults=load_defaults(tokenizer.folder),
         max_body_bytes=max_body_bytes,
-        admission=Admission(
-            max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens
-        ),
+        admission=admission,
+        metrics=metrics,
     )
     app.include_router(router)
     add_error_handlers(app)
     if config.api_key is not None:
         app.add_middleware(RequireKey, key=config.api_key)
+    app.add_middleware(CountResponses, metrics=metrics)  # the last one added comes first
     return app
 
 
@@ -73,14 +81,21 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
 async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str) -> int:
     # The address first: a port in use should not show only after a long load.
     with _bind(config.host, config.port) as listener:
-        loading = asyncio.create_task(_load(engine_config, engine))
+        metrics = Metrics(config.model_name(engine_config.model))
+        loading = asyncio.create_task(_load(engine_config, engine, metrics))
         with _on_stop_signal(loading.cancel):
             try:
                 tokenizer, client = await loading
             except asyncio.CancelledError:
                 return 0
         try:
-            app = build_app(client, tokenizer, config, max_num_seqs=engine_config.max_num_seqs)
+            app = build_app(
+                client,
+                tokenizer,
+                config,
+                max_num_seqs=engine_config.max_num_seqs,
+                metrics=metrics,
+            )
             server = _Server(_uvicorn_config(app), f"Serving {app.state.service.model_name} on")
             with _on_stop_signal(server.stop):
                 watch = asyncio.create_task(_stop_when_dead(client, server))
@@ -94,11 +109,15 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
             await client.close()
 
 
-async def _load(config: EngineConfig, engine: str) -> tuple[Tokenizer, EngineClient]:
+async def _load(
+    config: EngineConfig, engine: str, metrics: Metrics
+) -> tuple[Tokenizer, EngineClient]:
     """The tokenizer here and the model in its process, side by side."""
     # A mistyped folder is named as such, not by what its lack does to the tokenizer.
     read_json(Path(config.model) / CONFIG)
-    starting = asyncio.create_task(EngineClient.start(config, engine=engine))
+    starting = asyncio.create_task(
+        EngineClient.start(config, engine=engine, watch=metrics.take_report)
+    )
     try:
         tokenizer = await asyncio.to_thread(Tokenizer, config.model)
         return tokenizer, await starting

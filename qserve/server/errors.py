@@ -22,6 +22,7 @@ TYPES = {
 RETRY_SECONDS = 5  # clients repeat a 503; this soon at the earliest
 
 INTERNAL = "Internal server error."
+CLIENT_GONE = 499  # the status, which nobody sees, of an answer to nobody
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return ApiError(500, INTERNAL).response
 
     async def nobody(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_GONE)
 
     app.add_exception_handler(ApiError, from_exception)
     app.add_exception_handler(InputError, from_exception)

@@ -94,14 +94,17 @@ async def _choice(service: Service, job: Job, index: int) -> Deltas:
     prompt, params = job.choice(index)
     stream = TextStream(service.tokenizer, params, prompt)
     request_id = f"{job.request_id}-{index}"
-    async with aclosing(service.client.generate(request_id, prompt, params)) as events:
-        async for event in events:
-            if event.finish_reason == "error":
-                raise _failure(service, event)
-            delta = stream.push(event)
-            if stream.finished:
-                break
-            yield index, delta
+    with service.metrics.output(job.arrived, len(prompt)) as meter:
+        events = service.client.generate(request_id, prompt, params, meter.take)
+        async with aclosing(events):
+            async for event in events:
+                if event.finish_reason == "error":
+                    raise _failure(service, event)
+                delta = stream.push(event)
+                if stream.finished:
+                    meter.reason = delta.finish_reason
+                    break
+                yield index, delta
     # After the engine has been told of a stop string, however long the client takes to read this.
     yield index, delta
 

@@ -30,6 +30,7 @@ class Job:
     echoed: list[str]  # the prompts' texts where the reply repeats them, else empty
     streams: bool
     streams_usage: bool
+    arrived: float  # time.perf_counter() when the body had been read
 
     @property
     def num_choices(self) -> int:
@@ -54,7 +55,7 @@ class Job:
         return self.echoed[index // self.params[0].n] if self.echoed else ""
 
 
-def completion_job(service: Service, body: bytes) -> Job:
+def completion_job(service: Service, body: bytes, arrived: float) -> Job:
     """The job of a body of /v1/completions. Raises ApiError and InputError."""
     request = parse(body, CompletionRequest)
     _check(service, request, len(request.prompt))
@@ -69,10 +70,10 @@ def completion_job(service: Service, body: bytes) -> Job:
         for prompt in request.prompt
         if request.echo
     ]
-    return _job(service, "cmpl", request, prompts, echoed)
+    return _job(service, "cmpl", request, prompts, echoed, arrived)
 
 
-def chat_job(service: Service, body: bytes) -> Job:
+def chat_job(service: Service, body: bytes, arrived: float) -> Job:
     """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
     _check(service, request, 1)
@@ -82,7 +83,7 @@ def chat_job(service: Service, body: bytes) -> Job:
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
     )
-    return _job(service, "chatcmpl", request, [_encode(service, text, False)], [])
+    return _job(service, "chatcmpl", request, [_encode(service, text, False)], [], arrived)
 
 
 def _check(service: Service, request: GenerationRequest, num_prompts: int) -> None:
@@ -105,6 +106,7 @@ def _job(
     request: GenerationRequest,
     prompts: list[list[int]],
     echoed: list[str],
+    arrived: float,
 ) -> Job:
     params = []
     for prompt in prompts:
@@ -122,6 +124,7 @@ def _job(
         echoed=echoed,
         streams=bool(request.stream),
         streams_usage=request.wants_usage,
+        arrived=arrived,
     )
 
 

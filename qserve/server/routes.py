@@ -1,10 +1,12 @@
 """The routes. Each is a few lines: read, make a job in a thread, run it, reply."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from qserve.server import generation
 from qserve.server.connection import EventStream, read_body, while_connected
@@ -20,6 +22,13 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """200 while the engine lives, else 503."""
     return Response() if _service(request).client.is_alive else engine_dead().response
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """What Prometheus collects; of a dead engine too."""
+    headers = {"Content-Type": CONTENT_TYPE_LATEST}
+    return Response(_service(request).metrics.page(), headers=headers)
 
 
 @router.get("/v1/models")
@@ -45,13 +54,14 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _answer(
-    request: Request, make_job: Callable[[Service, bytes], Job], kind: type[Reply]
+    request: Request, make_job: Callable[[Service, bytes, float], Job], kind: type[Reply]
 ) -> Response:
     service = _service(request)
     body = await read_body(request, service.max_body_bytes)
+    arrived = time.perf_counter()
     if not service.client.is_alive:
         raise engine_dead()
-    job = await asyncio.to_thread(make_job, service, body)
+    job = await asyncio.to_thread(make_job, service, body, arrived)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, job, reply))

@@ -1,7 +1,7 @@
 """Service: what every route needs of the running server."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from qserve.engine.request import RequestEvent
 from qserve.sampling_params import SamplingParams
 from qserve.server.admission import Admission
 from qserve.server.errors import ApiError
+from qserve.server.metrics import Metrics
 from qserve.text import Tokenizer
 
 
@@ -22,7 +23,11 @@ class Client(Protocol):
     def is_alive(self) -> bool: ...
 
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        watch: Callable[[RequestEvent], None],
     ) -> AsyncIterator[RequestEvent]: ...
 
 
@@ -36,6 +41,7 @@ class Service:
     defaults: dict[str, float]  # sampling fields that the model's folder sets
     max_body_bytes: int
     admission: Admission
+    metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:

@@ -9,6 +9,7 @@ import urllib.request
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from qserve import LLM, SamplingParams
 
@@ -95,6 +96,43 @@ def test_concurrent_requests_give_the_text_of_a_lone_one(server):
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         together = list(pool.map(ask, [n % 3 for n in range(24)]))
     assert together == alone * 8
+
+
+def samples(server) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics") as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    return {
+        sample.name.removeprefix("qserve:"): sample.value
+        for family in families
+        for sample in family.samples
+        if set(sample.labels) <= {"model_name"}
+    }
+
+
+def test_metrics_add_up_to_what_was_asked_for(server):
+    before = samples(server)
+    client = server.client()
+    usages = [
+        client.completions.create(
+            model="docs", prompt=[5] * length, max_tokens=8, n=2, extra_body={"ignore_eos": True}
+        ).usage
+        for length in (3, 40)
+    ]
+    after = samples(server)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["generation_tokens_total"] == sum(u.completion_tokens for u in usages) == 32
+    assert grown["prompt_tokens_total"] == 2 * 43
+    assert grown["time_to_first_token_seconds_count"] == 4
+    assert grown["inter_token_latency_seconds_count"] == 32 - 4
+    assert grown["e2e_request_latency_seconds_count"] == 4
+    assert grown["request_queue_time_seconds_count"] == 4
+    # the last token of each output is never computed
+    assert grown["iteration_tokens_total_sum"] == 2 * 43 + 32 - 4
+    assert grown["iteration_tokens_total_count"] >= 2 * 8
+    assert after["kv_cache_pages"] > 0
+    held = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting")
+    for name in (*held, "kv_cache_pages_used", "num_requests_admitted"):
+        assert after[name] == 0, name
 
 
 def test_a_reader_that_leaves_does_not_disturb_others(server):

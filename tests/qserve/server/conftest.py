@@ -45,7 +45,7 @@ class ScriptedClient:
         self.running: set[str] = set()
         self.aborted: list[str] = []
 
-    async def generate(self, request_id, prompt_token_ids, params):
+    async def generate(self, request_id, prompt_token_ids, params, watch):
         if self.refuses:
             raise RefusedError(f"request {request_id}", "can never run")
         self.requests.append((request_id, prompt_token_ids, params))
@@ -61,12 +61,14 @@ class ScriptedClient:
                 if count - 1 in (self.fails_at, self.dies_at):
                     self.is_alive = count - 1 != self.dies_at
                     reason = "error"
-                    yield RequestEvent(
+                    event = RequestEvent(
                         request_id=request_id,
                         token_ids=(),
                         finish_reason="error",
                         error="secret detail at 0xdeadbeef",
                     )
+                    watch(event)
+                    yield event
                     return
                 is_end = token == END and not params.ignore_eos
                 is_stop = token in params.stop_token_ids
@@ -74,7 +76,7 @@ class ScriptedClient:
                     reason = "stop"
                 elif count == params.max_tokens:
                     reason = "length"
-                yield RequestEvent(
+                event = RequestEvent(
                     request_id=request_id,
                     token_ids=(token,),
                     finish_reason=reason,
@@ -82,6 +84,8 @@ class ScriptedClient:
                     ended_by_token=is_end or is_stop,
                     logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
+                watch(event)
+                yield event
                 if reason:
                     return
         finally:

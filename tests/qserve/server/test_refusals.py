@@ -426,7 +426,7 @@ def test_every_route_but_health_is_guarded(guarded, error, header):
     headers = {} if header is None else {"Authorization": header}
     schema = guarded.get("/openapi.json", headers=KEY).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
-    assert len(routes) == 5
+    assert len(routes) == 6
     others = ("/v1/nothing", "/v1", "/", "/openapi.json", "/health/", "/metrics/")
     for path, method in [*routes, *((path, "get") for path in others)]:
         reply = guarded.request(method.upper(), path, headers=headers)
@@ -438,7 +438,7 @@ def test_every_route_but_health_is_guarded(guarded, error, header):
 
 
 def test_the_key_opens_and_is_needed_once(guarded, error):
-    for path in ("/v1/models", "/openapi.json"):
+    for path in ("/v1/models", "/metrics"):
         assert guarded.get(path, headers=KEY).status_code == 200
     body = {"prompt": "a"}
     assert guarded.post(COMPLETIONS, body, headers=KEY).status_code == 200

@@ -106,7 +106,7 @@ def test_stream_ends_with_usage_when_asked(server, chunks, route):
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
 def test_usage_counts_tokens_of_merged_events(server, chunks, route, monkeypatch):
-    async def generate(request_id, prompt_token_ids, params):
+    async def generate(request_id, prompt_token_ids, params, watch):
         yield RequestEvent(request_id=request_id, token_ids=(5, 6, 7))
         yield RequestEvent(request_id=request_id, token_ids=(8, 9), finish_reason="length")
 
@@ -301,7 +301,7 @@ def test_ids_are_unique(server):
 def test_stop_string_ends_the_engines_work_before_anybody_reads_so(server):
     server.client.endless = True
     service = server.app.state.service
-    job = completion_job(service, b'{"prompt": "a", "stop": "there", "max_tokens": 200}')
+    job = completion_job(service, b'{"prompt": "a", "stop": "there", "max_tokens": 200}', 0.0)
 
     async def until_the_end() -> None:
         async with aclosing(generation.deltas(service, job)) as deltas:

@@ -1,0 +1,316 @@
+"""GET /metrics: exact counts of scripted requests, labels that cannot grow, a page that parses."""
+
+import asyncio
+import json
+import re
+import socket
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from qserve.config import ServerConfig
+from qserve.engine.report import EngineReport
+from qserve.engine.request import RequestEvent
+from qserve.server import generation
+from qserve.server.job import completion_job
+from qserve.server.metrics import GAUGES, HISTOGRAMS, Metrics
+
+COMPLETIONS = "/v1/completions"
+
+
+def parse(text: str) -> dict[str, float]:
+    """Samples by name and labels, without the model's name: `http_requests_total 200 /health`."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [
+                v for k, v in sorted(sample.labels.items(), reverse=True) if k != "model_name"
+            ]
+            key = " ".join([sample.name.removeprefix("qserve:"), *labels])
+            assert key not in samples, f"{key} twice"
+            samples[key] = sample.value
+    return samples
+
+
+@pytest.fixture
+def read(server):
+    return lambda: parse(server.get("/metrics").text)
+
+
+def ended(samples: dict) -> dict[str, float]:
+    found = {k.split()[1]: v for k, v in samples.items() if k.startswith("request_success_total")}
+    return {reason: count for reason, count in found.items() if count}
+
+
+def counts(samples: dict) -> dict[str, float]:
+    """How much each histogram of requests has seen."""
+    names = {
+        "time_to_first_token_seconds": "first",
+        "inter_token_latency_seconds": "next",
+        "e2e_request_latency_seconds": "whole",
+    }
+    return {short: samples[f"{name}_count"] for name, short in names.items()}
+
+
+def until(condition, timeout: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def test_page_is_prometheus_text_and_zero_at_first(server):
+    reply = server.get("/metrics")
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/plain; vers")
+    families = {family.name: family for family in text_string_to_metric_families(reply.text)}
+    ours = {name: family for name, family in families.items() if name.startswith("qserve:")}
+    for name, family in ours.items():
+        assert family.documentation and family.type in ("gauge", "counter", "histogram"), name
+        for sample in family.samples:
+            assert sample.value == 0 or sample.name.endswith("_created"), sample
+            if "http_requests" not in name:
+                assert sample.labels["model_name"] == "tiny"
+    assert {f"qserve:{name}" for name in (*GAUGES, *HISTOGRAMS)} <= ours.keys()
+    assert "process_open_fds" in families
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scripted_requests_give_exact_counts(server, read, stream):
+    # 28 tokens and the end token, if the limit lets it come so far
+    num_tokens = len(server.tokenizer.encode(server.client.text)) + 1
+    assert num_tokens > 6
+    server.complete(prompt=[5] * 9, max_tokens=4, stream=stream)
+    server.complete(prompt=[5] * 3, max_tokens=200, stream=stream)
+    server.complete(prompt=[[5] * 2, [5] * 7], n=3, max_tokens=6, stream=stream)
+    server.complete(prompt=[5], max_tokens=1, stream=stream)
+    usage = server.chat(max_tokens=5).json()["usage"]
+    samples = read()
+    generated = 4 + num_tokens + 6 * 6 + 1 + 5
+    assert samples["prompt_tokens_total"] == 9 + 3 + 3 * (2 + 7) + 1 + usage["prompt_tokens"]
+    assert samples["generation_tokens_total"] == generated
+    assert ended(samples) == {"length": 1 + 6 + 1 + 1, "stop": 1}
+    assert counts(samples) == {"first": 10, "next": generated - 10, "whole": 10}
+    assert samples["http_requests_total 200 /v1/completions"] == 4
+    assert samples["http_requests_total 200 /v1/chat/completions"] == 1
+    assert samples["num_requests_admitted"] == samples["num_prompt_tokens_admitted"] == 0
+
+
+def test_stop_string_is_a_stop_and_its_tokens_count(server, read):
+    reply = server.complete(prompt=[5], stop="there", max_tokens=100).json()
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    samples = read()
+    assert ended(samples) == {"stop": 1}
+    assert samples["generation_tokens_total"] == reply["usage"]["completion_tokens"]
+    assert len(server.client.aborted) == 1  # in the engine, where it is no stop
+
+
+def test_times_are_those_of_the_tokens(server, read):
+    server.client.delay = 0.03
+    started = time.perf_counter()
+    server.complete(max_tokens=5)
+    took = time.perf_counter() - started
+    samples = read()
+    first, rest = (
+        samples[f"{n}_seconds_sum"] for n in ("time_to_first_token", "inter_token_latency")
+    )
+    assert 0.03 <= first < took - 4 * 0.03
+    assert 4 * 0.03 <= rest < took - first
+    assert samples["e2e_request_latency_seconds_sum"] == pytest.approx(first + rest)
+    assert samples["time_to_first_token_seconds_bucket 0.02"] == 0
+    assert samples["time_to_first_token_seconds_bucket +Inf"] == 1
+
+
+def test_tokens_of_one_event_share_its_time():
+    metrics = Metrics("tiny")
+    with metrics.output(time.perf_counter(), 3) as meter:
+        meter.take(RequestEvent(request_id="r", token_ids=(7,)))
+        time.sleep(0.04)
+        meter.take(RequestEvent(request_id="r", token_ids=(7, 7)))
+    samples = parse(metrics.page().decode())
+    assert counts(samples) == {"first": 1, "next": 2, "whole": 0}
+    assert 0.04 <= samples["inter_token_latency_seconds_sum"] < 0.08
+    assert samples["inter_token_latency_seconds_bucket 0.01"] == 0
+    assert ended(samples) == {"abort": 1}
+
+
+def test_output_left_after_its_end_is_no_abort(server, read):
+    """The last chunk has been made, and the client goes without it."""
+
+    async def leave_at_the_end() -> None:
+        service = server.app.state.service
+        job = completion_job(service, b'{"prompt": "a", "max_tokens": 3}', time.perf_counter())
+        async with aclosing(generation.deltas(service, job)) as deltas:
+            async for _, delta in deltas:
+                if delta.finish_reason:
+                    break
+
+    asyncio.run(leave_at_the_end())
+    assert ended(read()) == {"length": 1}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("early", [False, True])  # before the first token
+def test_client_that_leaves_is_counted_once_for_each_output(server, live, n, stream, early):
+    server.client.endless, server.client.delay = True, 60 if early else 0.01
+    body = json.dumps({"prompt": [5] * 4, "stream": stream, "n": n, "max_tokens": 250}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    metrics = server.app.state.service.metrics
+
+    def read() -> dict[str, float]:
+        return parse(metrics.page().decode())
+
+    with socket.create_connection(("127.0.0.1", live)) as connection:
+        connection.sendall(head.encode() + body)
+        until(lambda: len(server.client.running) == n)
+        until(lambda: early or read()["generation_tokens_total"] >= 2 * n)
+        assert read()["num_requests_admitted"] == n
+        assert read()["num_prompt_tokens_admitted"] == 4 * n
+        assert not ended(read())
+    until(lambda: read()["num_requests_admitted"] == 0)
+    samples = read()
+    assert ended(samples) == {"abort": n}
+    begun, generated = 0 if early else n, samples["generation_tokens_total"]
+    assert samples["prompt_tokens_total"] == 4 * begun
+    assert counts(samples) == {"first": begun, "next": generated - begun, "whole": 0}
+    status = 200 if stream and not early else 499
+    until(lambda: read().get(f"http_requests_total {status} /v1/completions") == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("how", "status"), [("fails_at", 500), ("breaks_at", 500), ("dies_at", 503)]
+)
+@pytest.mark.parametrize("at", [0, 2])
+def test_failures_are_errors(server, read, how, status, stream, at):
+    setattr(server.client, how, at)
+    server.complete(prompt=[5], stream=stream)
+    samples = read()  # of a dead engine, too
+    assert ended(samples) == {"error": 1}
+    assert samples["generation_tokens_total"] == at
+    assert samples["time_to_first_token_seconds_count"] == bool(at)
+    assert samples["e2e_request_latency_seconds_count"] == 0
+    status = 200 if stream and at else status
+    assert samples[f"http_requests_total {status} /v1/completions"] == 1
+
+
+def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
+    server = make_server(ServerConfig(served_model_name="tiny", api_key="k", max_num_queued_reqs=0))
+    key = {"Authorization": "Bearer k"}
+    server.post(COMPLETIONS, {"prompt": "a"})
+    server.get("/metrics")
+    server.get("/health")
+    server.get("/v1/models/tiny", headers=key)
+    server.get("/v1/models/other", headers=key)
+    server.get("/nothing", headers=key)
+    server.get(COMPLETIONS, headers=key)
+    server.post(COMPLETIONS, {"prompt": ""}, headers=key)
+    server.post(COMPLETIONS, {"prompt": "a", "n": 8, "best_of": 2}, headers=key)
+    server.client.refuses = True
+    server.post(COMPLETIONS, {"prompt": "a"}, headers=key)
+    server.client.is_alive = False
+    server.post(COMPLETIONS, {"prompt": "a"}, headers=key)
+
+    def explode(*arguments):
+        raise RuntimeError("secret detail")
+
+    server.client.is_alive = True
+    monkeypatch.setattr(type(server.tokenizer), "render_chat", explode)
+    server.post("/v1/chat/completions", {"messages": [{"role": "u", "content": "a"}]}, headers=key)
+    samples = parse(server.get("/metrics", headers=key).text)
+    name = "http_requests_total "
+    assert {k.removeprefix(name): v for k, v in samples.items() if k.startswith(name)} == {
+        "401 none": 2,
+        "200 /health": 1,
+        "200 /v1/models/{name:path}": 1,
+        "404 /v1/models/{name:path}": 1,
+        "404 none": 1,
+        "405 /v1/completions": 1,
+        "400 /v1/completions": 3,
+        "503 /v1/completions": 1,
+        "500 /v1/chat/completions": 1,
+    }
+    assert ended(samples) == {"error": 1}  # that which the engine refused
+
+
+def test_text_of_clients_reaches_no_label(server, read):
+    secret = "sesame"
+    before = set(read())
+    for path in (f"/{secret}", f"/v1/models/{secret}", f"/v1/{secret}?{secret}=1"):
+        server.get(path, headers={"User-Agent": secret, "X-Request-Id": secret})
+    for method in (secret.upper(), "PROPFIND"):
+        server.request(method, COMPLETIONS)
+    server.complete(model=secret, user=secret)
+    server.complete(prompt=secret, user=secret, stop=[secret])
+    after = read()
+    assert secret not in " ".join(after).lower()
+    new = [key for key in after.keys() - before if "_created" not in key]
+    assert sorted(new) == [
+        "http_requests_total 200 /metrics",
+        "http_requests_total 200 /v1/completions",
+        "http_requests_total 404 /v1/completions",
+        "http_requests_total 404 /v1/models/{name:path}",
+        "http_requests_total 404 none",
+        "http_requests_total 405 /v1/completions",
+    ]
+
+
+def test_reports_of_the_engine_are_shown():
+    metrics = Metrics("tiny")
+    metrics.take_report(EngineReport(3, 2, 900, 16, 64, 40, 1, (0.3, 4.0)))
+    metrics.take_report(EngineReport(4, 1, 500, 32, 64, 8))
+    metrics.take_report(EngineReport(4, 1, 500, 48, 64))  # after an abort: no step
+    samples = parse(metrics.page().decode())
+    assert {name: samples[name] for name in GAUGES} == {
+        "num_requests_running": 4,
+        "num_requests_waiting": 1,
+        "num_tokens_waiting": 500,
+        "kv_cache_pages": 64,
+        "kv_cache_pages_used": 48,
+        "kv_cache_usage_perc": 0.75,
+    }
+    assert samples["num_preemptions_total"] == 1
+    assert samples["iteration_tokens_total_count"] == 2
+    assert samples["iteration_tokens_total_sum"] == 48
+    assert samples["request_queue_time_seconds_count"] == 2
+    assert samples["request_queue_time_seconds_sum"] == pytest.approx(4.3)
+    metrics.take_report(EngineReport())
+    samples = parse(metrics.page().decode())
+    assert not any(samples[name] for name in GAUGES)
+
+
+@pytest.mark.parametrize("name", ['a"b\\c\nd', "modèle/世界", "folder\udcff"])
+def test_any_name_of_a_model_can_be_written(name):
+    families = text_string_to_metric_families(Metrics(name).page().decode())
+    names = {sample.labels.get("model_name", "") for f in families for sample in f.samples}
+    assert names - {""} == {name.replace("\udcff", "?")}
+
+
+def test_two_servers_in_one_process_count_apart(make_server):
+    first, second = (make_server(ServerConfig(served_model_name="tiny")) for _ in range(2))
+    first.complete(max_tokens=2)
+    assert parse(first.get("/metrics").text)["generation_tokens_total"] == 2
+    assert parse(second.get("/metrics").text)["generation_tokens_total"] == 0
+
+
+def test_request_that_is_no_http_request_harms_no_metrics(live):
+    with socket.create_connection(("127.0.0.1", live)) as connection:
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert httpx.get(f"http://127.0.0.1:{live}/metrics").status_code == 200
+
+
+def test_every_metric_of_the_page_is_documented(server):
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    text = (Path(__file__).resolve().parents[3] / "qserve" / "README.md").read_text()
+    told = set(re.findall(r"`(qserve:\w+)`", text))
+    found = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in families
+        if family.name.startswith("qserve:") and not family.name.endswith("_created")
+    }
+    assert told == found
