@@ -108,6 +108,8 @@ class GenerationRequest(_Body):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    # The chat's newer name for it. Completions have it nowhere else, where who sends it gets 16.
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[list[str] | None, ONE_ERROR, BeforeValidator(_as_list)] = None
     stop_token_ids: Annotated[list[int] | None, ONE_ERROR] = None
@@ -138,7 +140,6 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], ONE_ERROR]
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -34,13 +34,11 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters for a prompt that leaves `room` tokens. Raises ParameterError."""
     max_tokens, logprobs = request.max_tokens, None
+    if request.max_completion_tokens is not None:
+        max_tokens = request.max_completion_tokens
+        if max_tokens < 1:
+            raise ParameterError("max_completion_tokens", f"expected 1 or more, found {max_tokens}")
     if isinstance(request, ChatCompletionRequest):
-        if request.max_completion_tokens is not None:
-            max_tokens = request.max_completion_tokens
-            if max_tokens < 1:
-                raise ParameterError(
-                    "max_completion_tokens", f"expected 1 or more, found {max_tokens}"
-                )
         if max_tokens is None:
             max_tokens = room
         if request.logprobs:

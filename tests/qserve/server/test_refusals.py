@@ -113,8 +113,9 @@ def test_field_out_of_range_or_type_is_named(server, error, field, value):
 
 @pytest.mark.parametrize("value", [0, -1, "5"])
 def test_max_completion_tokens_is_named_and_not_max_tokens(server, error, value):
-    body = error(server.chat(max_completion_tokens=value, max_tokens=5), 400)
-    assert body["param"] == "max_completion_tokens"
+    for call in (server.complete, server.chat):
+        body = error(call(max_completion_tokens=value, max_tokens=5), 400)
+        assert body["param"] == "max_completion_tokens"
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])

@@ -247,14 +247,26 @@ def test_final_message_can_be_continued(server):
 def test_lengths_default_and_clamp_to_the_room(server):
     prompt = len(server.tokenizer.encode("Once"))
     room = server.client.max_model_len - prompt
-    for fields in ({}, {"max_tokens": None}, {"max_tokens": 7}, {"max_tokens": 10**9}):
-        assert server.complete(**fields).status_code == 200
-    assert [r[2].max_tokens for r in server.client.requests] == [16, 16, 7, room]
+    fields = ({}, {"max_tokens": None}, {"max_tokens": 7}, {"max_tokens": 10**9})
+    # the chat's name of the same, which counts where both are given
+    other = (
+        {"max_completion_tokens": None},
+        {"max_completion_tokens": 40},
+        {"max_completion_tokens": 10**9},
+        {"max_tokens": 7, "max_completion_tokens": 5},
+        {"max_tokens": 5, "max_completion_tokens": 7},
+        {"max_tokens": 7, "max_completion_tokens": None},
+    )
+    for each in (*fields, *other):
+        assert server.complete(**each).status_code == 200
+    found = [r[2].max_tokens for r in server.client.requests]
+    assert found == [16, 16, 7, room, 16, 40, room, 5, 7, 7]
     server.client.requests.clear()
-    for fields in ({}, {"max_tokens": 7}, {"max_tokens": 7, "max_completion_tokens": 5}):
-        assert server.chat(**fields).status_code == 200
-    chat_room = server.client.max_model_len - len(server.client.requests[0][1])
-    assert [r[2].max_tokens for r in server.client.requests] == [chat_room, 7, 5]
+    for each in (*fields, *other):
+        assert server.chat(**each).status_code == 200
+    room = server.client.max_model_len - len(server.client.requests[0][1])
+    found = [r[2].max_tokens for r in server.client.requests]
+    assert found == [room, room, 7, room, room, 40, room, 5, 7, 7]
 
 
 def test_all_sampling_fields_reach_the_engine(server):
