@@ -59,6 +59,16 @@ def test_other_content_type(server, error, kind):
     error(server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=headers), 415)
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, identity"])
+def test_compressed_body_is_named_and_not_called_broken_json(server, error, encoding):
+    headers = {"content-encoding": encoding}
+    reply = server.request("POST", COMPLETIONS, content=b"\x1f\x8b\x08", headers=headers)
+    assert encoding in error(reply, 415)["message"]
+    plain = {"content-encoding": "Identity"}
+    reply = server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=plain)
+    assert reply.status_code == 200
+
+
 def test_json_with_a_charset_or_without_a_type_is_json(server):
     for headers in ({"content-type": "Application/JSON; charset=utf-8"}, {}):
         reply = server.request("POST", COMPLETIONS, content=b'{"prompt":"a"}', headers=headers)
