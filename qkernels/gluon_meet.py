@@ -75,3 +75,30 @@ def meet(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
     if gl.atomic_add(counter, 1, sem="relaxed") == 2 * SPLIT - 1:
         gl.store(counter, 0)
     return _from_lines(total, sums.shape[0], LAYOUT)
+
+
+@gluon.jit
+def add_if_last(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
+    """The sums of all parts in order and True for the last part to come; for others False.
+
+    `place` as in `meet`. No part waits for another, so they need not run at once.
+    """
+    L: gl.constexpr = sums.type.layout
+    ROWS: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    SIZE: gl.constexpr = ROWS * COLUMNS
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+    slots = partials_ptr + place * (SPLIT * SIZE)
+    slots = slots + gl.expand_dims(rows, 1) * COLUMNS + gl.expand_dims(columns, 0)
+    gl.store(slots + part * SIZE, sums)
+    # every thread's sums are out before one thread counts the warpgroup in
+    barrier()
+    last = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        # in order, so the bits do not depend on who came last; .cg: as in `meet`
+        sums = gl.load(slots, cache_modifier=".cg")
+        for i in gl.static_range(1, SPLIT):
+            sums += gl.load(slots + i * SIZE, cache_modifier=".cg")
+        gl.store(counters_ptr + place, 0)
+    return sums, last

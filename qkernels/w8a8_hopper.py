@@ -27,8 +27,8 @@ from formats.weights import Weight
 from qkernels import w8a8
 from qkernels.act_quant import quantize_input
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
-from qkernels.gluon_meet import meet
-from qkernels.gluon_names import barrier, descriptor, load_box
+from qkernels.gluon_meet import add_if_last, meet
+from qkernels.gluon_names import descriptor, load_box
 from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
 from qkernels.launch import launch, on_device, sm_count, workspace
@@ -304,21 +304,9 @@ def _multiply(
         elif SPLIT > 1:
             # the warpgroups of one part of the output meet at one counter, one slot for each
             place = unit // SPLIT * PARTS + WHICH
-            rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
-            columns_ = gl.arange(0, BR, gl.SliceLayout(0, layout))
-            slots = partials_ptr + place * (SPLIT * PART * BR)
-            slots = slots + gl.expand_dims(rows, 1) * BR + gl.expand_dims(columns_, 0)
-            gl.store(slots + unit % SPLIT * (PART * BR), sums)
-            # every thread's partial sums are out before one thread counts the warpgroup in
-            barrier()
-            arrived = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel")
-            complete = arrived == SPLIT - 1
-            if complete:
-                # in order, so the bits do not depend on who came last
-                sums = gl.load(slots, cache_modifier=".cg")
-                for i in gl.static_range(1, SPLIT):
-                    sums += gl.load(slots + i * (PART * BR), cache_modifier=".cg")
-                gl.store(counters_ptr + place, 0)
+            sums, complete = add_if_last(
+                sums, place, unit % SPLIT, partials_ptr, counters_ptr, SPLIT
+            )
         if complete:
             store(
                 operands,
