@@ -16,6 +16,7 @@ import torch
 
 from formats.scheme import ALL, ActivationSpec, QuantSpec
 from qkernels.errors import KernelError
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile
 from qkernels.launch import lacks_gluon, tile_table_of
 from qkernels.tile_table import bucket
 from qkernels.tiles import (
@@ -64,7 +65,7 @@ class Kernel:
     module: str
     priority: int
     supports: Callable[[Problem], str | None]  # None, or why not
-    note: Callable[[Problem], str] | None = None  # what `explain` adds where it is supported
+    note: Callable[[Problem], str] | None = None  # what `explain` adds where it is supported, or ""
 
 
 class Choice(NamedTuple):
@@ -158,6 +159,23 @@ def _note_weight_only(problem: Problem) -> str:
     }
     found = ", ".join(f"up to {most} rows {tiles[most]}" for most in sorted(tiles))
     return f"{note}; measured on this GPU: {found}" if tiles else note
+
+
+def _note_int8(problem: Problem, tile: type) -> str:
+    """For how many rows this GPU has measured tiles of the kernel's own kind; "" for none."""
+    if problem.device != "cuda" or not torch.cuda.is_available():
+        return ""
+    if problem.activation.per == "group":  # no table is for blocks
+        return ""
+    rows = tile_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
+        "w8a8",
+        N=problem.out_features,
+        K=problem.in_features,
+        integers=problem.activation.type == "int",
+    )
+    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.tile, tile))
+    found = ", ".join(f"up to {each} rows" for each in most)
+    return f"tiles measured on this GPU: {found}" if most else ""
 
 
 def _supports_triton_w8a8(problem: Problem) -> str | None:
@@ -408,6 +426,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="qkernels.w8a8_hopper",
         priority=30,
         supports=_supports_hopper_w8a8,
+        note=functools.partial(_note_int8, tile=Int8HopperTile),
     ),
     Kernel(
         op="linear",
@@ -415,6 +434,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="qkernels.w8a8",
         priority=30,
         supports=_supports_triton_w8a8,
+        note=functools.partial(_note_int8, tile=Int8Tile),
     ),
     *(
         Kernel(
@@ -498,8 +518,10 @@ def explain(op: str, **problem: object) -> Explanation:
             continue
         taken = taken or reason is None
         if reason is None:
-            note = "" if row.note is None else f"; {row.note(asked)}"
-            explanation.append(Choice(row.name, True, f"supported{note}"))
+            note = "" if row.note is None else row.note(asked)
+            explanation.append(
+                Choice(row.name, True, f"supported; {note}" if note else "supported")
+            )
         else:
             explanation.append(Choice(row.name, False, reason))
     return explanation

@@ -88,7 +88,11 @@ def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_
 
 
 INT8_HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
+INT8_HOPPER_SPLITS = (1, 2, 4)
+INT8_HOPPER_MAX_GROUP = 64  # left tiles beside each other
 _INT8_HOPPER_SHARED = 227 * 1024
+_INT8_HOPPER_LEAST_STAGES = 3
+_REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +172,28 @@ class Int8HopperTile:
     def consumer_registers(self) -> int:
         return ((self.parts + 1) * self.registers - 24) // self.parts // 8 * 8
 
+    @property
+    def fits_sm(self) -> bool:
+        """Whether as many blocks as there should be have registers and a ring on an SM."""
+        threads = self.blocks_per_sm * (self.parts + 1) * 128
+        return threads * self.registers <= _REGISTERS and self.stages >= _INT8_HOPPER_LEAST_STAGES
+
+    @property
+    def fits_thread(self) -> bool:
+        """Whether a multiplying thread has registers for its sums and for factors loaded ahead."""
+        factors = 4 if self.factors_in_shared else self.share // 4
+        needs = self._registers_of_sums + factors + 24
+        return self._registers_of_sums <= 128 and needs <= self.consumer_registers
+
     def tiles(self, M: int, N: int) -> int:
         left, right = (N, M) if self.weight_left else (M, N)
         return ceil_div(left, self.block_left) * ceil_div(right, self.block_right)
 
-    def fits(self, M: int, N: int, places: int) -> bool:
-        """Whether the parts of K have places: those that meet all at once, of so many."""
+    def fits(self, M: int, N: int, sm_count: int) -> bool:
+        """Whether the parts of K have places: those that meet all at once, on so many SMs."""
         if self.split == 1:
             return True
+        places = sm_count * self.blocks_per_sm
         runs = not self.meet or self.tiles(M, N) * self.split <= places
         return runs and self.fits_workspace(M, N)
 
@@ -250,7 +268,7 @@ def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -
     of their own.
     """
     if M <= 64:
-        return _int8_hopper_tile_of_few_rows(M, N, sm_count, kind)
+        return _int8_hopper_tile_of_few_rows(M, N, K, sm_count, kind)
 
     def time(row: tuple[Int8HopperTile, float]) -> float:
         tile, cost = row
@@ -267,6 +285,17 @@ def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -
     return halves if worth and halves.fits(M, N, sm_count) else tile
 
 
+def int8_hopper_starts(M: int, integers: bool) -> list[Int8HopperTile]:
+    """Tiles of every size that a choice is made from: where a search on another GPU begins."""
+    if M > 64:
+        return [tile for tile, _ in _INT8_HOPPER_TILES["int" if integers else "float"]]
+    one = Int8HopperTile(
+        parts=1, block_right=max(16, power_of_two(M)), steps_of_sum=0 if integers else 2
+    )
+    two = replace(one, parts=2)
+    return [one, two, replace(one, blocks_per_sm=2), replace(two, blocks_per_sm=2)]
+
+
 # us, rounding x to int8 included, of qkv / o / gate_up / down:
 # M = 1    two warpgroups 9.6 / 8.4 / 33.5 / -     one 10.7 / 8.1 / 34.6 / 19.4
 #          two, two blocks an SM - / - / 31.8 / -  one, 4 parts, two blocks 10.6 / 7.7 / - / 19.6
@@ -274,7 +303,9 @@ def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -
 #          two, two blocks an SM - / - / 32.0 / -  one, 4 parts, two blocks 10.3 / 7.8 / - / 20.2
 # M = 32   two 10.3 / 8.7 / 32.6 / 22.4            one 9.2 / 8.3 / 34.7 / 20.5, two blocks 32.0
 # M = 64   two 11.0 / 9.2 / 33.3 / 25.1            one 10.1 / 8.3 / 34.9 / 20.5, two blocks 33.6
-def _int8_hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> Int8HopperTile:
+def _int8_hopper_tile_of_few_rows(
+    M: int, N: int, K: int, sm_count: int, kind: str
+) -> Int8HopperTile:
     if kind == "blocks":
         if (
             M > 16
@@ -294,5 +325,6 @@ def _int8_hopper_tile_of_few_rows(M: int, N: int, sm_count: int, kind: str) -> I
         return replace(tile, parts=2 if M <= 16 else 1, blocks_per_sm=2)
     if M <= 16 and 4 * tiles <= 2 * sm_count:
         quarters = replace(tile, split=4, blocks_per_sm=2)
-        return quarters if quarters.fits_workspace(M, N) else tile
+        has_steps = ceil_div(K, INT8_HOPPER_BLOCK_K) >= 4
+        return quarters if has_steps and quarters.fits_workspace(M, N) else tile
     return replace(tile, parts=2 if M <= 8 else 1)

@@ -5,7 +5,13 @@ read: a split that overran the workspace would write over other memory.
 """
 
 from qkernels.attention_tiles import ATTENTION_MAX_SPLIT, AttentionTile
-from qkernels.int8_tiles import Int8Tile
+from qkernels.int8_tiles import (
+    INT8_HOPPER_BLOCK_K,
+    INT8_HOPPER_MAX_GROUP,
+    INT8_HOPPER_SPLITS,
+    Int8HopperTile,
+    Int8Tile,
+)
 from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_DIGITS_MAX_ROWS,
@@ -120,6 +126,35 @@ def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = 
         or _launch_fault(right, tile.warps, tile.stages, least=16, most=256)
         or _split_fault(tile.split, ceil_div(K, tile.block_k), tiles, M * N)
     )  # fmt: skip
+
+
+def int8_hopper_tile_fault(
+    tile: Int8HopperTile, *, M: int, N: int, K: int, integers: bool = True
+) -> str | None:
+    """None: the kernel can run it on a GPU of enough SMs, which the tile's `fits` knows."""
+    if tile.parts not in (1, 2, 3) or tile.part not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
+        return f"parts must be 1 to 3 and part 64 or 128, found {tile.parts} and {tile.part}"
+    least = 16 if tile.weight_left else WARPGROUP_ROWS  # the weight is copied 64 rows at a time
+    if not _is_power(tile.block_right, least, 256):
+        return f"block_right must be a power of two from {least} to 256, found {tile.block_right}"
+    if tile.weight_left and tile.part > WARPGROUP_ROWS:
+        return "part is 128 where x is left"
+    if tile.split not in INT8_HOPPER_SPLITS or tile.split > ceil_div(K, INT8_HOPPER_BLOCK_K):
+        return f"split must be of {INT8_HOPPER_SPLITS} and leave each part a step, found {tile}"
+    if tile.meet and (tile.split == 1 or tile.share < 16):
+        return f"parts that meet are several and store at least 16 columns each, found {tile}"
+    allowed = (0,) if integers else (1, 2) if M <= 64 else (1,)
+    if tile.steps_of_sum not in allowed:
+        return f"steps_of_sum must be of {allowed} at {M} rows, found {tile.steps_of_sum}"
+    if tile.stores not in (1, 2) or tile.blocks_per_sm not in (1, 2):
+        return f"stores and blocks_per_sm must be 1 or 2, found {tile}"
+    if tile.max_first_stages < 1 or not 1 <= tile.left_of_group <= INT8_HOPPER_MAX_GROUP:
+        return f"left_of_group or max_first_stages is out of range: {tile}"
+    if not tile.fits_sm or not tile.fits_thread:
+        return f"registers or shared memory of an SM do not hold it: {tile}"
+    if tile.split > 1 and not tile.fits_workspace(M, N):
+        return f"the workspace does not hold {tile.split} parts of [{M}, {N}]"
+    return None
 
 
 def attention_tile_fault(tile: AttentionTile, *, heads_per_kv_head: int, **_: object) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from qkernels import tile_faults
 from qkernels.attention_tiles import AttentionTile
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import Int8Tile
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile
 from qkernels.linear_choice import AnyLinearTile
 from qkernels.tiles import LinearDigitsTile, LinearRingTile, LinearTile, power_of_two
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
@@ -25,7 +25,7 @@ from qkernels.w4a16_hopper_tiles import LinearHopperTile
 FORMAT = 1
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"
 
-Tile = AnyLinearTile | Int8Tile | AttentionTile
+Tile = AnyLinearTile | Int8Tile | Int8HopperTile | AttentionTile
 Key = tuple[object, ...]
 
 
@@ -67,7 +67,10 @@ OPS: dict[str, TunedOp] = {
         can_be_none=True,
     ),
     "w8a8": TunedOp(
-        tiles={Int8Tile: tile_faults.int8_tile_fault},
+        tiles={
+            Int8Tile: tile_faults.int8_tile_fault,
+            Int8HopperTile: tile_faults.int8_hopper_tile_fault,
+        },
         exact=("N", "K", "integers"),
         bucketed=("M",),
     ),

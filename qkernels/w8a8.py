@@ -88,12 +88,7 @@ def linear_codes(
         return y_MN
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
     if tile is None:
-        row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
-        if row is None:
-            tile = int8_tile(M, N, K, sm_count(device), integers)
-            tile = fitted(tile, shared_bytes(device))
-        else:
-            tile = row.tile
+        tile = _chosen_tile(device, M, N, K, integers)
     blocks = weight.tensors["scales"].ndim == 2
     if blocks:
         tile = replace(tile, block_k=BLOCK)
@@ -132,6 +127,14 @@ def linear_codes(
             **({"launch_pdl": True} if early else {}),
         )
     return y_MN
+
+
+def _chosen_tile(device: torch.device, M: int, N: int, K: int, integers: bool) -> Int8Tile:
+    """A tile measured on this GPU, else the choice of int8_tiles.py."""
+    row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
+    if row is not None and isinstance(row.tile, Int8Tile):
+        return row.tile
+    return fitted(int8_tile(M, N, K, sm_count(device), integers), shared_bytes(device))
 
 
 @triton.jit

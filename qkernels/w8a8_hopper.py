@@ -31,7 +31,7 @@ from qkernels.gluon_meet import add_if_last, meet
 from qkernels.gluon_names import descriptor, load_box
 from qkernels.gluon_registers import pieces_of
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
-from qkernels.launch import launch, on_device, sm_count, workspace
+from qkernels.launch import launch, on_device, sm_count, tile_table_of, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
 from qkernels.tiles import ceil_div
 from qkernels.w8a8_hopper_store import factors_ahead, store
@@ -88,7 +88,7 @@ def linear_codes(
         return y_MN
     blocks = weight.tensors["scales"].ndim == 2
     kind = "blocks" if blocks else weight.activation.type if zeros_M1 is None else "asymmetric"
-    tile = tile or int8_hopper_tile(M, N, K, sm_count(device), kind)
+    tile = tile or _chosen_tile(device, M, N, K, kind)
     codes_MK = codes_MK.contiguous()
     x_rows = tile.block_right if tile.weight_left else tile.part
     x = descriptor(codes_MK, [x_rows, INT8_HOPPER_BLOCK_K])
@@ -97,7 +97,7 @@ def linear_codes(
     scales_N = weight.tensors["scales"]
     partials, counters = workspace(device)
     places = sm_count(device) * tile.blocks_per_sm
-    assert tile.fits(M, N, places), tile
+    assert tile.fits(M, N, sm_count(device)), tile
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     with on_device(codes_MK):
@@ -126,6 +126,20 @@ def linear_codes(
             launch_pdl=True,
         )
     return y_MN
+
+
+def _chosen_tile(device: torch.device, M: int, N: int, K: int, kind: str) -> Int8HopperTile:
+    """A tile measured on this GPU, else the choice of int8_tiles.py.
+
+    A table says nothing of zero points or blocks. Of the SMs it says what somebody wrote: parts of
+    K that do not all run at once would wait for each other for good.
+    """
+    sms = sm_count(device)
+    if kind in ("int", "float"):
+        row = tile_table_of(device).find("w8a8", N=N, K=K, integers=kind == "int", M=M)
+        if row is not None and isinstance(row.tile, Int8HopperTile) and row.tile.fits(M, N, sms):
+            return row.tile
+    return int8_hopper_tile(M, N, K, sms, kind)
 
 
 @gluon.jit

@@ -109,7 +109,6 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
     ]
     weight_NK = packed[0].dequantize(torch.float64)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
-    portable = weights[0].kernel == "triton_w8a8"  # the kernel for sm_90 reads no table of tiles
     dense = plain = ()
     if "cublas" in baselines:
         dense = [each.dequantize(torch.bfloat16) for each in packed[: copies_needed(2 * N * K)]]
@@ -140,7 +139,7 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
             want=(codes.double() * scales.double()) @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
-            tuned=("w8a8", {"N": N, "K": K, "integers": True, "M": m}) if portable else None,
+            tuned=("w8a8", {"N": N, "K": K, "integers": True, "M": m}),
         )
 
 

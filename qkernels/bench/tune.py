@@ -19,7 +19,14 @@ from qkernels import launch, tile_table
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import Int8Tile, int8_tile
+from qkernels.int8_tiles import (
+    INT8_HOPPER_SPLITS,
+    Int8HopperTile,
+    Int8Tile,
+    int8_hopper_starts,
+    int8_hopper_tile,
+    int8_tile,
+)
 from qkernels.linear_choice import chosen_linear_tile
 from qkernels.tile_table import Tile, TileRow, TileTable
 from qkernels.tiles import (
@@ -73,6 +80,17 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "weight_left": (False, True),
         "early": (False, True),
     },
+    Int8HopperTile: {
+        "parts": (1, 2, 3),
+        "block_right": (16, 32, 64, 128, 256),
+        "part": (64, 128),
+        "weight_left": (False, True),
+        "split": INT8_HOPPER_SPLITS,  # that meet, or whose last adds up
+        "blocks_per_sm": (1, 2),
+        "max_first_stages": (2, 4, 8, 24),
+        "stores": (1, 2),
+        "left_of_group": (8, 16),
+    },
     AttentionTile: {
         "split": (1, 2, 4, 8, 16, 32),
         "keys": (32, 64, 128),
@@ -95,10 +113,16 @@ def _linear_default(sm_count: int, **problem: int) -> Tile | None:
     return tile
 
 
+def _int8_default(sm_count: int, M: int, N: int, K: int, integers: bool) -> Tile:
+    if _has_gluon():
+        return int8_hopper_tile(M, N, K, sm_count, "int" if integers else "float")
+    return int8_tile(M, N, K, sm_count, integers)
+
+
 # What the search starts from: the choice of tiles.py.
 DEFAULTS: dict[str, Callable[..., Tile | None]] = {
     "w4a16": _linear_default,
-    "w8a8": lambda sm_count, M, N, K, integers: int8_tile(M, N, K, sm_count, integers),
+    "w8a8": _int8_default,
     "paged_attention": attention_tile,
 }
 
@@ -138,10 +162,15 @@ class Tuned:
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Every tile that differs in one field."""
+    """Every tile that differs in one field, and in those that must follow it."""
     for name, values in OPTIONS[type(tile)].items():
         old = getattr(tile, name)
         for value in values:
+            if isinstance(tile, Int8HopperTile) and name == "split":
+                for meet in (False, True):
+                    if (value, meet) != (old, tile.meet):
+                        yield dataclasses.replace(tile, split=value, meet=meet)
+                continue
             if value == old:
                 continue
             if isinstance(tile, AttentionTile) and name == "block_q":
@@ -151,11 +180,22 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
                 yield dataclasses.replace(tile, **{name: value})
 
 
+def runs_here(op: str, tile: Tile, problem: dict[str, object], sm_count: int) -> bool:
+    """Whether all rows of the problem's bucket can take the tile on a GPU of so many SMs."""
+    tuned = tile_table.OPS[op]
+    if type(tile) not in tuned.tiles or tuned.fault(tile, problem) is not None:
+        return False
+    if isinstance(tile, Int8HopperTile):
+        return tile.fits(tile_table.bucket(problem["M"]), problem["N"], sm_count)
+    return True
+
+
 def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | None]:
     """The default choice first, then what tiles.py chooses for twice and half as many rows.
 
     Of W4A16 also a tile of each body that takes many rows, and the library's product where they
-    are very many: what is slower on the GPU of tiles.py may be faster on this one.
+    are very many; of W8A8 on sm_90 a tile of each size: what is slower on the GPU of tiles.py may
+    be faster on this one.
     """
     choose = DEFAULTS[op]
     found = [choose(sm_count=sm_count, **problem)]
@@ -171,11 +211,11 @@ def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | No
             found += [LinearRingTile(rows=rows) for rows in LINEAR_RING_ROWS if rows >= M]
         if M >= 256:
             found.append(None)
-    tuned = tile_table.OPS[op]
+    if op == "w8a8" and _has_gluon():
+        found += int8_hopper_starts(M, problem["integers"])
 
     def can_run(tile: Tile | None) -> bool:
-        known = tile is None or type(tile) in tuned.tiles
-        return known and (tile is None or tuned.fault(tile, problem) is None)
+        return tile is None or runs_here(op, tile, problem, sm_count)
 
     return list(dict.fromkeys(found[:1] + list(filter(can_run, found[1:]))))
 
@@ -214,7 +254,6 @@ def tune_case(
     by the fastest tile, or removed where the choice of tiles.py is as fast.
     """
     op, problem = case.tuned
-    tuned_op = tile_table.OPS[op]
     first = starts(op, problem, sm_count)
     blank = TileRow(
         op=op,
@@ -241,7 +280,7 @@ def tune_case(
         return math.inf
 
     def is_allowed(tile: Tile) -> bool:
-        return tuned_op.fault(tile, problem) is None
+        return runs_here(op, tile, problem, sm_count)
 
     table.rows.pop(blank.key, None)
     times = search(first, is_allowed, time_of, out_of_time)

@@ -13,6 +13,7 @@ from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import dispatch, explain, launch, ops
 from qkernels.errors import KernelError
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile
 from qkernels.tile_table import TileRow
 from qkernels.tiles import LinearDigitsTile
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
@@ -132,6 +133,38 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
         want = "hopper_w8a8" if sm_90 else "triton_w8a8"
         assert taken(explain("linear", **problem)) == [want], name
+
+
+@pytest.mark.parametrize("sm_90", [True, False])
+def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, sm_90):
+    """Of the kernel's own kind alone: it passes over the other's."""
+    table = launch.TileTable(gpu="made up")
+    tiles = {
+        100: Int8HopperTile(parts=1, block_right=64),
+        3: Int8HopperTile(parts=2, block_right=16),
+    }
+    tiles[1000] = Int8Tile(block_m=128, block_n=128)
+    for M, tile in tiles.items():
+        problem = {"N": 64, "K": 256, "integers": True, "M": M}
+        times = {"microseconds": 1.0, "default_microseconds": None}
+        table.add_(TileRow(op="w8a8", problem=problem, tile=tile, **times))
+    monkeypatch.setattr(dispatch, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+
+    def reason(name="w8a8", **changes):
+        scheme = Scheme.parse(name)
+        shape = {"out_features": 128, "in_features": 256, "device": "cuda"} | changes
+        problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation, **shape)
+        return next(c.reason for c in explain("linear", **problem) if c.taken)
+
+    assert reason(out_features=64) == "supported"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    rows = "up to 4 rows, up to 128 rows" if sm_90 else "up to 1024 rows"
+    assert reason(out_features=64) == f"supported; tiles measured on this GPU: {rows}"
+    assert reason() == reason("w8a8-fp8", out_features=64) == "supported"
+    assert reason("w8a8-fp8-block") == "supported"
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
-from qkernels import tile_faults, tile_table
+from qkernels import launch, tile_faults, tile_table
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import Int8Tile, int8_tile
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile, int8_tile
 from qkernels.linear_choice import chosen_linear_tile, tabled_linear_tile
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
 from qkernels.tiles import (
@@ -219,6 +220,10 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
             tile = int8_tile(M, N, K, sm_count)
             assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
+            for kind in ("int", "float"):
+                tile = int8_hopper_tile(M, N, K, sm_count, kind)
+                whole = problem | {"integers": kind == "int"}
+                assert OPS["w8a8"].fault(tile, whole) is None, whole
     for heads in (1, 3, 4, 16):
         problem = ATTENTION | {
             "heads_per_kv_head": heads,
@@ -300,6 +305,117 @@ def test_what_the_hopper_body_needs():
     # the sums of all parts have their place: a GPU of that many SMs would write beyond it
     assert fault({"blocks": 2**20}, N=8192) is None
     assert "workspace" in fault({"blocks": 2**20}, N=8192 + 128)
+
+
+def test_what_8_bit_products_of_the_hopper_kernel_need():
+    problem = {"M": 128, "N": 4096, "K": 14336, "integers": True}
+    fits = Int8HopperTile(parts=1, block_right=128, split=2, meet=True)
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(fits, **changed or {})
+        return tile_faults.int8_hopper_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(K=256) is None
+    assert "step" in fault(K=128), "a part without a step"
+    tall = {"split": 1, "meet": False, "weight_left": False, "part": 128, "stores": 1, "parts": 2}
+    assert fault(tall) is None
+    for change in (
+        *({"parts": 0}, {"parts": 4}, {"part": 32}, {"part": 128}, {"part": 2**40}),
+        *({"block_right": 8}, {"block_right": 48}, {"block_right": 512}),
+        *({"split": 3}, {"split": 0}, {"split": -2}, {"split": 8}, {"split": 1}),
+        # shares of 8 columns
+        {"block_right": 16},
+        # a box of the weight has 64 rows
+        {"weight_left": False, "block_right": 32, "split": 1, "meet": False},
+        *({"stores": 0}, {"stores": 3}, {"blocks_per_sm": 0}, {"blocks_per_sm": 3}),
+        *({"max_stages": 2}, {"max_stages": -1}, {"max_first_stages": 0}),
+        *({"left_of_group": 0}, {"left_of_group": 2**31}, {"steps_of_sum": 1}),
+        # three warpgroups of each of two blocks; sums that a thread has no registers for
+        {"parts": 3, "blocks_per_sm": 2, "block_right": 64},
+        tall | {"block_right": 256},
+    ):
+        assert fault(change) is not None, change
+    # float8 sums are emptied at least every 128 inputs, of few rows every 256
+    for M, allowed in ((64, (1, 2)), (65, (1,))):
+        for steps in range(4):
+            change = {"steps_of_sum": steps, "block_right": 64}
+            found = fault(change, M=M, integers=False)
+            assert (found is None) == (steps in allowed), (M, steps)
+    assert "registers" in fault({"steps_of_sum": 1, "block_right": 256}, integers=False)
+    # the sums of all parts have their place, whether they meet or not
+    rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
+    for change in ({}, {"meet": False}):
+        assert fault(change, M=rows) is None and "workspace" in fault(change, M=rows + 1)
+    assert fault({"split": 1, "meet": False}, M=2 * rows) is None
+
+
+def test_parts_that_meet_all_run_at_once():
+    """Two for each of 32 tiles of the product; the portable sum waits for nobody."""
+    tile = Int8HopperTile(parts=2, block_right=128, split=2, meet=True)
+    assert tile.fits(128, 4096, 64) and not tile.fits(128, 4096, 63)
+    assert not tile.fits(129, 4096, 64)
+    two = dataclasses.replace(tile, block_right=32, blocks_per_sm=2)
+    assert two.fits(32, 4096, 32) and not two.fits(32, 4096, 31)
+    assert dataclasses.replace(tile, meet=False).fits(128, 4096, 1)
+
+
+def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
+    """And passes over parts that would wait for each other for good, and the other kernel's."""
+    kernel = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
+    portable = pytest.importorskip("qkernels.w8a8", exc_type=ImportError)
+    device = torch.device("cpu")
+    N, K, M = 4096, 4096, 100
+    meet = Int8HopperTile(parts=1, block_right=128, split=4, meet=True)
+    last_adds = dataclasses.replace(meet, meet=False)
+    other = Int8Tile(block_m=128, block_n=128)
+
+    def chosen(tile, sms=132, kind="int", integers=True):
+        monkeypatch.setattr(kernel, "sm_count", lambda device: sms)
+        problem = {"N": N, "K": K, "integers": integers, "M": 128}
+        with launch.tile_table_of(device).trying(linear_row(op="w8a8", problem=problem, tile=tile)):
+            return kernel._chosen_tile(device, M, N, K, kind)
+
+    default = int8_hopper_tile(M, N, K, 132)
+    assert default not in (meet, last_adds)
+    assert chosen(last_adds) == last_adds and chosen(meet, sms=256) == meet
+    assert chosen(meet, sms=255) == int8_hopper_tile(M, N, K, 255)
+    assert chosen(other) == default
+    for kind in ("asymmetric", "blocks"):
+        for integers in (True, False):
+            found = chosen(last_adds, kind=kind, integers=integers)
+            assert found == int8_hopper_tile(M, N, K, 132, kind)
+    with launch.tile_table_of(device).trying(
+        linear_row(op="w8a8", problem={"N": N, "K": K, "integers": True, "M": 128}, tile=meet)
+    ):
+        assert isinstance(portable._chosen_tile(device, M, N, K, True), Int8Tile)
+
+
+INT8_DAMAGE = {
+    "parts that are text": {"parts": "2"},
+    "a field of the other kernel": {"warps": 4},
+    "parts that no split is for": {"split": 5},
+    "parts of K that meet alone": {"split": 1, "meet": True},
+    "a float sum's steps": {"steps_of_sum": 2},
+    "huge columns": {"block_right": 2**40},
+    "no stages": {"max_stages": 0},
+}
+
+
+@pytest.mark.parametrize("name", INT8_DAMAGE)
+def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
+    path = tmp_path / "table.json"
+    tile = Int8HopperTile(parts=2, block_right=64, split=2)
+    problem = {"N": 6144, "K": 4096, "integers": True, "M": 64}
+
+    def write_tile(values):
+        path.write_text(damaged(lambda s, row: row.update(op="w8a8", tile=values, problem=problem)))
+
+    write_tile(tile_table.tile_to_dict(tile))
+    (row,) = read(path, GPU).rows.values()
+    assert row.tile == tile
+    write_tile(tile_table.tile_to_dict(tile) | INT8_DAMAGE[name])
+    with pytest.raises(KernelError, match="table.json.*--tune"):
+        read(path, GPU)
 
 
 @pytest.mark.parametrize("sm_count", [4, 114, 132])

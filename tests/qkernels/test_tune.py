@@ -21,14 +21,13 @@ from qkernels.bench.tune import (
     starts,
 )
 from qkernels.errors import KernelError
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile
 from qkernels.tiles import LinearTile
 from qkernels.w4a16_hopper_tiles import LINEAR_HOPPER_SIZES, LinearHopperTile
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-NO_TABLE = "the kernel for sm_90 reads no table of tiles"
-
 START = LinearTile(block_m=16, block_n=64, split=2)
 PROBLEM = {"M": 16, "N": 6144, "K": 4096, "group": 128, "bits": 4}
+INT8 = {"M": 128, "N": 4096, "K": 14336, "integers": True}
 
 
 def never():
@@ -40,6 +39,9 @@ def test_neighbours_differ_in_one_field():
         changed = [f for f in OPTIONS[LinearTile] if getattr(tile, f) != getattr(START, f)]
         assert len(changed) == 1
     assert len(set(neighbours(START))) == sum(len(v) - 1 for v in OPTIONS[LinearTile].values())
+    one = Int8HopperTile(parts=1, block_right=64)
+    found = {(tile.split, tile.meet) for tile in neighbours(one) if tile.split > 1}
+    assert found == {(2, False), (2, True), (4, False), (4, True)}
     attention = AttentionTile(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
     assert all(tile.block_m == 4 * tile.block_q for tile in neighbours(attention))
 
@@ -118,6 +120,67 @@ def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
     for M in (17, 128, 1024):
         first = starts("w4a16", PROBLEM | {"M": M}, 132)
         assert LinearHopperTile not in {type(tile) for tile in first}
+
+
+@pytest.mark.parametrize("M", [1, 16, 64, 128, 1024])
+@pytest.mark.parametrize("integers", [True, False])
+def test_8_bit_products_start_from_every_size_that_runs(hopper, M, integers):
+    problem = INT8 | {"M": M, "integers": integers}
+    for sms in (4, 40, 132):
+        first = starts("w8a8", problem, sms)
+        assert first[0] == int8_hopper_tile(
+            M, 4096, 14336, sms, kind="int" if integers else "float"
+        )
+        assert len({(t.parts, t.part, t.block_right, t.blocks_per_sm) for t in first}) > 1
+        for tile in first:
+            assert tile_table.OPS["w8a8"].fault(tile, problem) is None
+            assert tile.fits(tile_table.bucket(M), 4096, sms)
+
+
+def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch):
+    monkeypatch.setattr(tune_module, "_has_gluon", lambda: False)
+    assert {type(tile) for tile in starts("w8a8", INT8, 132)} == {Int8Tile}
+
+
+def test_a_search_reaches_every_measured_tile_of_8_bit_products():
+    """From any size, since each may be the fastest start."""
+    problem = INT8 | {"M": 256}
+    seen = [Int8HopperTile(parts=1, block_right=16)]
+    found = set(seen)
+    for tile in seen:
+        for other in neighbours(tile):
+            if other not in found and tile_table.OPS["w8a8"].fault(other, problem) is None:
+                found.add(other)
+                seen.append(other)
+    for M in (1, 16, 64, 128, 256, 1024):
+        for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+            assert int8_hopper_tile(M, N, K, 132) in found
+    assert {tile.split for tile in found} == {1, 2, 4}
+    assert not any(tile.meet and tile.split == 1 for tile in found)
+
+
+def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
+    """65 SMs have no place for the two parts of each of 64 tiles, 128 have."""
+    tried = {}
+    for sms in (65, 128):
+        table = launch.TileTable(gpu="made up")
+        tried[sms] = []
+
+        def time_calls(calls, replays, table=table, tiles=tried[sms]):
+            tiles.append(table.find("w8a8", **INT8).tile)
+            return 5.0
+
+        monkeypatch.setattr(tune_module, "check", lambda case, t=table: t.find("w8a8", **INT8))
+        monkeypatch.setattr(tune_module, "time_calls", time_calls)
+        case = SimpleCase()
+        case.tuned = ("w8a8", INT8)
+        tune_module.tune_case(case, table, sms, "torch 1", never)
+    meeting = {
+        sms: [t for t in tiles if t.meet and (t.block_left, t.block_right) == (64, 128)]
+        for sms, tiles in tried.items()
+    }
+    assert not meeting[65] and meeting[128]
+    assert all(tile.fits(128, 4096, 65) for tile in tried[65])
 
 
 @pytest.mark.parametrize("start", LINEAR_HOPPER_SIZES)
@@ -253,7 +316,7 @@ def test_without_a_gpu_it_says_so():
     [
         ("w4a16", "4096x512", 16),
         ("w4a16", "4096x1024", 128),
-        pytest.param("w8a8", "4096x512", 16, marks=pytest.mark.skipif(ON_HOPPER, reason=NO_TABLE)),
+        ("w8a8", "4096x512", 16),
         ("paged_attention", "256x1", 2),
     ],
 )
@@ -304,3 +367,51 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
                 assert row.key in table.taken
                 assert_close(f"{tile} M={M}", x.double() @ weight_NK.t(), got, 5e-3)
                 assert torch.equal(got, ops.linear(x, weight)), "equal inputs, equal bits"
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("field", OPTIONS[Int8HopperTile])
+@pytest.mark.parametrize("most", [16, 128])
+def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, most, field):
+    """What a search tries of one field, at several numbers of rows of its bucket."""
+    from formats.scheme import Scheme
+    from qkernels import ops, w8a8_hopper
+    from qkernels.prepared import PreparedWeight
+
+    N, K = 1104, 1152
+    scheme = Scheme.parse("w8a8")
+    problem = {"N": N, "K": K, "integers": True, "M": most}
+    generator = torch.Generator(device).manual_seed(most)
+    codes_NK, codes_MK = (
+        torch.randint(-128, 128, (rows, K), dtype=torch.int8, device=device, generator=generator)
+        for rows in (N, most)
+    )
+    weight = PreparedWeight(
+        kernel="hopper_w8a8",
+        tensors={
+            "codes": w8a8_hopper.in_boxes(codes_NK),
+            "scales": torch.full((N,), 2.0**-8, device=device),
+        },
+        spec=scheme.weight,
+        out_features=N,
+        in_features=K,
+        dtype=torch.bfloat16,
+        activation=scheme.activation,
+    )
+    scales_M1 = torch.full((most, 1), 2.0**-9, device=device)
+    want = (codes_MK.double() @ codes_NK.double().t() / 2**17).to(torch.bfloat16)
+    table, sms = launch.tile_table_of(device), launch.sm_count(device)
+    default = int8_hopper_tile(most, N, K, sms)
+    for tile in [default, *neighbours(default)]:
+        if getattr(tile, field) == getattr(default, field) and tile.split == default.split:
+            continue
+        if not tune_module.runs_here("w8a8", tile, problem, sms):
+            continue
+        row = tile_table.TileRow(
+            op="w8a8", problem=problem, tile=tile, microseconds=1.0, default_microseconds=None
+        )
+        with table.trying(row):
+            for M in (most // 2 + 1, most - 1, most):
+                got = ops.linear_codes(codes_MK[:M], scales_M1[:M], weight)
+                assert row.key in table.taken
+                assert torch.equal(got, want[:M]), (tile, M)
