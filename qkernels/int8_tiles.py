@@ -88,6 +88,8 @@ def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_
 
 
 INT8_HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
+INT8_HOPPER_BOX = 64  # weight rows that lie side by side, 8 KB of a step
+INT8_HOPPER_IDLE_ROWS = (0, 16, 32)
 INT8_HOPPER_SPLITS = (1, 2, 4)
 INT8_HOPPER_MAX_GROUP = 64  # left tiles beside each other
 _INT8_HOPPER_SHARED = 227 * 1024
@@ -102,6 +104,7 @@ class Int8HopperTile:
     parts: int  # warpgroups that multiply, each its own rows of the left operand
     block_right: int
     part: int = 64  # rows of the left operand for each warpgroup
+    idle_rows: int = 0  # of them without a weight row: smaller tiles, for more SMs
     split: int = 1  # parts of K that different blocks sum
     meet: bool = False  # the parts share the result's columns; else the last to end has them all
     weight_left: bool = True  # the weight's rows are the left operand's
@@ -117,7 +120,18 @@ class Int8HopperTile:
 
     @property
     def block_left(self) -> int:
+        """Rows of the left operand in a stage."""
         return self.parts * self.part
+
+    @property
+    def part_rows(self) -> int:
+        """Outputs, or rows of x, that a warpgroup stores."""
+        return self.part - self.idle_rows
+
+    @property
+    def weight_box(self) -> int:
+        """Weight rows of one copy: side by side in a box of 64, wherever a part begins."""
+        return min(INT8_HOPPER_BOX, self.part_rows & -self.part_rows)
 
     @property
     def share(self) -> int:
@@ -187,10 +201,12 @@ class Int8HopperTile:
 
     def tiles(self, M: int, N: int) -> int:
         left, right = (N, M) if self.weight_left else (M, N)
-        return ceil_div(left, self.block_left) * ceil_div(right, self.block_right)
+        return ceil_div(left, self.parts * self.part_rows) * ceil_div(right, self.block_right)
 
     def fits(self, M: int, N: int, sm_count: int) -> bool:
-        """Whether the parts of K have places: those that meet all at once, on so many SMs."""
+        """Whether parts of K have places, those that meet all at once, on so many SMs."""
+        if self.idle_rows and N % self.part_rows:
+            return False  # the copy engine cuts idle rows off where a part ends, so none may be cut
         if self.split == 1:
             return True
         places = sm_count * self.blocks_per_sm
@@ -277,6 +293,10 @@ def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -
     # gate_up at 256 rows, rounding included: 54.5 in 256 x 128, 52.3 in 128 x 256
     rows = [row for row in _INT8_HOPPER_TILES[kind] if row[0].part == 64 or M > 256]
     tile, _ = min(rows, key=time)
+    if kind == "int" and tile.parts == 1:
+        smaller = _with_idle_rows(tile, M, N, K, sm_count)
+        if smaller != tile:
+            return smaller
     # us at 128 rows, x rounded, in 2 parts that meet: down 23.4 (25.5 where the last of them adds
     # up), o 9.6 (10.5 in one part). Of codes o is faster in one, 7.7 and 8.8: its 64 blocks leave
     # other SMs to those of the next product
@@ -327,4 +347,23 @@ def _int8_hopper_tile_of_few_rows(
         quarters = replace(tile, split=4, blocks_per_sm=2)
         has_steps = ceil_div(K, INT8_HOPPER_BLOCK_K) >= 4
         return quarters if has_steps and quarters.fits_workspace(M, N) else tile
+    if kind == "int" and M > 32:
+        return _with_idle_rows(tile, M, N, K, sm_count)
     return replace(tile, parts=2 if M <= 8 else 1)
+
+
+# us, x rounded (of codes), in tiles of 64 outputs / of fewer: qkv in 48 at 64 rows 9.8 (8.7) / 9.5
+# (8.4), at 128 11.1 (9.5) / 10.5 (9.6), at 32 9.1 (8.7) / 9.9 (8.7); in 32 o at 128 9.7 (8.9), in
+# parts that meet, / 9.3 (8.5), o at 64 7.9 (6.6) / 8.4 (7.1), down at 64 19.7 (17.7) / 20.9 (18.5)
+def _with_idle_rows(tile: Int8HopperTile, M: int, N: int, K: int, sm_count: int) -> Int8HopperTile:
+    """The tile made smaller for SMs that would have none: what an SM takes in is waited for.
+
+    Few rows of x are less to take in than what free SMs save the next product. The numbers of rows
+    between those that were measured, and K far from 4096, keep what they had.
+    """
+    most = 32 if 96 < M <= 128 else 16 if 56 < M <= 128 else 0
+    if not 32 <= ceil_div(K, INT8_HOPPER_BLOCK_K) < 64:
+        most = 0
+    tiles = [replace(tile, idle_rows=idle) for idle in INT8_HOPPER_IDLE_ROWS if idle <= most]
+    fit = [each for each in tiles if each.fits(M, N, sm_count) and each.tiles(M, N) <= sm_count]
+    return max(fit, key=lambda each: each.tiles(M, N), default=tile)

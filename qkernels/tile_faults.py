@@ -7,6 +7,7 @@ read: a split that overran the workspace would write over other memory.
 from qkernels.attention_tiles import ATTENTION_MAX_SPLIT, AttentionTile
 from qkernels.int8_tiles import (
     INT8_HOPPER_BLOCK_K,
+    INT8_HOPPER_IDLE_ROWS,
     INT8_HOPPER_MAX_GROUP,
     INT8_HOPPER_SPLITS,
     Int8HopperTile,
@@ -139,6 +140,10 @@ def int8_hopper_tile_fault(
         return f"block_right must be a power of two from {least} to 256, found {tile.block_right}"
     if tile.weight_left and tile.part > WARPGROUP_ROWS:
         return "part is 128 where x is left"
+    if tile.idle_rows not in INT8_HOPPER_IDLE_ROWS or N % tile.part_rows and tile.idle_rows:
+        return f"idle_rows must be of {INT8_HOPPER_IDLE_ROWS} and divide {N} outputs, found {tile}"
+    if tile.idle_rows and not (tile.weight_left and tile.part == WARPGROUP_ROWS):
+        return f"idle rows are the weight's, of 64, found {tile}"
     if tile.split not in INT8_HOPPER_SPLITS or tile.split > ceil_div(K, INT8_HOPPER_BLOCK_K):
         return f"split must be of {INT8_HOPPER_SPLITS} and leave each part a step, found {tile}"
     if tile.meet and (tile.split == 1 or tile.share < 16):

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from formats.weights import Weight
 from qkernels import w8a8
@@ -30,13 +31,22 @@ from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_meet import add_if_last, meet
 from qkernels.gluon_names import descriptor, load_box
 from qkernels.gluon_registers import pieces_of
-from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, Int8HopperTile, int8_hopper_tile
+from qkernels.int8_tiles import (
+    INT8_HOPPER_BLOCK_K,
+    INT8_HOPPER_BOX,
+    Int8HopperTile,
+    int8_hopper_tile,
+)
 from qkernels.launch import launch, on_device, sm_count, tile_table_of, workspace
 from qkernels.prepared import PreparedWeight, linear_by_codes
 from qkernels.tiles import ceil_div
 from qkernels.w8a8_hopper_store import factors_ahead, store
 
-BOX = 64  # weight rows of one copy, 8 KB
+BOX = gl.constexpr(INT8_HOPPER_BOX)
+# of pieces of the result where a part has idle rows: 64 outputs of a row of y, 128 bytes
+IDLE_PIECES = gl.constexpr(
+    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+)
 
 
 def prepare_weight(
@@ -49,18 +59,19 @@ def prepare_weight(
 
 
 def in_boxes(codes_NK: torch.Tensor) -> torch.Tensor:
-    """Codes [N/64, K/128, 64, 128], both rounded up: what one copy takes lies side by side.
+    """Codes [N/64, K/128, 64, 128], both rounded up: what a copy takes lies side by side.
 
     Zeros fill up. Code (n, k) is at [n // 64, k // 128, n % 64, k % 128].
     """
     N, K = codes_NK.shape
-    rows, steps = ceil_div(N, BOX), ceil_div(K, INT8_HOPPER_BLOCK_K)
+    box = INT8_HOPPER_BOX
+    rows, steps = ceil_div(N, box), ceil_div(K, INT8_HOPPER_BLOCK_K)
     bytes_NK = codes_NK.view(torch.int8)
-    if (rows * BOX, steps * INT8_HOPPER_BLOCK_K) != (N, K):
-        padded = bytes_NK.new_zeros(rows * BOX, steps * INT8_HOPPER_BLOCK_K)
+    if (rows * box, steps * INT8_HOPPER_BLOCK_K) != (N, K):
+        padded = bytes_NK.new_zeros(rows * box, steps * INT8_HOPPER_BLOCK_K)
         padded[:N, :K] = bytes_NK
         bytes_NK = padded
-    boxes = bytes_NK.view(rows, BOX, steps, INT8_HOPPER_BLOCK_K).transpose(1, 2)
+    boxes = bytes_NK.view(rows, box, steps, INT8_HOPPER_BLOCK_K).transpose(1, 2)
     return boxes.contiguous().view(codes_NK.dtype)
 
 
@@ -93,20 +104,18 @@ def linear_codes(
     x_rows = tile.block_right if tile.weight_left else tile.part
     x = descriptor(codes_MK, [x_rows, INT8_HOPPER_BLOCK_K])
     boxes = weight.tensors["codes"].view(-1, INT8_HOPPER_BLOCK_K)
-    boxes = descriptor(boxes, [BOX, INT8_HOPPER_BLOCK_K])
+    boxes = descriptor(boxes, [tile.weight_box, INT8_HOPPER_BLOCK_K])
     scales_N = weight.tensors["scales"]
     partials, counters = workspace(device)
     places = sm_count(device) * tile.blocks_per_sm
     assert tile.fits(M, N, sm_count(device)), tile
-    y_block = [tile.part, tile.store_width]
-    y_block = y_block[::-1] if tile.weight_left else y_block
     with on_device(codes_MK):
         launch(
             _w8a8_hopper,
             (min(places, tile.tiles(M, N) * tile.split),),
             boxes,
             x,
-            descriptor(y_MN, y_block),
+            _result(y_MN, tile),
             scales_M1.contiguous(),
             scales_N,
             scales_N if bias is None else bias,
@@ -126,6 +135,17 @@ def linear_codes(
             launch_pdl=True,
         )
     return y_MN
+
+
+def _result(y_MN: torch.Tensor, tile: Int8HopperTile) -> TensorDescriptor:
+    """Where pieces of the result go. What idle rows gave lies beyond the end of a part: cut off."""
+    if not tile.weight_left:
+        return descriptor(y_MN, [tile.part, tile.store_width])
+    if not tile.idle_rows:
+        return descriptor(y_MN, [tile.store_width, tile.part])
+    (M, N), rows = y_MN.shape, tile.part_rows
+    parts = y_MN.as_strided((N // rows, M, rows), (rows, N, 1))
+    return descriptor(parts, [1, tile.store_width, tile.part])
 
 
 def _chosen_tile(device: torch.device, M: int, N: int, K: int, kind: str) -> Int8HopperTile:
@@ -166,11 +186,13 @@ def _copy_weight(operands, rings, sizes, tile, step, stage, pred, TILE: gl.const
     _, _, _, _, steps = sizes
     ROWS: gl.constexpr = weight.block_type.shape[0]
     PARTS: gl.constexpr = TILE.parts if TILE.weight_left else 1
-    BOXES: gl.constexpr = (TILE.part if TILE.weight_left else TILE.block_right) // ROWS
+    COPIES: gl.constexpr = (TILE.part_rows if TILE.weight_left else TILE.block_right) // ROWS
+    OF_BOX: gl.constexpr = BOX // ROWS
     for i in gl.static_range(PARTS):
         buf = left_bufs.index(stage * PARTS + i) if TILE.weight_left else right_bufs.index(stage)
-        for j in gl.static_range(BOXES):
-            row = (((tile * PARTS + i) * BOXES + j) * steps + step) * ROWS
+        for j in gl.static_range(COPIES):
+            copy = (tile * PARTS + i) * COPIES + j
+            row = ((copy // OF_BOX * steps + step) * OF_BOX + copy % OF_BOX) * ROWS
             place = buf.slice(j * ROWS, ROWS, dim=0)
             load_box(weight, [row, 0], full.index(stage), place, pred=pred)
 
@@ -188,7 +210,7 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
     STAGES: gl.constexpr = TILE.stages
     FIRST: gl.constexpr = TILE.first_stages
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
-    BYTES: gl.constexpr = (PARTS * PART + BR) * BK
+    BYTES: gl.constexpr = (PARTS * TILE.part_rows + BR) * BK
     first = gl.program_id(0)
     units = tiles_left * tiles_right * TILE.split
     # weights never change: their share of the first stages needs no wait for the kernel before
@@ -266,7 +288,7 @@ def _multiply(
     phase = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile_left, tile_right, begin, end = _place(unit, tiles_left, tiles_right, steps, TILE)
-        row = (tile_left * PARTS + WHICH) * PART
+        row = (tile_left * PARTS + WHICH) * TILE.part_rows
         column = tile_right * BR
         # of a tile whose parts meet, this block stores some columns
         stored = column + unit % SPLIT * SHARE if TILE.meet else column
@@ -362,9 +384,9 @@ def _scales_of_step(pointers, sizes, row, column, step, TILE: gl.constexpr, layo
 
 @gluon.jit(do_not_specialize=["M"])
 def _w8a8_hopper(
-    weight,  # descriptor of the weight's codes [N/64 K/128 64, 128], blocks [64, 128]
+    weight,  # descriptor of the weight's codes [N/64 K/128 64, 128], blocks [weight_box, 128]
     x,  # descriptor of x's codes [M, K]
-    y,  # descriptor of the result [M, N]
+    y,  # descriptor of the result [M, N], with idle rows [N / part_rows, M, part_rows]
     input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
     scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
     bias_ptr,  # [N], read if HAS_BIAS
@@ -387,14 +409,14 @@ def _w8a8_hopper(
     STAGES: gl.constexpr = TILE.stages
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     steps = gl.cdiv(K, BK)
-    tiles_left = gl.cdiv(N if WEIGHT_LEFT else M, PARTS * PART)
+    tiles_left = gl.cdiv(N if WEIGHT_LEFT else M, PARTS * TILE.part_rows)
     tiles_right = gl.cdiv(M if WEIGHT_LEFT else N, BR)
     # one layout for both: rows of 128 bytes in the widest swizzle
     left_bufs = gl.allocate_shared_memory(x.dtype, [STAGES * PARTS, PART, BK], x.layout)
     right_bufs = gl.allocate_shared_memory(x.dtype, [STAGES, BR, BK], x.layout)
-    y_bufs = gl.allocate_shared_memory(
-        y.dtype, [PARTS * TILE.stores, y.block_type.shape[0], y.block_type.shape[1]], y.layout
-    )
+    PIECE: gl.constexpr = y.block_type.shape[-2:]
+    PIECES: gl.constexpr = IDLE_PIECES if TILE.idle_rows else y.layout
+    y_bufs = gl.allocate_shared_memory(y.dtype, [PARTS * TILE.stores, PIECE[0], PIECE[1]], PIECES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from qkernels.gluon_names import store_box
+from qkernels.gluon_names import reshaped, store_box
 from qkernels.gluon_registers import pieces_of
 
 
@@ -101,6 +101,8 @@ def store(
     WEIGHT_LEFT: gl.constexpr = TILE.weight_left
     WIDTH: gl.constexpr = TILE.store_width
     COUNT: gl.constexpr = TILE.share // WIDTH
+    PART: gl.constexpr = TILE.part
+    Y_LAYOUT: gl.constexpr = y.layout
     pieces = pieces_of(sums, COUNT)
     M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
     layout: gl.constexpr = pieces[0].type.layout
@@ -138,7 +140,10 @@ def store(
         else:
             buf.store(result.to(y.dtype))
         fence_async_shared()
-        if WEIGHT_LEFT:
+        if TILE.idle_rows:
+            of_part = reshaped(buf, [1, WIDTH, PART], Y_LAYOUT)
+            store_box(y, [row // TILE.part_rows, column + j * WIDTH, 0], of_part)
+        elif WEIGHT_LEFT:
             store_box(y, [column + j * WIDTH, row], buf)
         else:
             store_box(y, [row, column + j * WIDTH], buf)

@@ -20,6 +20,7 @@ from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import (
+    INT8_HOPPER_IDLE_ROWS,
     INT8_HOPPER_SPLITS,
     Int8HopperTile,
     Int8Tile,
@@ -85,6 +86,7 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
         "block_right": (16, 32, 64, 128, 256),
         "part": (64, 128),
         "weight_left": (False, True),
+        "idle_rows": INT8_HOPPER_IDLE_ROWS,
         "split": INT8_HOPPER_SPLITS,  # that meet, or whose last adds up
         "blocks_per_sm": (1, 2),
         "max_first_stages": (2, 4, 8, 24),

@@ -44,15 +44,14 @@ def hopper_int8_case(
 ) -> dict:
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
     kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
-    tile = int8_hopper_tile(M, N, K, 132, kind)
-
+    tile = replace(int8_hopper_tile(M, N, K, 132, kind), **changes)
     x_rows = tile.block_right if tile.weight_left else tile.part
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     pointers = {
-        "weight": boxes(dtype, [w8a8_hopper.BOX, INT8_HOPPER_BLOCK_K]),
+        "weight": boxes(dtype, [tile.weight_box, INT8_HOPPER_BLOCK_K]),
         "x": boxes(dtype, [x_rows, INT8_HOPPER_BLOCK_K]),
-        "y": boxes("bf16", y_block),
+        "y": boxes("bf16", [1, *y_block] if tile.idle_rows else y_block),
         "input_scales_ptr": "*fp32",
         "scales_ptr": "*fp32",
         "bias_ptr": BF16,
@@ -109,6 +108,10 @@ INT8 = {
     "linear sm_90 int8 M=1, split": lambda: hopper_int8_case(1, 4096, 4096),
     "linear sm_90 int8 M=16, wide": lambda: hopper_int8_case(16, 28672, 4096),
     "linear sm_90 int8 M=128, split": lambda: hopper_int8_case(128, 4096, 14336),
+    "linear sm_90 int8 M=64, idle rows": lambda: hopper_int8_case(64, 6144, 4096),
+    "linear sm_90 int8 M=128, idle rows": lambda: hopper_int8_case(
+        128, 4096, 4096, split=1, meet=False, idle_rows=32
+    ),
     "linear sm_90 int8 M=256": lambda: hopper_int8_case(256, 6144, 4096),
     "linear sm_90 int8 M=1024": lambda: hopper_int8_case(1024, 6144, 4096),
     "linear sm_90 int8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096),

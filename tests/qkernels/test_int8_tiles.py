@@ -26,16 +26,16 @@ def test_the_measured_int8_tiles(shape, M):
     assert (tile.block_m, tile.block_n, tile.split) == MEASURED_INT8[shape][M]
 
 
-# (warpgroups, rows of each, block_right, split, blocks of an SM, weight left)
+# (warpgroups, outputs or rows of each, block_right, split, blocks of an SM, weight left)
 MEASURED_INT8_HOPPER = {
     "qkv": {
-        **{1: (2, 64, 16, 1, 1, True), 16: (1, 64, 16, 1, 1, True), 64: (1, 64, 64, 1, 1, True)},
-        **{128: (1, 64, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
+        **{1: (2, 64, 16, 1, 1, True), 16: (1, 64, 16, 1, 1, True), 64: (1, 48, 64, 1, 1, True)},
+        **{128: (1, 48, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
         **{1024: (3, 64, 256, 1, 1, True), 4096: (2, 128, 128, 1, 1, False)},
     },
     "o": {
         **{1: (1, 64, 16, 4, 2, True), 32: (1, 64, 32, 1, 1, True)},
-        **{128: (1, 64, 128, 2, 1, True), 256: (1, 64, 128, 1, 1, True)},
+        **{128: (1, 32, 128, 1, 1, True), 256: (1, 64, 128, 1, 1, True)},
     },
     "gate_up": {
         **{1: (2, 64, 16, 1, 2, True), 32: (1, 64, 32, 1, 2, True), 64: (2, 64, 64, 1, 1, True)},
@@ -55,9 +55,24 @@ MEASURED_INT8_HOPPER = {
 )
 def test_the_measured_hopper_tiles(shape, M):
     tile = int8_hopper_tile(M, *SHAPES[shape], H200_SMS)
-    found = (tile.parts, tile.part, tile.block_right, tile.split, tile.blocks_per_sm)
+    found = (tile.parts, tile.part_rows, tile.block_right, tile.split, tile.blocks_per_sm)
     assert (*found, tile.weight_left) == MEASURED_INT8_HOPPER[shape][M]
     assert tile.meet == (tile.split == 2)
+
+
+def test_idle_rows_are_for_free_sms_where_that_was_measured():
+    def outputs(M, N, K=4096, sms=H200_SMS, kind="int"):
+        tile = int8_hopper_tile(M, N, K, sms, kind)
+        return tile.part_rows if tile.parts == 1 and tile.split == 1 else None
+
+    assert [outputs(M, 6144) for M in (56, 57, 64, 65, 128)] == [64, 48, 48, 48, 48]
+    assert [outputs(M, 4096) for M in (57, 64, 97, 128)] == [64, 64, 32, 32]
+    assert outputs(65, 4096) is None, "parts that meet"
+    # 48 does not divide it; no SM is free; a longer K, a shorter one
+    assert outputs(64, 6080) == 64 and outputs(64, 6144, sms=114) == 64
+    assert outputs(64, 6144, K=8192) == outputs(64, 6144, K=3968) == 64
+    for kind in ("asymmetric", "float"):
+        assert int8_hopper_tile(64, 6144, 4096, H200_SMS, kind).idle_rows == 0
 
 
 @pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
@@ -91,8 +106,11 @@ def test_every_hopper_choice_fits(N, sm_count, kind):
             assert sums + 24 <= tile.consumer_registers <= 240
             assert (tile.steps_of_sum == 0) == (kind in ("int", "asymmetric"))
             assert kind != "asymmetric" or tile.parts < 3
+            # a tile of idle rows has an SM of its own
+            assert tile.idle_rows == 0 or tile.tiles(M, N) <= sm_count
             # blocks: a warpgroup's rows, or a tile's columns, lie in one block of the weight
             assert kind != "blocks" or (tile.steps_of_sum == 1 and tile.block_right <= 128)
+            assert kind != "blocks" or tile.idle_rows == 0
 
 
 @pytest.mark.parametrize("integers", [True, False], ids=["int8", "float8"])

@@ -319,10 +319,16 @@ def test_what_8_bit_products_of_the_hopper_kernel_need():
     assert "step" in fault(K=128), "a part without a step"
     tall = {"split": 1, "meet": False, "weight_left": False, "part": 128, "stores": 1, "parts": 2}
     assert fault(tall) is None
+    assert fault({"idle_rows": 32}) is None and fault({"idle_rows": 16}, N=4128) is None
     for change in (
         *({"parts": 0}, {"parts": 4}, {"part": 32}, {"part": 128}, {"part": 2**40}),
         *({"block_right": 8}, {"block_right": 48}, {"block_right": 512}),
         *({"split": 3}, {"split": 0}, {"split": -2}, {"split": 8}, {"split": 1}),
+        *({"idle_rows": 8}, {"idle_rows": 48}, {"idle_rows": -16}, {"idle_rows": 64}),
+        # outputs that 48 do not divide
+        {"idle_rows": 16},
+        tall | {"part": 64, "idle_rows": 32},
+        tall | {"idle_rows": 32},
         # shares of 8 columns
         {"block_right": 16},
         # a box of the weight has 64 rows

@@ -144,7 +144,7 @@ def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch
 
 def test_a_search_reaches_every_measured_tile_of_8_bit_products():
     """From any size, since each may be the fastest start."""
-    problem = INT8 | {"M": 256}
+    problem = INT8 | {"M": 64, "N": 6144}
     seen = [Int8HopperTile(parts=1, block_right=16)]
     found = set(seen)
     for tile in seen:
