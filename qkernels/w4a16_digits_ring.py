@@ -20,8 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qkernels.digits import Digits
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
-from qkernels.gluon_names import barrier, descriptor, load_box
+from qkernels.gluon_meet import add_if_last
+from qkernels.gluon_names import descriptor, load_box
 from qkernels.gluon_registers import signed_nibbles
+from qkernels.gluon_ring import advance
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
@@ -114,15 +116,6 @@ def _unit(unit, steps, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _after(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
 def _pairs(product):
     """Sums [64, 4 R] of four digits to two [64, R], of the low and the high 16 bits."""
     R: gl.constexpr = product.shape[1] // 4
@@ -179,7 +172,7 @@ def _multiply(
             fact = facts.index(stage)
             sums += _scaled(product, scales.index(own), offsets.index(own), fact, FORMAT, SUMS)
             mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = _after(stage, phase, TILE.stages)
+            stage, phase = advance(stage, phase, TILE.stages)
         _finish(sums, pointers, sizes, tile * PARTS + WHICH, part, TILE, FORMAT)
 
 
@@ -195,18 +188,8 @@ def _finish(sums, pointers, sizes, place, part, TILE: gl.constexpr, FORMAT: gl.c
     m = gl.arange(0, R, gl.SliceLayout(0, SUMS))
     last = True
     if SPLIT > 1:
-        slots = partials_ptr + place * (SPLIT * 64 * R) + row[:, None] * R + m[None, :]
-        gl.store(slots + part * (64 * R), sums)
-        # every thread's sums are out before one thread counts the warpgroup in
-        barrier()
-        last = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == SPLIT - 1
+        sums, last = add_if_last(sums, place, part, partials_ptr, counters_ptr, SPLIT)
     if last:
-        if SPLIT > 1:
-            sums = gl.zeros([64, R], gl.float32, SUMS)
-            for i in gl.static_range(SPLIT):
-                # .cg: other SMs wrote these, and this SM's L1 does not know
-                sums += gl.load(slots + i * (64 * R), cache_modifier=".cg")
-            gl.store(counters_ptr + place, 0)
         n = place * 64 + row
         if FORMAT.has_bias:
             sums += gl.load(bias_ptr + gl.minimum(n, N - 1)).to(gl.float32)[:, None]
@@ -264,7 +247,7 @@ def _copy(descs, rings, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr):
             load_box(digits_desc, [step * (4 * TILE.rows), 0], bar, digits.index(stage))
             load_box(facts_desc, [step * (4 * TILE.rows)], bar, facts.index(stage))
             count += 1
-            stage, phase = _after(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
     let_kernel_after_start()
 
 

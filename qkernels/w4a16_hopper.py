@@ -26,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qkernels.gluon_launch import wait_for_kernel_before
 from qkernels.gluon_meet import meet
 from qkernels.gluon_names import descriptor
+from qkernels.gluon_ring import advance, after
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import LINEAR_TILE_N
-from qkernels.w4a16_hopper_copy import advance, after, copy, ends, unit_of_work
+from qkernels.w4a16_hopper_copy import copy, ends, unit_of_work
 from qkernels.w4a16_hopper_store import store
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
 from qkernels.w4a16_hopper_unpack import factors, in_full, load_pieces, rows_layout, unpack

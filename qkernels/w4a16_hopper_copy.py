@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_names import load_box
+from qkernels.gluon_ring import advance, after
 
 
 @gluon.jit
@@ -58,18 +59,6 @@ def ends(sizes, TILE: gl.constexpr):
         return whole, 2 * tiles_n * tiles_m - whole
     else:
         return tiles_n * tiles_m * TILE.split, tiles_n * tiles_m * TILE.split
-
-
-@gluon.jit
-def after(stage, SIZE: gl.constexpr):
-    """The next one of a ring."""
-    return gl.where(stage == SIZE - 1, 0, stage + 1)
-
-
-@gluon.jit
-def advance(stage, phase, SIZE: gl.constexpr):
-    """The next stage of a ring, and the phase of its barriers."""
-    return after(stage, SIZE), phase ^ (stage == SIZE - 1).to(gl.int32)
 
 
 @gluon.jit
