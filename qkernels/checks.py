@@ -9,8 +9,8 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels.digits import DigitForm
-from qkernels.dispatch import FLOAT_DTYPES, HALF_DTYPES
 from qkernels.errors import KernelError
+from qkernels.supports import FLOAT_DTYPES, HALF_DTYPES
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}

@@ -30,10 +30,10 @@ from qkernels.checks import (
     expect_ndim,
 )
 from qkernels.digits import DigitForm, Digits
-from qkernels.dispatch import Problem
 from qkernels.errors import KernelError
 from qkernels.prepared import PreparedWeight
 from qkernels.sample_settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
+from qkernels.supports import FLOAT_DTYPES, Problem
 
 
 def prepare_weight(
@@ -48,7 +48,7 @@ def prepare_weight(
     qkernels.dispatch instead of the best one. Raises KernelError where that row cannot run.
     """
     device = packed.device if device is None else torch.device(device)
-    if dtype not in dispatch.FLOAT_DTYPES:
+    if dtype not in FLOAT_DTYPES:
         raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")
     problem = Problem(
         device=device.type,

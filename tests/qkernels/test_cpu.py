@@ -12,12 +12,12 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import QuantLinear, cpu_w8a8, dispatch, ops
+from qkernels import QuantLinear, cpu_w8a8, dispatch, ops, supports
 from qkernels.dispatch import explain
 from qkernels.errors import KernelError
 
 packed_products = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in dispatch.FAST_CPUS,
+    torch.backends.cpu.get_cpu_capability() not in supports.FAST_CPUS,
     reason="torch has no fast packed products for this CPU",
 )
 exact_products = pytest.mark.skipif(

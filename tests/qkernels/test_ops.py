@@ -11,7 +11,7 @@ from formats.errors import InputError
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import dispatch, explain, launch, ops
+from qkernels import dispatch, explain, launch, ops, supports
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8HopperTile, Int8Tile
 from qkernels.tile_table import TileRow
@@ -69,12 +69,12 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
         problem = linear_problem(spec=spec, in_features=256)
         return next(each.reason for each in explain("linear", **problem) if each.taken)
 
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
     assert note(128).endswith("(of a large weight up to 16), many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
     assert note(128, bits=8).endswith("up to 4 rows go as digits, many rows take the Hopper body")
     assert note(64).endswith("takes groups divisible by 128, not 64")
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90")
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: "written for sm_90")
     other = "all rows take the portable body; those for Hopper: written for sm_90"
     assert note(128).endswith(other)
 
@@ -91,8 +91,8 @@ def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
         problem = {"N": 64, "K": 256, "group": 128, "bits": 4, "M": M}
         times = {"microseconds": 1.0, "default_microseconds": None}
         table.add_(TileRow(op="w4a16", problem=problem, tile=tile, **times))
-    monkeypatch.setattr(dispatch, "tile_table_of", lambda device: table)
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(supports, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
     assert "measured" not in reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -127,7 +127,7 @@ def w8a8_problem(**changes):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
@@ -148,8 +148,8 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
         problem = {"N": 64, "K": 256, "integers": True, "M": M}
         times = {"microseconds": 1.0, "default_microseconds": None}
         table.add_(TileRow(op="w8a8", problem=problem, tile=tile, **times))
-    monkeypatch.setattr(dispatch, "tile_table_of", lambda device: table)
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    monkeypatch.setattr(supports, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
 
     def reason(name="w8a8", **changes):
         scheme = Scheme.parse(name)
@@ -176,7 +176,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
     ],
 )
 def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: lacks)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: lacks)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "hopper_w8a8")
     assert not row.taken and reason in row.reason
@@ -331,7 +331,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
     monkeypatch, changes, reason
 ):
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
     row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
     assert row.name == "triton_hopper" and row.taken == (reason is None)
@@ -341,7 +341,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
 def test_other_gpus_take_the_portable_attention(monkeypatch):
     pytest.importorskip("triton")
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
-    monkeypatch.setattr(dispatch, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
     rows = explain("paged_attention", **problem, chunk=True)
     assert taken(rows) == ["triton"] and "sm_80" in rows[0].reason
 
@@ -391,7 +391,7 @@ def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
 
 
 def test_missing_triton_is_a_reason(monkeypatch):
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    monkeypatch.setattr(supports, "_has_triton", lambda: False)
     for op in ("linear", "rms_norm", "paged_attention"):
         explanation = explain(op, **linear_problem(head_dim=64, page_size=16))
         assert taken(explanation) == ["reference"]
@@ -495,9 +495,9 @@ def test_attention_arguments_fit():
 def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
     problem["pages_dtype"] = torch.float8_e4m3fn
-    monkeypatch.setattr(dispatch, "_has_float8_products", lambda: True)
+    monkeypatch.setattr(supports, "_has_float8_products", lambda: True)
     assert taken(explain(op, **problem)) == ["triton"]
-    monkeypatch.setattr(dispatch, "_has_float8_products", lambda: False)
+    monkeypatch.setattr(supports, "_has_float8_products", lambda: False)
     explanation = explain(op, **problem)
     reason = next(choice.reason for choice in explanation if choice.name == "triton")
     assert taken(explanation) == ["reference"] and "sm_89" in reason
