@@ -16,6 +16,10 @@ BLOCK = "quantization_config"
 VERSION = "0.17.0"  # of the library's schema that the block follows
 KNOWN_LAYOUTS = (PACKED, INTEGER, FLOAT, "naive-quantized", "mixed-precision", "dense")
 MAX_RULES = 20_000
+# What `actorder` may say: that inputs are grouped in order in the file, whatever order the solver
+# took them in; or that they are not, and weight_g_idx tells how ("dynamic" is an alias).
+IN_ORDER = (None, False, "weight", "static")
+REORDERED = ("group", "dynamic", True)
 
 
 def stored(scheme: Scheme) -> Scheme:
@@ -35,6 +39,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     ignored = [_target(text, None) for text in _names(block.get("ignore"), f"{BLOCK}.ignore")]
     named: list[Rule] = []
     of_class: list[Scheme] = []
+    act_order = False
     for key, group in groups.items():
         where = f"{BLOCK}.config_groups.{key}"
         if not isinstance(group, dict):
@@ -48,6 +53,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
             weight=_weight(group["weights"], f"{where}.weights"),
             activation=_activation(group.get("input_activations"), f"{where}.input_activations"),
         )
+        act_order = act_order or _actorder(group["weights"]) in REORDERED
         for target in _names(group.get("targets"), f"{where}.targets"):
             if target == "Linear":
                 of_class.append(scheme)
@@ -63,6 +69,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "scheme": main,
         "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
         "lm_head": _HEAD_IGNORED not in rules,
+        "act_order": act_order,
         "kv_cache": read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}"),
     }
 
@@ -145,7 +152,7 @@ def _weight(args: Any, where: str) -> QuantSpec:
     bits, kind, symmetric = _common(args, where)
     if args.get("dynamic"):
         raise CheckpointError(f"{where}.dynamic", "weights have static scales")
-    if args.get("actorder") not in (None, False, "weight", "static", "group", "dynamic", True):
+    if _actorder(args) not in (*IN_ORDER, *REORDERED):
         raise CheckpointError(f"{where}.actorder", f"unknown: {args['actorder']!r}")
     if kind == "float" and (bits, symmetric) != (8, True):
         raise CheckpointError(f"{where}.num_bits", f"expected 8 symmetric float bits, found {bits}")
@@ -208,6 +215,12 @@ def _common(args: Any, where: str) -> tuple[int, str, bool]:
     if not isinstance(symmetric, bool | None):
         raise CheckpointError(f"{where}.symmetric", f"expected true or false, found {symmetric!r}")
     return bits, kind, symmetric is not False
+
+
+def _actorder(args: dict[str, Any]) -> Any:
+    """The library reads the word in any letters."""
+    word = args.get("actorder")
+    return word.lower() if isinstance(word, str) else word
 
 
 def _target(text: str, scheme: Scheme | None) -> Rule:

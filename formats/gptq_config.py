@@ -58,6 +58,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "rules": tuple(rules),
         "zeros": LABELS[label],
         "lm_head": bool(head),
+        "act_order": bool(block.get("desc_act")),
         "quantizer": str(
             quantizer[0] if isinstance(quantizer, list) and quantizer else quantizer or ""
         ),

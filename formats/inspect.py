@@ -117,7 +117,8 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
     linears.sort(key=lambda linear: natural_key(linear.name))
     fused_mixed = _check_fused(linears, quant, findings)
-    _check_labels(linears, quant, block, findings)
+    if not config_error:
+        _check_labels(linears, quant, findings)
     if config:
         check_config(config, findings)
     check_model(config, shards, findings)
@@ -294,19 +295,6 @@ def _check_fused(
     return first
 
 
-def _states_act_order(block: Any) -> bool:
-    """Does a GPTQ block, or a group of a compressed-tensors one, say that inputs are reordered?"""
-    if not isinstance(block, dict):
-        return False
-    groups = block.get("config_groups")
-    weights = [
-        group["weights"]
-        for group in (groups.values() if isinstance(groups, dict) else ())
-        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
-    ]
-    return bool(block.get("desc_act")) or any(w.get("actorder") in ("group", True) for w in weights)
-
-
 def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool:
     """A float linear that no readable config leaves in float."""
     if "float" not in linear.traits:
@@ -318,11 +306,11 @@ def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool
 
 
 def _check_labels(
-    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
+    linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings
 ) -> None:
     """What the linears say about labels of the config."""
     for linear in linears:
-        if "act-order" in linear.traits and not _states_act_order(block):
+        if "act-order" in linear.traits and not (quant is not None and quant.act_order):
             leaf = "g_idx" if quant is None or quant.method == "gptq" else "weight_g_idx"
             findings.error(
                 f"{linear.name}.{leaf}",

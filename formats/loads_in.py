@@ -120,6 +120,13 @@ def _awq_server(facts: Facts) -> Answer:
 
 
 def _vllm_compressed(facts: Facts) -> Answer:
+    if facts.config.act_order:
+        return "no", "refuses an actorder that regroups inputs"
+    return _compressed_server(facts)
+
+
+def _compressed_server(facts: Facts) -> Answer:
+    """vLLM and SGLang."""
     if "act-order" in facts.traits:
         return "no", "refuses act-order in groups"
     if "weight zeros" in facts.traits:
@@ -145,7 +152,7 @@ def _sglang(facts: Facts) -> Answer:
     if facts.method == "awq":
         return _awq_server(facts)
     if facts.method == "compressed-tensors":
-        return _vllm_compressed(facts)
+        return _compressed_server(facts)
     if "mislabelled" in facts.traits:
         return "no", "its plain kernel believes checkpoint_format, which is wrong"
     for scheme in facts.schemes:
@@ -180,6 +187,10 @@ def _transformers(facts: Facts) -> Answer:
             return "no", "needs qzeros, also of symmetric weights"
         return "yes", "with gptqmodel installed"
     if facts.method == "compressed-tensors":
+        if facts.config.act_order:
+            return "no", "compressed-tensors refuses an actorder that regroups inputs, since 0.19"
+        if "act-order" in facts.traits:
+            return "no", "compressed-tensors drops weight_g_idx, since 0.19, and computes garbage"
         if any(_is_packed_asymmetric(scheme) for scheme in facts.schemes):
             # compressed-tensors 0.20 makes the parameter unpacked, [N, G], whoever wrote the file;
             # dequantize=True decodes all linears by one scheme. Seen by running and reading it.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from formats import compressed_tensors
+from formats import compressed_config, compressed_tensors
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 from formats.weights import round_to_nearest, with_activation
@@ -72,3 +72,16 @@ def test_their_config_has_our_groups_and_ignores_what_we_ignore():
         assert ignored == (schemes[name] is None), name
         group = theirs.config_groups["group_1"].targets
         assert any(is_match(name, linear, target) for target in group) == (schemes[name] == wide)
+
+
+@pytest.mark.parametrize("word", [*compressed_config.IN_ORDER, *compressed_config.REORDERED])
+def test_their_words_for_act_order_are_ours(word):
+    """Since 0.19 the library refuses every word that means regrouped inputs; "dynamic" is one."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    args = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": word}
+    if word in compressed_config.REORDERED:
+        with pytest.raises(ValueError, match="has been removed"):
+            QuantizationArgs.model_validate(args)
+    else:
+        QuantizationArgs.model_validate(args)

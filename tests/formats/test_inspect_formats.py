@@ -314,15 +314,25 @@ def test_a_float_member_that_is_stated_loads_where_nothing_is_fused(model, write
     assert not inspect_checkpoint(folder).ok
 
 
-@pytest.mark.parametrize(("actorder", "stated"), [("group", True), ("weight", False)])
-def test_act_order_that_the_config_states_is_no_surprise(model, write_folder, actorder, stated):
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(
+    ("actorder", "stated"),
+    [("group", True), ("dynamic", True), ("Dynamic", True), (True, True), ("weight", False)]
+    + [("static", False), (False, False)],
+)
+def test_act_order_that_the_config_states_is_no_surprise(
+    model, write_folder, actorder, stated, in_order
+):
     tensors, config = model("compressed-tensors", "w4a16-sym-g32")
-    tensors[f"{Q0}.weight_g_idx"] = (torch.arange(64) // 32).flip(0).int()
+    g_idx = torch.arange(64) // 32
+    tensors[f"{Q0}.weight_g_idx"] = (g_idx if in_order else g_idx.flip(0)).int()
     config[BLOCK]["config_groups"]["group_0"]["weights"]["actorder"] = actorder
     folder = write_folder(tensors, config)
     subjects = [problem.subject for problem in inspect_checkpoint(folder).problems]
-    assert subjects == ([] if stated else [f"{Q0}.weight_g_idx"])
-    assert answers(folder)["vLLM"] == "no"
+    assert subjects == ([] if stated or in_order else [f"{Q0}.weight_g_idx"])
+    refused = "no" if stated or not in_order else "yes"
+    assert [answers(folder)[name] for name in ("vLLM", "transformers")] == [refused, refused]
+    assert answers(folder)["this project"] == ("yes" if in_order else "slow")
 
 
 def test_asymmetric_v1_zeros_are_believed_of_gptqmodel_alone(model, write_folder):
