@@ -16,10 +16,11 @@ from formats.errors import CheckpointError, InputError
 from formats.findings import Findings, Problem
 from formats.inspect_awq import awq_linear
 from formats.inspect_compressed import compressed_linear
+from formats.inspect_config import Choices, check_config
 from formats.inspect_files import Shards, read_shards
 from formats.inspect_gptq import gptq_linear
 from formats.inspect_kv import check_kv_scales
-from formats.inspect_model import check_config, check_model, check_places, check_shapes
+from formats.inspect_model import check_model, check_places, check_shapes
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict, loads_in
@@ -119,8 +120,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     fused_mixed = _check_fused(linears, quant, findings)
     if not config_error:
         _check_labels(linears, quant, findings)
-    if config:
-        check_config(config, findings)
+    choices = check_config(config, findings) if config else Choices()
     check_model(config, shards, findings)
     check_shapes(config, linears, shards, findings)
     unplaced = check_places(config, quant.method if quant else None, shards, findings)
@@ -137,6 +137,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         config=quant,
         config_error=config_error,
         linears=linears,
+        choices=choices,
         first_error=next((f"{e.subject}: {e.text}" for e in errors if not e.read_here), ""),
         fused_mixed=fused_mixed,
         unplaced=unplaced,

@@ -7,25 +7,13 @@ from typing import Any, Protocol
 
 from formats.checkpoint import CONFIG, TensorEntry
 from formats.findings import Findings
+from formats.inspect_config import UNIFORM_MODEL_TYPES
 from formats.inspect_files import Shards
 from formats.inspect_kv import is_kv_scale
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.rules import LAYER_NUMBER
 
-# Families whose layers are all alike, with these tensors beside them.
-UNIFORM_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# of config.json; readers refuse another type, or compute with it
-NUMBERS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 MODEL_TENSORS = ("model.embed_tokens.weight", "model.norm.weight")
 HEAD = "lm_head.weight"
 _FIELDS = sorted({field for row in LAYOUTS.values() for field in row.fields}, key=len, reverse=True)
@@ -59,21 +47,6 @@ class HasEntries(Protocol):
     """Shards, or a CheckpointReader."""
 
     entries: dict[str, TensorEntry]
-
-
-def check_config(config: Mapping[str, Any], findings: Findings) -> None:
-    """Report what makes transformers, and so every server, refuse config.json."""
-    if not isinstance(config.get("model_type"), str):
-        found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
-        findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
-    if config.get("model_type") not in UNIFORM_MODEL_TYPES:
-        return
-    for name in NUMBERS:
-        value = config.get(name, 1)
-        if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NULL):
-            findings.error(
-                f"{CONFIG} {name}", f"expected a whole number above 0, found {value!r:.80}"
-            )
 
 
 def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> None:

@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from formats.inspect_config import SILU, Choices
 from formats.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 from formats.scheme import CHANNEL, Scheme
 
 MARLIN_GROUPS = (CHANNEL, 32, 64, 128)
 SERVED_GPTQ = ((4, True), (8, True))
-# The rows of qserve/model/architectures.py, which this package cannot import. A test compares them.
+# The rows of qserve/model/architectures.py and the types of qserve/model/rope.py, which this
+# package cannot import. A test compares them.
 OUR_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+OUR_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class Verdict(NamedTuple):
@@ -39,6 +42,7 @@ class Facts:
     config: QuantConfig | None  # None: float, or it cannot be read
     config_error: str  # why it cannot be read
     linears: Sequence[LinearSummary]
+    choices: Choices  # of config.json
     first_error: str  # of the checkpoint itself; empty: none
     fused_mixed: str  # a fused matrix whose members differ; empty: none
     unplaced: str  # a tensor that the model has no place for; empty: none
@@ -69,6 +73,10 @@ def _ours(facts: Facts) -> Answer:
         return "no", facts.first_error
     if facts.architecture not in OUR_ARCHITECTURES:
         return "no", f"serves {', '.join(OUR_ARCHITECTURES)}"
+    if facts.choices.activation != SILU:
+        return _without_activation(facts)
+    if facts.choices.rope not in OUR_ROPE_TYPES:
+        return "no", f"computes no rotary embedding of type {facts.choices.rope}"
     if facts.unplaced:
         return "no", f"has no place for {facts.unplaced}"
     if "act-order" in facts.traits:
@@ -79,9 +87,10 @@ def _ours(facts: Facts) -> Answer:
 
 
 def _vllm(facts: Facts) -> Answer:
+    problem = _broken(facts) or _without_activation(facts)
     if facts.method == "float":
-        return _broken(facts) or ("yes", "")
-    problem = _broken(facts) or _mixed(facts)
+        return problem or ("yes", "")
+    problem = problem or _mixed(facts)
     if problem:
         return problem
     rule = {"gptq": _vllm_gptq, "awq": _awq_server, "compressed-tensors": _vllm_compressed}
@@ -144,9 +153,10 @@ def _compressed_server(facts: Facts) -> Answer:
 
 
 def _sglang(facts: Facts) -> Answer:
+    problem = _broken(facts) or _without_activation(facts)
     if facts.method == "float":
-        return _broken(facts) or ("yes", "")
-    problem = _broken(facts) or _mixed(facts)
+        return problem or ("yes", "")
+    problem = problem or _mixed(facts)
     if problem:
         return problem
     if facts.method == "awq":
@@ -223,6 +233,13 @@ def _broken(facts: Facts) -> Answer | None:
         return "no", facts.first_error
     if facts.config_error:
         return "no", f"not judged: {facts.config_error}"
+    return None
+
+
+def _without_activation(facts: Facts) -> Answer | None:
+    """This project, vLLM and SGLang have one activation for these families."""
+    if facts.choices.activation != SILU:
+        return "no", f"computes {SILU}, not {facts.choices.activation}"
     return None
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from formats.loads_in import OUR_ARCHITECTURES
+from formats.loads_in import OUR_ARCHITECTURES, OUR_ROPE_TYPES
 from qserve.model.architectures import ARCHITECTURES
+from qserve.model.rope import ROPE_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"formats", "qkernels", "calibrate", "qserve"}
@@ -86,8 +87,9 @@ def test_nothing_third_party_reads_pickles_or_remote_code():
                 assert banned not in text.replace("model.eval()", ""), f"{path}: {banned}"
 
 
-def test_served_architectures_are_those_that_the_doctor_knows():
+def test_what_is_served_is_what_the_doctor_knows():
     assert tuple(ARCHITECTURES) == OUR_ARCHITECTURES
+    assert ROPE_TYPES == OUR_ROPE_TYPES
 
 
 def test_shadowed_sibling_is_named(tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 from formats import awq, compressed_tensors, gptq
 from formats.inspect import inspect_checkpoint
+from formats.inspect_config import Choices
 from formats.kv_cache import write_kv_scheme
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, loads_in
@@ -376,6 +377,7 @@ def test_shapes_of_sglangs_fast_kernel(shape, answer):
         config=QuantConfig(scheme=Scheme.parse("w4a16-sym")),
         config_error="",
         linears=[linear],
+        choices=Choices(),
         first_error="",
         fused_mixed="",
         unplaced="",

@@ -1,0 +1,145 @@
+"""Would a reader take config.json, but for its quantization? Knows keys and values, no tensors.
+
+transformers' rules, by which vLLM, SGLang and this project read the file too (5.23).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from formats.checkpoint import CONFIG
+from formats.findings import Findings
+
+# Families whose layers are all alike; the rules below, but for the dtype, are theirs.
+UNIFORM_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+NUMBERS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+# The rows of transformers' table. The families' own is silu, and the only one that servers have.
+SILU = "silu"
+ACTIVATIONS = (
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
+    *("gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear"),
+    *("mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", SILU, "sqrtsoftplus"),
+    *("swish", "tanh", "xielu"),
+)
+# of torch, as transformers looks them up
+DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
+# kind of rotary embedding -> the numbers above 0 that it needs, and the lists of such
+ROPE_DEFAULT = "default"
+ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    ROPE_DEFAULT: ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "longrope": ((), ("short_factor", "long_factor")),
+    "proportional": ((), ()),
+}
+
+
+class Choices(NamedTuple):
+    """What a reader may lack though transformers has it; the usual ones where nothing is known."""
+
+    activation: str = SILU
+    rope: str = ROPE_DEFAULT
+
+
+def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
+    """Report what makes transformers, and so every server, refuse config.json."""
+    if not isinstance(config.get("model_type"), str):
+        found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
+        findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
+    _check_dtype(config, findings)
+    if config.get("model_type") not in UNIFORM_MODEL_TYPES:
+        return Choices()
+    for name in NUMBERS:
+        value = config.get(name, 1)
+        if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NULL):
+            findings.error(
+                f"{CONFIG} {name}", f"expected a whole number above 0, found {value!r:.80}"
+            )
+    epsilon = config.get("rms_norm_eps", 1e-6)
+    if type(epsilon) is not float or not 0 <= epsilon < math.inf:
+        findings.error(
+            f"{CONFIG} rms_norm_eps", f"expected a number such as 1e-06, found {epsilon!r:.80}"
+        )
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        findings.error(
+            f"{CONFIG} tie_word_embeddings", f"expected true or false, found {tied!r:.80}"
+        )
+    return Choices(_activation(config, findings), _rope(config, findings))
+
+
+def _check_dtype(config: Mapping[str, Any], findings: Findings) -> None:
+    """The newer key goes first. Readers set tensors up in this dtype, or fail to find it."""
+    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    value = config.get(key)
+    composite = isinstance(value, dict) and config.get("model_type") not in UNIFORM_MODEL_TYPES
+    if value is not None and not composite and value not in DTYPES:
+        findings.error(
+            f"{CONFIG} {key}",
+            f"expected {', '.join(DTYPES[:2])} or float32, found {value!r:.80}",
+            "state the dtype of the norms and embeddings",
+        )
+
+
+def _activation(config: Mapping[str, Any], findings: Findings) -> str:
+    name = config.get("hidden_act", SILU)
+    if name in ACTIVATIONS:
+        return name
+    findings.error(
+        f"{CONFIG} hidden_act",
+        f"unknown: {name!r:.80}; all models of this family have {SILU}",
+        "copy config.json from the model that was quantized",
+    )
+    return SILU
+
+
+def _rope(config: Mapping[str, Any], findings: Findings) -> str:
+    """The kind of rotary embedding, and whether the numbers are there that it needs."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key)
+    rope = {} if rope is None else rope
+    remedy = "copy it from the model that was quantized"
+    if not isinstance(rope, dict):
+        findings.error(f"{CONFIG} {key}", f"expected an object, found {rope!r:.80}", remedy)
+        return ROPE_DEFAULT
+    if any(isinstance(value, dict) for value in rope.values()):  # one for each type of layer
+        return ROPE_DEFAULT
+    theta_key = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
+    theta = rope.get("rope_theta", config.get("rope_theta", 1.0))
+    if not _is_positive(theta):
+        findings.error(
+            f"{CONFIG} {theta_key}", f"expected a number above 0, found {theta!r:.80}", remedy
+        )
+    kind = rope.get("rope_type", rope.get("type", ROPE_DEFAULT))
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        findings.error(
+            f"{CONFIG} {key}.{'rope_type' if 'rope_type' in rope else 'type'}",
+            f"expected one of {', '.join(ROPE_TYPES)}, found {kind!r:.80}",
+            remedy,
+        )
+        return ROPE_DEFAULT
+    numbers, lists = ROPE_TYPES[kind]
+    for name in (*numbers, *lists):
+        value = rope.get(name)
+        listed = name in lists and isinstance(value, list) and len(value) > 0
+        if not all(_is_positive(each) for each in (value if listed else [value])):
+            wanted = "a list of numbers" if name in lists else "a number"
+            found = f"found {value!r:.80}" if name in rope else "it is missing"
+            findings.error(f"{CONFIG} {key}.{name}", f"expected {wanted} above 0, {found}", remedy)
+    return kind
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf

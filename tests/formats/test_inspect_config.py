@@ -1,0 +1,135 @@
+"""The doctor on config.json: it refuses what transformers refuses, and knows what servers lack."""
+
+import math
+
+import pytest
+
+from formats.findings import Findings
+from formats.inspect import inspect_checkpoint
+from formats.inspect_config import ACTIVATIONS, DTYPES, ROPE_TYPES, check_config
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.fixture
+def inspect_config(gptq_model, write_folder):
+    """inspect_config(**changes of config.json) -> the Inspection of an otherwise good folder."""
+
+    def inspect(**changes):
+        tensors, config = gptq_model
+        return inspect_checkpoint(write_folder(tensors, {**config, **changes}))
+
+    return inspect
+
+
+REFUSED = [
+    ({"hidden_act": "xyz"}, "hidden_act", "'xyz'"),
+    ({"hidden_act": None}, "hidden_act", "None"),
+    ({"torch_dtype": "float17"}, "torch_dtype", "'float17'"),
+    ({"torch_dtype": "torch.bfloat16"}, "torch_dtype", "'torch.bfloat16'"),
+    ({"dtype": "float17", "torch_dtype": "float16"}, "dtype", "'float17'"),
+    ({"rope_scaling": {"rope_type": "xyz"}}, "rope_scaling.rope_type", "'xyz'"),
+    ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling.type", "'su'"),
+    ({"rope_parameters": {"rope_type": None}}, "rope_parameters.rope_type", "None"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type", "['yarn']"),
+    ({"rope_scaling": "linear"}, "rope_scaling", "'linear'"),
+    ({"rope_parameters": []}, "rope_parameters", "[]"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor", "it is missing"),
+    ({"rope_scaling": {**LLAMA3, "factor": "8"}}, "rope_scaling.factor", "'8'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 0}}, "rope_scaling.factor", "found 0"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [0.0]}},
+        "rope_scaling.long_factor",
+        "a list of numbers above 0, found [0.0]",
+    ),
+    ({"rope_theta": None}, "rope_theta", "None"),
+    ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta", "'1e4'"),
+    ({"rms_norm_eps": None}, "rms_norm_eps", "None"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps", "nan"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings", "found 0"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings", "'false'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "text"), REFUSED)
+def test_what_readers_refuse_is_one_error_for_everybody(inspect_config, changes, key, text):
+    found = inspect_config(**changes)
+    errors = [p for p in found.problems if p.severity == "error"]
+    assert [problem.subject for problem in errors] == [f"config.json {key}"]
+    assert text in errors[0].text
+    assert {verdict.answer for verdict in found.loads_in} == {"no"}
+    assert errors[0].subject in found.loads_in[1].reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "silu", "torch_dtype": "bfloat16", "rope_scaling": None},
+        {"dtype": "float16", "torch_dtype": "float17"},
+        {"dtype": None},
+        {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    ],
+)
+def test_what_readers_take(inspect_config, changes):
+    found = inspect_config(**changes)
+    assert found.problems == ()
+    assert "no" not in {verdict.answer for verdict in found.loads_in}
+
+
+def test_an_activation_that_only_transformers_has(inspect_config):
+    answers = {v.program: v for v in inspect_config(hidden_act="gelu").loads_in}
+    assert {name: v.answer for name, v in answers.items()} == {
+        "this project": "no",
+        "vLLM": "no",
+        "SGLang": "no",
+        "transformers": "yes",
+    }
+    assert answers["vLLM"].reason == "computes silu, not gelu"
+
+
+def test_a_rotary_embedding_that_only_we_lack(inspect_config):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    answers = {v.program: v for v in inspect_config(rope_scaling=rope).loads_in}
+    assert [name for name, v in answers.items() if v.answer == "no"] == ["this project"]
+    assert "longrope" in answers["this project"].reason
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
+def test_other_families_have_choices_of_their_own(model_type):
+    findings = Findings()
+    config = {"model_type": model_type, "hidden_act": "xyz", "rope_scaling": {"type": "su"}}
+    check_config({**config, "dtype": {"text": "float16"}}, findings)
+    assert findings.problems == []
+    check_config({**config, "dtype": "float17"}, findings)
+    assert [problem.subject for problem in findings.problems] == ["config.json dtype"]
+
+
+def test_the_tables_are_those_of_transformers():
+    activations = pytest.importorskip("transformers.activations")
+    rope = pytest.importorskip("transformers.modeling_rope_utils")
+    assert set(ACTIVATIONS) == set(activations.ACT2CLS)
+    assert set(ROPE_TYPES) == {"default", *rope.ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("kind", list(ROPE_TYPES))
+def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
+    """It says so where one is missing, but for factors that it fills in or only warns of."""
+    auto = pytest.importorskip("transformers").AutoConfig
+    numbers, lists = ROPE_TYPES[kind]
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    rope = {"rope_type": kind, "rope_theta": 1e4}
+    rope |= dict.fromkeys(numbers, 2.0) | dict.fromkeys(lists, [1.0] * 8)
+    auto.for_model("llama", **sizes, rope_scaling=dict(rope))
+    for name in (*numbers, *lists):
+        less = {key: value for key, value in rope.items() if key != name}
+        with pytest.raises(KeyError, match=name):
+            auto.for_model("llama", **sizes, rope_scaling=less)
+
+
+def test_dtypes_are_of_torch():
+    torch = pytest.importorskip("torch")
+    assert all(getattr(torch, name).is_floating_point for name in DTYPES)
