@@ -1,7 +1,8 @@
 """The checkpoint doctor: what a model folder holds, what is wrong with it, and who loads it.
 
-Reads headers, and of the tensors only the small ones of quantized linears (zeros, scales, group
-index). Needs no model, GPU or memory. Damage becomes a Problem, so that the rest is still reported.
+Reads headers, the small tensors of quantized linears (zeros, scales, group index), and every float
+value, which takes as long as the disk does. Needs no model, GPU or memory. Damage becomes a
+Problem, so that the rest is still reported.
 Legend: N outputs, K inputs, G groups.
 """
 
@@ -21,6 +22,7 @@ from formats.inspect_files import Shards, read_shards
 from formats.inspect_gptq import gptq_linear
 from formats.inspect_kv import check_kv_scales
 from formats.inspect_model import check_model, check_places, check_shapes
+from formats.inspect_values import check_values
 from formats.layouts import LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict, loads_in
@@ -125,6 +127,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     check_shapes(config, linears, shards, findings)
     unplaced = check_places(config, quant.method if quant else None, shards, findings)
     check_kv_scales(quant, shards, findings)
+    check_values(shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     names = config.get("architectures")
     names = [str(name) for name in names] if isinstance(names, list) else []

@@ -220,7 +220,7 @@ COMMANDS: dict[str, Command] = {
         run=convert,
     ),
     "inspect": Command(
-        help="show what a checkpoint holds and what is wrong with it",
+        help="show what a checkpoint holds and what is wrong with it: reads all but integer codes",
         settings=(InspectConfig,),
         run=inspect,
     ),
