@@ -6,12 +6,15 @@ square and w the weights' mean magnitude; the error of a candidate is that of th
 The factors are folded into the operator before. Clipping is the solver's search of scales.
 """
 
+import math
+
 import torch
 
 from calibrate.layer_map import ScalePair
 from calibrate.solving import LayerContext, LayerState, Transform, move_scale, shared_by_heads
 from calibrate.statistics import InputStatistics
 from formats import affine
+from formats.errors import RangeError
 from formats.scheme import QuantSpec
 
 NUM_RATIOS = 20
@@ -70,11 +73,17 @@ def candidates(
 def output_error(
     weights: list[torch.Tensor], scale_K: torch.Tensor, stats: InputStatistics, spec: QuantSpec
 ) -> float:
-    """Squared error of the linears' outputs when weights are rounded under the factors."""
+    """Squared error of the linears' outputs when weights are rounded under the factors.
+
+    Infinite where they leave the range of scales.
+    """
     error = 0.0
     for weight_NK in weights:
         scaled_NK = weight_NK * scale_K
-        scales_NG, zeros_NG = affine.choose_scales(scaled_NK, spec, method=SEARCH_METHOD)
+        try:
+            scales_NG, zeros_NG = affine.choose_scales(scaled_NK, spec, method=SEARCH_METHOD)
+        except RangeError:  # factors that no checkpoint can hold the weights of
+            return math.inf
         codes_NK = affine.quantize(scaled_NK, scales_NG, zeros_NG, spec)
         rounded_NK = affine.dequantize(codes_NK, scales_NG, zeros_NG) / scale_K
         error += float(stats.squared_error(weight_NK - rounded_NK).double().sum())

@@ -9,6 +9,7 @@ import torch
 from calibrate import rtn
 from calibrate.recipe import Recipe
 from calibrate.report import LinearReport
+from calibrate.scale_range import range_notes
 from calibrate.solving import LayerContext, LayerState, SolverError
 from calibrate.statistics import InputStatistics
 from formats.activation import LARGEST, MIN_INPUT_SCALE
@@ -76,6 +77,7 @@ def quantize_layer(
             except SolverError as error:
                 packed[local] = rtn.solve(weight_NK, None, scheme.weight, name)
                 notes.append(f"rounded to nearest: {error.problem}")
+            notes += range_notes(weight_NK, packed[local], name)
             scale = input_scales.get(name)
             if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
                 scale = static_scale(stats, scheme.activation)

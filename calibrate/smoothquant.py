@@ -6,12 +6,15 @@ is given for the whole model, or searched for each input by the error of the rou
 sample of tokens.
 """
 
+import math
+
 import torch
 
 from calibrate.activations import fake_quantize_tokens
 from calibrate.solving import LayerContext, LayerState, Transform, move_scale
 from calibrate.statistics import InputStatistics
 from formats import affine
+from formats.errors import RangeError
 from formats.scheme import QuantSpec
 
 ALPHAS = tuple(i / 10 for i in range(11))
@@ -62,13 +65,19 @@ def product_error(
     sample_TK: torch.Tensor,
     context: LayerContext,
 ) -> float:
-    """Squared error of x W^T on the sample when both are rounded under the factors."""
+    """Squared error of x W^T on the sample when both are rounded under the factors.
+
+    Infinite where weights leave the range of scales.
+    """
     x_TK = sample_TK / scale_K
     if context.activation_bits is not None:
         x_TK = fake_quantize_tokens(x_TK, context.activation_bits)
     error = 0.0
     for weight_NK in weights:
-        rounded_NK = _round(weight_NK * scale_K, context.spec)
+        try:
+            rounded_NK = _round(weight_NK * scale_K, context.spec)
+        except RangeError:
+            return math.inf
         difference = sample_TK @ weight_NK.t() - x_TK @ rounded_NK.t()
         error += float(difference.double().square().sum())
     return error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.errors import CheckpointError, SchemeError
+from formats.errors import CheckpointError, RangeError, SchemeError
 from formats.scheme import QuantSpec
 
 SCALE_DTYPE = torch.float16
@@ -21,6 +21,8 @@ SCALE_DTYPE = torch.float16
 # scale moves it by less than 1/32. Largest: float16's largest.
 MIN_SCALE = 2.0**-20
 MAX_SCALE = 65504.0
+# Steps that the largest weight of all must be away from 0 at least, or as many as its bits give.
+LEAST_STEPS = 8
 # Fractions of the full range that the search tries. A smaller range clips the extreme weights of a
 # group and rounds all others finer.
 SHRINK_FACTORS = tuple(1 - 0.03 * i for i in range(13))
@@ -41,6 +43,7 @@ SCALE_METHODS: dict[str, Ranges] = {
     "mse": Ranges(shrinks=SHRINK_FACTORS, long_side=True, short_side=True),
 }
 DEFAULT_METHOD = "mse"
+OUT_OF_RANGE = "leave it in float (--ignore), or use a float8 scheme, whose scales are float32"
 # Rows are searched in blocks of about this many weights, so that memory stays bounded.
 BLOCK_ELEMENTS = 2**22
 
@@ -59,8 +62,9 @@ def choose_scales(
     the mean square of each input in calibration data ("imatrix"); None: all alike.
 
     Scales are float16 and never zero; zeros are uint8 in code units, 2^(b-1) throughout for a
-    symmetric spec. An all-zero group gets scale 1. Raises CheckpointError, with `name`, on NaN or
-    infinity.
+    symmetric spec. An all-zero group gets scale 1. A group that would need a scale below MIN_SCALE
+    gets that one, and is rounded more coarsely (calibrate reports it). Raises CheckpointError, with
+    `name`, on NaN or infinity; RangeError where a group is too large for a scale, or all too small.
     """
     out_features, in_features = weight_NK.shape
     spec.check_shape(name, out_features, in_features)
@@ -77,7 +81,7 @@ def choose_scales(
         # Where no input of a group matters, all of them do.
         importance_GL = importance_GL + (importance_GL.sum(1, keepdim=True) == 0)
     rows = max(1, BLOCK_ELEMENTS // in_features)
-    scales, zeros = [], []
+    scales, zeros, widest = [], [], 0.0
     for block in weight_NK.split(rows):
         groups_NGL = block.float().unflatten(1, (num_groups, -1))
         if not torch.isfinite(groups_NGL).all():
@@ -92,7 +96,8 @@ def choose_scales(
             if importance_GL is not None:
                 error_NGL.mul_(importance_GL)
             error_NG = error_NGL.sum(-1)
-            if best_error is None:
+            if best_error is None:  # the full range
+                widest = max(widest, _check_not_above(scale_NG, groups_NGL, name))
                 best_scale, best_zero, best_error = stored_NG, zero_NG, error_NG
                 continue
             better_NG = error_NG < best_error
@@ -101,7 +106,33 @@ def choose_scales(
             best_error = torch.where(better_NG, error_NG, best_error)
         scales.append(best_scale)
         zeros.append(best_zero.to(torch.uint8))
+    _check_not_below(widest, weight_NK, spec, name)
     return torch.cat(scales), torch.cat(zeros)
+
+
+def _check_not_above(scale_NG: torch.Tensor, groups_NGL: torch.Tensor, name: str) -> float:
+    """The largest scale. Raises RangeError where a checkpoint cannot store it."""
+    widest = float(scale_NG.abs().max())
+    if widest > MAX_SCALE:
+        raise RangeError(
+            name,
+            f"its largest weight is {float(groups_NGL.abs().max()):.3g}, which needs a scale of"
+            f" {widest:.3g}; scales are stored in float16, which ends at {MAX_SCALE:.0f}",
+            OUT_OF_RANGE,
+        )
+    return widest
+
+
+def _check_not_below(widest: float, weight_NK: torch.Tensor, spec: QuantSpec, name: str) -> None:
+    """Raise RangeError where even the largest scale of a weight is too small to be stored."""
+    side = 2 ** (spec.bits - 1)
+    if 0 < widest * side < MIN_SCALE * min(side, LEAST_STEPS):
+        raise RangeError(
+            name,
+            f"its largest weight is {float(weight_NK.abs().max()):.3g}, which needs a scale of"
+            f" {widest:.3g}; scales are stored in float16, which gets coarse below {MIN_SCALE:.3g}",
+            OUT_OF_RANGE,
+        )
 
 
 def _storable(scale_NG: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,10 @@ class CheckpointError(InputError):
     """A checkpoint's files, names, shapes or bytes are not what they must be."""
 
 
+class RangeError(CheckpointError):
+    """Weights are too large or too small for the scales that a checkpoint stores."""
+
+
 class DiskError(CheckpointError):
     """The disk refuses to hold something. Space can be made, so what is finished stays."""
 

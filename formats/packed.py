@@ -12,7 +12,7 @@ import torch
 from formats import affine
 from formats.activation import check_input_scale, describe_scale, same_activation
 from formats.bits import pack, packed_length, unpack
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RangeError
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,8 +65,8 @@ class PackedWeight:
             if not spec.symmetric:
                 raise CheckpointError(name, "an asymmetric scheme needs zero points")
             zeros_NG = torch.full_like(scales_NG, spec.symmetric_zero, dtype=torch.uint8)
-        elif ((zeros_NG < 0) | (zeros_NG > spec.max_code)).any():
-            raise CheckpointError(name, f"expected zero points in 0..{spec.max_code}")
+        elif not ((zeros_NG >= 0) & (zeros_NG <= spec.max_code) & (zeros_NG % 1 == 0)).all():
+            raise CheckpointError(name, f"expected whole zero points in 0..{spec.max_code}")
         packed = cls(
             words_NW=pack(codes_NK, spec.bits),
             scales_NG=scales_NG.contiguous(),
@@ -128,6 +128,22 @@ class PackedWeight:
                 f" found {self.zeros_NG.unique().tolist()[:8]}",
             )
         check_input_scale(self.activation, self.input_scale, name)
+
+    def check_range(self, name: str = "weight") -> None:
+        """Raise RangeError where float16, in which files hold scales, has infinity or zero for one.
+
+        Scales that a solver gives in a wider dtype are kept; most servers round them on loading.
+        """
+        stored_NG = self.scales_NG.to(affine.SCALE_DTYPE)
+        lost_NG = torch.isinf(stored_NG) | (stored_NG == 0)
+        if lost_NG.any():
+            worst = float(self.scales_NG[lost_NG][0])
+            raise RangeError(
+                name,
+                f"{int(lost_NG.sum())} of its {lost_NG.numel()} scales are beyond float16, in which"
+                f" files and servers hold them, such as {worst:.3g}",
+                affine.OUT_OF_RANGE,
+            )
 
     def codes(self) -> torch.Tensor:
         """uint8 codes [N, K], columns in `input_order`."""

@@ -86,9 +86,13 @@ class QuantLinear(nn.Module):
         scheme: str | Scheme,
         bias: torch.Tensor | None = None,
     ) -> "QuantLinear":
-        """Take a solver's unsigned codes, scales and zero points untouched."""
+        """Take a solver's unsigned codes, scales and zero points untouched.
+
+        Raises RangeError on scales that float16, in which files hold them, has no number for.
+        """
         scheme = Scheme.parse(scheme)
         packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
+        packed.check_range()
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
     @classmethod

@@ -15,7 +15,7 @@ from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe, default_recipe, find_recipe
 from calibrate.solving import SolverError
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError, InputError, RangeError
 from formats.inspect import inspect_checkpoint
 from formats.packed import PackedWeight
 from formats.scheme import Scheme
@@ -69,6 +69,64 @@ def test_activations_that_overflow_stop_the_run_with_the_linears_name(copy_5m, t
     with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.down_proj: its activations"):
         quantize_checkpoint(copy_5m(change), tmp_path / "out", recipe="gptq", **FAST)
     assert_nothing_left(tmp_path)
+
+
+GATE = "model.layers.2.mlp.gate_proj"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scheme"),
+    [(name, "w4a16-sym") for name in ("rtn", "imatrix", "gptq", "gptaq", "awq", "rotate")]
+    + [("rtn", "w8a16-sym"), ("rtn", "w8a8"), ("smoothquant+gptq", "w8a8")],
+)
+@pytest.mark.parametrize("factor", [1e8, 1e-9])
+def test_weights_beyond_the_scales_stop_the_run(copy_5m, tmp_path, recipe, scheme, factor):
+    source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(factor))
+    options = {**FAST, "scheme": Scheme.parse(scheme), "ignore": ["layers.0", "layers.1"]}
+    with pytest.raises(RangeError, match=f"{GATE}: its largest weight is .*float16"):
+        quantize_checkpoint(source, tmp_path / "out", recipe=recipe, **options)
+    assert_nothing_left(tmp_path)
+
+
+def test_weights_beyond_the_scales_in_float8_and_in_float(copy_5m, tmp_path):
+    """What the error advises: float8 has float32 scales, and a linear may stay in float."""
+    source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(1e-9))
+    options = {**FAST, "scheme": Scheme.parse("w8a8-fp8")}
+    report = quantize_checkpoint(source, tmp_path / "fp8", recipe="rtn", **options)
+    assert max(linear.relative_error for linear in report.linears) < 0.03
+    report = quantize_checkpoint(source, tmp_path / "w4", recipe="rtn", ignore=["2.mlp"], **FAST)
+    assert not any(linear.notes for linear in report.linears)
+
+
+def test_rows_that_get_the_smallest_scale_are_reported(copy_5m, tmp_path, caplog):
+    def change(tensors):
+        tensors[f"{GATE}.weight"][10:13] = 2e-6
+        tensors[f"{GATE}.weight"][20] = 1e-4  # subnormal: 1e-4 / 8 is below 6.1e-5
+
+    report = quantize_checkpoint(copy_5m(change), tmp_path / "out", recipe="rtn", **FAST)
+    notes = {linear.name: linear.notes for linear in report.linears if linear.notes}
+    assert list(notes) == [GATE]
+    smallest, subnormal = notes[GATE]
+    assert smallest == (
+        "6 of 1536 scales are the smallest that are written: the weights there, up to 2e-06, are"
+        " rounded more coarsely than in 4 bits"
+    )
+    assert subnormal.startswith("8 of 1536 scales are subnormal in torch.float16")
+    assert smallest in report.to_text() and smallest in caplog.text
+
+
+@pytest.mark.parametrize("scale", [1e5, 1e-8])
+def test_own_solver_with_scales_that_float16_has_not(docs_5m, tmp_path, scale):
+    def mine(weight, stats, spec, name):
+        codes = torch.zeros(weight.shape, dtype=torch.uint8)
+        scales = torch.full((weight.shape[0], spec.num_groups(weight.shape[1])), scale)
+        return PackedWeight.from_codes(codes, scales, None, spec, name)
+
+    recipe = Recipe(name="mine", solver=mine, needs_data=False)
+    with pytest.raises(
+        RangeError, match=r"layers\.0\.self_attn\.q_proj: .* scales are beyond float16"
+    ):
+        quantize_checkpoint(docs_5m, tmp_path / "out", recipe=recipe, **FAST)
 
 
 def test_solver_that_gives_up_is_replaced_and_reported(docs_5m, tmp_path, caplog):

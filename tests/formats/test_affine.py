@@ -1,12 +1,13 @@
 """The rounding rule against exact arithmetic, and what the choice of scales promises."""
 
+import re
 from fractions import Fraction
 
 import pytest
 import torch
 
 from formats import affine
-from formats.errors import CheckpointError, SchemeError
+from formats.errors import CheckpointError, RangeError, SchemeError
 from formats.scheme import CHANNEL, QuantSpec
 
 SPECS = [
@@ -116,14 +117,45 @@ def test_all_zero_group_gets_scale_one_and_comes_back_zero(spec):
     assert (affine.dequantize(codes, scales, zeros)[3, :length] == 0).all()
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1e6, 1e30])
+@pytest.mark.parametrize("method", list(affine.SCALE_METHODS))
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_scales_stay_finite_and_not_zero_at_the_ends_of_float16(magnitude, symmetric):
+@pytest.mark.parametrize(
+    ("magnitude", "text"),
+    [(1e7, r"ends at 65504"), (1e30, r"ends at 65504")]
+    + [(1e-7, "coarse below 9.54e-07"), (1e-30, "coarse below 9.54e-07")],
+)
+def test_weights_beyond_the_scales_of_float16_are_refused(method, symmetric, magnitude, text):
     spec = QuantSpec(bits=4, symmetric=symmetric, group_size=32)
-    scales, _ = affine.choose_scales(random_weight(torch.float32) * magnitude, spec)
-    assert scales.dtype == torch.float16
-    assert torch.isfinite(scales).all()
-    assert (scales != 0).all()
+    weight = random_weight(torch.float32) * magnitude
+    largest = f"layers.7.up: its largest weight is {float(weight.abs().max()):.3g}, which"
+    with pytest.raises(RangeError, match=re.escape(largest) + f".*{text}.*--ignore"):
+        affine.choose_scales(weight, spec, "layers.7.up", method=method)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ends_of_the_range(bits, symmetric):
+    """Up to float16's largest scale; down to 8 of the smallest steps, or all that the bits have."""
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
+    side = 2 ** (bits - 1)
+    weight = torch.full((1, 32), -1.0)
+    weight[:, 1] = 1 - 1 / side  # the full range of either kind of grid
+    smallest = affine.MIN_SCALE * min(side, affine.LEAST_STEPS)
+    for good in (65504 * side * 0.999, smallest * 1.001):
+        scales, _ = affine.choose_scales(weight * good, spec, method="full-range")
+        assert torch.isfinite(scales).all() and (scales.abs() >= affine.MIN_SCALE).all()
+    for bad in (65504 * side * 1.001, smallest * 0.999):
+        with pytest.raises(RangeError):
+            affine.choose_scales(weight * bad, spec, method="full-range")
+
+
+def test_a_small_group_among_others_gets_the_smallest_scale(monkeypatch):
+    monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128)  # the rows that are fine come last
+    weight = random_weight(torch.float32)
+    weight[:16] *= 1e-9
+    scales, _ = affine.choose_scales(weight, SPECS[0])
+    assert (scales[:16].abs() == affine.MIN_SCALE).all()
+    assert (scales[16:].abs() > 0.1).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

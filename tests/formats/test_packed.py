@@ -1,9 +1,11 @@
 """PackedWeight: a solver's codes come back untouched, wrong input is named."""
 
+import re
+
 import pytest
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RangeError
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
 
@@ -48,9 +50,11 @@ def test_from_float_rounds_an_exact_grid_to_itself():
         (lambda c, s: (c, s.long(), None), "not floating point"),
         (lambda c, s: (c, s * 0, None), "NaN, infinity or zero"),
         (lambda c, s: (c, s * float("nan"), None), "NaN, infinity or zero"),
-        (lambda c, s: (c, s, torch.full_like(s, 16)), "zero points in 0..15"),
-        (lambda c, s: (c, s, torch.full_like(s, -1)), "zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, 16)), "whole zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, -1)), "whole zero points in 0..15"),
         (lambda c, s: (c, s, torch.full_like(s, 7)), "8 throughout"),
+        (lambda c, s: (c, s, torch.full_like(s, 8.5)), "whole zero points in 0..15"),
+        (lambda c, s: (c, s, torch.full_like(s, float("nan"))), "whole zero points in 0..15"),
     ],
 )
 def test_wrong_solver_output_is_named(change, message):
@@ -58,6 +62,20 @@ def test_wrong_solver_output_is_named(change, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         PackedWeight.from_codes(*change(codes, scales), SYM, "layers.1.gate")
     assert "layers.1.gate" in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [7e4, -7e4, 2e-8, -1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_that_float16_has_no_number_for(scale, dtype):
+    codes, scales = random_codes()
+    scales = scales.abs().to(dtype)
+    PackedWeight.from_codes(codes, scales, None, SYM).check_range()
+    scales[5, 1] = scale
+    packed = PackedWeight.from_codes(codes, scales, None, SYM)
+    number = re.escape(f"{scales[5, 1]:.3g}")
+    message = f"layers.1.gate: 1 of its {scales.numel()} scales are beyond float16.*{number}"
+    with pytest.raises(RangeError, match=message):
+        packed.check_range("layers.1.gate")
 
 
 def test_asymmetric_spec_without_zeros_is_refused():

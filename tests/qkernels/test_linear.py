@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from formats import gptq
-from formats.errors import CheckpointError, SchemeError
+from formats.errors import CheckpointError, RangeError, SchemeError
 from formats.packed import PackedWeight
 from formats.scheme import Scheme
 from qkernels import QuantLinear
@@ -77,6 +77,21 @@ def test_from_codes_keeps_a_solvers_result():
     zeros[0] = 0  # v1 could not store it; asymmetric layers have v2 zeros
     layer = QuantLinear.from_codes(codes, scales, zeros, scheme="w4a16-asym-g32")
     assert torch.equal(layer.packed().zeros_NG, zeros)
+
+
+@pytest.mark.parametrize("scale", [1e5, 1e-8])
+def test_from_codes_refuses_scales_that_no_file_can_hold(scale):
+    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+    with pytest.raises(RangeError, match="scales are beyond float16"):
+        QuantLinear.from_codes(codes, torch.full((32, 2), scale), scheme="w4a16-sym-g32")
+
+
+@pytest.mark.parametrize("magnitude", [1e8, 1e-8])
+def test_from_float_refuses_weights_that_scales_cannot_reach(magnitude):
+    linear = torch.nn.Linear(64, 32)
+    linear.weight.data *= magnitude
+    with pytest.raises(RangeError, match="layers.3.up: its largest weight is"):
+        QuantLinear.from_float(linear, "w4a16-sym-g32", name="layers.3.up")
 
 
 def test_load_state_dict_into_an_empty_layer():
