@@ -67,6 +67,7 @@ def read_calibration(
         tokenizer.bos_token_id,
         sequence_length,
         samples,
+        source="shipped texts" if source is None else source,
     )
     if len(ids_WS) < samples:
         warnings.append(f"the calibration data fills {len(ids_WS)} windows, not {samples}")

@@ -80,11 +80,14 @@ def make_windows(
     bos_token_id: int | None,
     sequence_length: int,
     max_windows: int | None = None,
+    *,
+    source: str = "text",
+    remedy: str = "give a longer text or a smaller --sequence-length",
 ) -> torch.Tensor:
     """Token ids, int64 [W, S]; what does not fill a window is dropped. Reads no text too many.
 
-    `encode` adds no special tokens. `bos_token_id` None: the model has none. Raises InputError
-    where there is not one full window.
+    `encode` adds no special tokens. `bos_token_id` None: the model has none. Raises InputError,
+    with `source` and `remedy`, where there is not one full window.
     """
     if sequence_length < 2 or (max_windows is not None and max_windows < 1):
         raise InputError(
@@ -104,9 +107,7 @@ def make_windows(
         count = min(count, max_windows)
     if count == 0:
         raise InputError(
-            "text",
-            f"its {len(ids)} tokens do not fill one window of {sequence_length}",
-            "give a longer text or a smaller --sequence-length",
+            source, f"its {len(ids)} tokens do not fill one window of {sequence_length}", remedy
         )
     return torch.tensor(ids[: count * sequence_length]).view(count, sequence_length)
 

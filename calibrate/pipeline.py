@@ -314,6 +314,8 @@ def _read_evaluation(model: FloatModel, eval_text: str | None) -> torch.Tensor |
         tokenizer.bos_token_id,
         min(EVAL_LENGTH, model.num_positions or EVAL_LENGTH),
         EVAL_WINDOWS,
+        source=eval_text,
+        remedy="give a longer --eval-text; no flag sets its windows",
     )
 
 

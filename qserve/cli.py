@@ -152,6 +152,7 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
         tokenizer.bos_token_id,
         config.sequence_length,
         config.windows,
+        source=config.text,
     )
     result = perplexity(windows, lambda window: llm.logits(window.tolist()))
     if config.json:

@@ -179,7 +179,9 @@ class QuantizeConfig:
         None, "also write the scales of an 8-bit KV cache (compressed-tensors only)", KV_CACHES
     )
     seed: int = setting(0, "seed of the order of the texts, and of rotations")
-    eval_text: str | None = setting(None, "file to measure perplexity on, before and after")
+    eval_text: str | None = setting(
+        None, "file to measure perplexity on, before and after, in windows of 1024 tokens"
+    )
     spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
     group_size: int | None = setting(
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"

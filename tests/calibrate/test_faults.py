@@ -214,6 +214,16 @@ def test_tokenizer_of_antiny_model_is_named(copy_5m, tmp_path):
         quantize_checkpoint(source, tmp_path / "out", recipe="gptq", **FAST)
 
 
+def test_a_text_that_fills_no_window_is_named_with_what_helps(docs_5m, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("hello")
+    for sequence_length in (2048, 2):  # a smaller --sequence-length would not help
+        options = {**FAST, "sequence_length": sequence_length, "eval_text": str(short)}
+        with pytest.raises(InputError, match="short.txt: its .* tokens do not fill .*no flag"):
+            quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
 def test_defaults_by_scheme():
     assert default_recipe(Scheme.parse("w4a16-sym")) == "gptq"
     assert default_recipe(Scheme.parse("w8a16-sym")) == "rtn"
