@@ -10,7 +10,7 @@ from calibrate import rtn
 from calibrate.recipe import Recipe
 from calibrate.report import LinearReport
 from calibrate.scale_range import range_notes
-from calibrate.solving import LayerContext, LayerState, SolverError
+from calibrate.solving import LayerContext, LayerState, SolverError, check_solved
 from calibrate.statistics import InputStatistics
 from formats.activation import LARGEST, MIN_INPUT_SCALE
 from formats.scheme import ActivationSpec, Scheme
@@ -73,10 +73,12 @@ def quantize_layer(
             notes = []
             started = time.perf_counter()
             try:
-                packed[local] = recipe.solver(weight_NK, stats, scheme.weight, name)
+                # A copy: a solver may write into it, and is judged by the float weight.
+                packed[local] = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
             except SolverError as error:
                 packed[local] = rtn.solve(weight_NK, None, scheme.weight, name)
                 notes.append(f"rounded to nearest: {error.problem}")
+            check_solved(weight_NK, packed[local], scheme.weight, name)
             notes += range_notes(weight_NK, packed[local], name)
             scale = input_scales.get(name)
             if scale is None and scheme.activation is not None and not scheme.activation.dynamic:

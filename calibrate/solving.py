@@ -14,7 +14,7 @@ import torch
 from calibrate.layer_map import LayerMap, ScalePair
 from calibrate.statistics import InputStatistics
 from formats.errors import InputError
-from formats.scheme import QuantSpec
+from formats.scheme import QuantSpec, Scheme
 from formats.weights import Weight
 
 # (weight [N, K], statistics of its input or None without data, spec, the linear's name) -> codes
@@ -24,6 +24,31 @@ LayerState = dict[str, torch.Tensor]  # a layer's tensors by their local names
 
 class SolverError(InputError):
     """This linear cannot be solved from its statistics; it can still be rounded to nearest."""
+
+
+def check_solved(weight_NK: torch.Tensor, solved: object, spec: QuantSpec, name: str) -> None:
+    """Raise InputError, with the linear's `name`, unless a solver did what it was asked for."""
+    if not isinstance(solved, Weight):
+        raise InputError(
+            name,
+            f"its solver returned {type(solved).__name__}, expected codes and scales",
+            "return PackedWeight.from_codes(...)",
+        )
+    wanted, found = Scheme(weight=spec), Scheme(weight=solved.spec)
+    shape = [solved.out_features, solved.in_features]
+    if (wanted, list(weight_NK.shape)) != (found, shape):
+        raise InputError(
+            name,
+            f"its solver returned {found} {shape}, expected {wanted} {list(weight_NK.shape)}",
+            "use the spec that it is given",
+        )
+    if solved.input_order is not None:
+        raise InputError(
+            name,
+            "its solver returned codes whose inputs are not grouped in order (act-order), which"
+            " servers refuse",
+            "give each group the inputs that stand together; the order of solving is free",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

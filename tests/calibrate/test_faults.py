@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from calibrate.recipe import Recipe, default_recipe, find_recipe
 from calibrate.solving import SolverError
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError, RangeError
+from formats.fp8 import Fp8Weight
 from formats.inspect import inspect_checkpoint
 from formats.packed import PackedWeight
 from formats.scheme import Scheme
@@ -145,6 +147,58 @@ def test_solver_that_gives_up_is_replaced_and_reported(docs_5m, tmp_path, caplog
     weight = CheckpointReader(docs_5m).get("model.layers.1.mlp.down_proj.weight")
     written = CheckpointReader(tmp_path / "out").get("model.layers.1.mlp.down_proj.scales")
     assert torch.equal(written.t(), PackedWeight.from_float(weight, SCHEME.weight).scales_NG)
+
+
+def _reordered(weight, spec):
+    order = torch.arange(weight.shape[1]).flip(0)
+    return replace(PackedWeight.from_float(weight[:, order], spec), input_order=order)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (lambda weight, spec: None, "returned NoneType, expected codes and scales"),
+        (lambda weight, spec: weight, "returned Tensor, expected codes and scales"),
+        (
+            lambda weight, spec: PackedWeight.from_float(weight, replace(spec, bits=8)),
+            r"returned w8a16-sym \[256, 256\], expected w4a16-sym \[256, 256\]",
+        ),
+        (
+            lambda weight, spec: PackedWeight.from_float(weight, replace(spec, group_size=64)),
+            "returned w4a16-sym-g64 .* expected w4a16-sym ",
+        ),
+        (
+            lambda weight, spec: PackedWeight.from_float(weight[:128], spec),
+            r"returned w4a16-sym \[128, 256\]",
+        ),
+        (
+            lambda weight, spec: Fp8Weight.from_float(weight, Scheme.parse("w8a8-fp8").weight),
+            "returned w8a16-fp8 ",
+        ),
+        (_reordered, "inputs are not grouped in order"),
+    ],
+)
+def test_own_solver_that_returns_something_else(docs_5m, tmp_path, returned, text):
+    recipe = Recipe(
+        name="mine", solver=lambda w, _, spec, name: returned(w, spec), needs_data=False
+    )
+    with pytest.raises(InputError, match=rf"layers\.0\.self_attn\.q_proj: its solver .*{text}"):
+        quantize_checkpoint(docs_5m, tmp_path / "out", recipe=recipe, **FAST)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_own_solver_may_write_into_its_weight(docs_5m, tmp_path):
+    def mine(weight, stats, spec, name):
+        packed = rtn.solve(weight, stats, spec, name)
+        weight.fill_(math.nan)
+        return packed
+
+    reports = [
+        quantize_checkpoint(docs_5m, tmp_path / str(number), recipe=recipe, **FAST)
+        for number, recipe in enumerate((Recipe(name="mine", solver=mine), "rtn"))
+    ]
+    mine, plain = ([linear.relative_error for linear in r.linears] for r in reports)
+    assert mine == plain
 
 
 def test_own_solver_is_given_everything(docs_5m, tmp_path):
