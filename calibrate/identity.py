@@ -10,7 +10,7 @@ from typing import Any
 
 from calibrate.data import CalibrationData
 from calibrate.digest import combined
-from calibrate.recipe import Recipe
+from calibrate.recipe import Recipe, identity_of
 from calibrate.report import tool_versions
 from formats.scheme import Scheme
 
@@ -33,7 +33,7 @@ def identity(
     return {
         "model": combined([json.dumps(config, sort_keys=True), outer_digest]),
         "schemes": {name: str(scheme) for name, scheme in schemes.items()},
-        "recipe": recipe.name,
+        "recipe": identity_of(recipe),
         "calibration": data
         and {
             "source": data.source,

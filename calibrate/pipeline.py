@@ -70,7 +70,8 @@ def quantize_checkpoint(
     What is not quantized is copied bit for bit, unless a transform of the recipe folds into it.
     `target` appears only when it is complete and has been read back.
 
-    `recipe` is a row of RECIPES or one's own Recipe; "rtn" needs no data. `output_format` None: the
+    `recipe` is a row of RECIPES or one's own Recipe, whose unfinished run goes on only while the
+    files of its functions are the same; "rtn" needs no data. `output_format` None: the
     scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
     `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer.
     `input_scales` of static activations, by linear, replace those that the data gives.

@@ -4,8 +4,12 @@ Knows names, not the maths. A recipe of one's own is a Recipe with one's own sol
 quantize_checkpoint in place of a name.
 """
 
-from collections.abc import Iterable
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from calibrate import gptq, rtn
 from calibrate.awq import AWQ
@@ -58,6 +62,35 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if recipe not in RECIPES:
         raise InputError(f"recipe {recipe!r}", "unknown", f"known recipes: {', '.join(RECIPES)}")
     return RECIPES[recipe]
+
+
+def identity_of(recipe: Recipe) -> str:
+    """What tells a recipe from others of its name: one's own by the files that its code stands in.
+
+    Layers of an unfinished run must not be taken over by a solver that has been mended since.
+    """
+    if RECIPES.get(recipe.name) is recipe:
+        return recipe.name
+    steps = [step for t in recipe.transforms for step in (t.on_model, t.on_load, t.on_statistics)]
+    digest = hashlib.sha256()
+    for function in (recipe.solver, *steps):
+        digest.update(_source(function))
+    return f"{recipe.name}, source {digest.hexdigest()[:8]}"
+
+
+def _source(function: Callable | None) -> bytes:
+    """The file that a function stands in; its code where there is none, as in a notebook."""
+    if function is None:
+        return b"-"
+    if isinstance(function, partial):
+        return _source(function.func)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    try:
+        return Path(inspect.getsourcefile(function)).read_bytes()
+    except (TypeError, OSError):
+        code = getattr(function, "__code__", None)
+        return code.co_code if code else repr(function).encode()
 
 
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:

@@ -292,9 +292,9 @@ def test_weights_are_let_go_layer_by_layer(tiny_checkpoint, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
+import dataclasses, os, signal, sys
 from calibrate import pipeline, rtn
-from calibrate.recipe import Recipe
+from calibrate.recipe import RECIPES
 from formats.scheme import Scheme
 calls = []
 def solve(weight, stats, spec, name):
@@ -302,12 +302,13 @@ def solve(weight, stats, spec, name):
     if len(calls) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
     return rtn.solve(weight, stats, spec, name)
+RECIPES["rtn"] = dataclasses.replace(RECIPES["rtn"], solver=solve)
 pipeline.quantize_checkpoint(
     sys.argv[1],
     sys.argv[2],
     scheme=Scheme.parse("w4a16-sym-g32"),
     max_shard_bytes=3000,
-    recipe=Recipe(name="rtn", solver=solve, needs_data=False),
+    recipe="rtn",
 )
 """
 

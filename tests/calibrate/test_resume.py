@@ -1,20 +1,24 @@
 """A killed run goes on where it was, with the same bytes; a changed setting is noticed."""
 
 import errno
-import importlib
+import importlib.util
 import json
+import linecache
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from calibrate import gptq
 from calibrate.pipeline import quantize_checkpoint
-from calibrate.recipe import RECIPES, Recipe
+from calibrate.recipe import RECIPES, Recipe, identity_of
+from calibrate.smoothquant import SMOOTHQUANT
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, DiskError, InputError
 from formats.scheme import Scheme
@@ -24,7 +28,7 @@ SCHEME = Scheme.parse("w4a16-sym")
 OPTIONS = {"samples": 2, "sequence_length": 64, "scheme": SCHEME, "progress": False}
 # A recipe with every kind of transform; killed in the third layer, or at its last journal entry.
 KILLED = """
-import os, signal, sys
+import dataclasses, os, signal, sys
 from calibrate import gptq, journal, pipeline, recipe
 from formats.scheme import Scheme
 calls = []
@@ -34,10 +38,10 @@ def solve(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return gptq.solve(*arguments)
 row = recipe.RECIPES["rotate+awq+gptq"]
+recipe.RECIPES[row.name] = dataclasses.replace(row, solver=solve)
 pipeline.quantize_checkpoint(
     sys.argv[1], sys.argv[2], scheme=Scheme.parse("w4a16-sym"), progress=False,
-    samples=2, sequence_length=64,
-    recipe=recipe.Recipe(name=row.name, solver=solve, transforms=row.transforms),
+    samples=2, sequence_length=64, recipe=row.name,
 )
 """
 
@@ -116,15 +120,15 @@ def test_second_run_at_the_same_time_is_refused_and_leaves_the_firsts_work(kille
     assert sorted(unfinished(killed).iterdir()) == layers
 
 
-def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path):
+def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path, monkeypatch):
     row, solved = RECIPES["rotate+awq+gptq"], []
 
     def counting(weight, stats, spec, name):
         solved.append(name)
         return gptq.solve(weight, stats, spec, name)
 
-    counted = Recipe(name=row.name, solver=counting, transforms=row.transforms)
-    quantize_checkpoint(docs_5m, killed, recipe=counted, **OPTIONS)
+    monkeypatch.setitem(RECIPES, row.name, replace(row, solver=counting))
+    quantize_checkpoint(docs_5m, killed, recipe=row.name, **OPTIONS)
     assert len(solved) == 14 and solved[0] == "model.layers.2.self_attn.q_proj"
     quantize_checkpoint(docs_5m, tmp_path / "whole", recipe=row, **OPTIONS)
     for name in ("model.safetensors", "config.json", "quantize_config.json"):
@@ -150,14 +154,13 @@ def test_damaged_layer_is_refused(docs_5m, tmp_path):
             raise KeyboardInterrupt
         return gptq.solve(weight, stats, spec, name)
 
+    recipe = Recipe(name="mine", solver=stop)
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(docs_5m, target, recipe=Recipe(name="mine", solver=stop), **OPTIONS)
+        quantize_checkpoint(docs_5m, target, recipe=recipe, **OPTIONS)
     path = unfinished(target) / "layer-00000.safetensors"
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="layer-00000.*damaged.*delete .*unfinished"):
-        quantize_checkpoint(
-            docs_5m, target, recipe=Recipe(name="mine", solver=gptq.solve), **OPTIONS
-        )
+        quantize_checkpoint(docs_5m, target, recipe=recipe, **OPTIONS)
     assert path.exists(), "the message asks the user to delete it"
 
 
@@ -189,8 +192,8 @@ def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where
         solved.append(1)
         return gptq.solve(*arguments)
 
-    recipe = Recipe(name="gptq", solver=solve)
-    quantize_checkpoint(docs_5m, target, **{**options, "recipe": recipe})
+    monkeypatch.setitem(RECIPES, "gptq", replace(RECIPES["gptq"], solver=solve))
+    quantize_checkpoint(docs_5m, target, **options)
     assert len(solved) < 28 - 7 and not unfinished(target).exists()
     quantize_checkpoint(docs_5m, tmp_path / "fresh", **options)
     for path in target.glob("*.safetensors"):
@@ -213,3 +216,57 @@ def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
         )
     said = f"{unfinished(tmp_path / 'out')} keeps the finished layers: the same command goes on"
     assert (said in caplog.text) == bool(layers)
+
+
+OWN = """
+from calibrate import rtn
+def solve(weight, stats, spec, name):
+    if "layers.1" in name and {stop}:
+        raise KeyboardInterrupt
+    return rtn.solve({weight}, stats, spec, name)
+class Solver:
+    def __call__(self, *arguments):
+        return solve(*arguments)
+"""
+
+
+def _own(folder, **values):
+    """A module with a solver of one's own, as one edits it between two runs."""
+    path = folder / "own_solver.py"
+    path.write_text(OWN.format(**values))
+    linecache.clearcache()
+    spec = importlib.util.spec_from_file_location("own_solver", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_solver"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["function", "partial", "object"])
+def test_a_solver_that_was_mended_does_not_take_over_layers(docs_5m, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setitem(sys.modules, "own_solver", None)
+
+    def recipe(module) -> Recipe:
+        solver = {"function": module.solve, "partial": partial(module.solve)}
+        return Recipe(name="mine", solver=solver.get(kind) or module.Solver(), needs_data=False)
+
+    target = tmp_path / "out"
+    first = recipe(_own(tmp_path, stop=True, weight="weight"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=first, **OPTIONS)
+    mended = recipe(_own(tmp_path, stop=False, weight="weight * 0.5"))
+    with pytest.raises(InputError, match="had recipe 'mine, source .* this one has 'mine, source"):
+        quantize_checkpoint(docs_5m, target, recipe=mended, **OPTIONS)
+    assert (unfinished(target) / "layer-00000.safetensors").exists()
+
+
+def test_recipes_of_the_table_are_told_by_name_and_others_by_source():
+    row = RECIPES["smoothquant"]
+    assert identity_of(row) == "smoothquant"
+    same = Recipe(name="smoothquant", solver=gptq.solve, transforms=(SMOOTHQUANT,))
+    other = Recipe(name="smoothquant", solver=gptq.solve)
+    typed = Recipe(name="smoothquant", solver=eval("lambda w, s, spec, name: None"))
+    found = {identity_of(recipe) for recipe in (row, same, other, typed)}
+    assert len(found) == 4
+    assert identity_of(replace(same)) in found
