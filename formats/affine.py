@@ -66,6 +66,11 @@ def choose_scales(
     gets that one, and is rounded more coarsely (calibrate reports it). Raises CheckpointError, with
     `name`, on NaN or infinity; RangeError where a group is too large for a scale, or all too small.
     """
+    if weight_NK.ndim != 2 or not weight_NK.is_floating_point():
+        raise CheckpointError(
+            name,
+            f"expected a float weight [N, K], found {weight_NK.dtype} {list(weight_NK.shape)}",
+        )
     out_features, in_features = weight_NK.shape
     spec.check_shape(name, out_features, in_features)
     if method not in SCALE_METHODS:
@@ -197,8 +202,17 @@ def off_grid(
     A step is the scale of the weight's group. 0: every weight lies on the grid, and rounding it
     changes nothing. Up to 0.5: rounding moves it; more: it lies outside of the grid's range and is
     clipped. Weights that somebody computed in float32 as s * (q - z) are within 1e-5. Raises
-    CheckpointError on NaN or infinity.
+    CheckpointError on NaN, infinity or another shape.
     """
+    weight_NK = weight_NK.detach()
+    num_groups = scales_NG.shape[1]
+    fits = weight_NK.ndim == 2 and weight_NK.shape[0] == scales_NG.shape[0]
+    length = spec.group_length(weight_NK.shape[1]) if fits else 0
+    if not fits or num_groups * length != weight_NK.shape[1]:
+        raise CheckpointError(
+            "weight",
+            f"{list(weight_NK.shape)} does not fit a grid of {list(scales_NG.shape)} scales",
+        )
     if not torch.isfinite(weight_NK).all():
         raise CheckpointError("weight", "contains NaN or infinity", "mend the model")
     groups_NGL = weight_NK.float().unflatten(1, (scales_NG.shape[1], -1))

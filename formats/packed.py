@@ -49,11 +49,20 @@ class PackedWeight:
         Raises CheckpointError, with `name`, on wrong shapes, codes or zeros out of range, bad
         scales.
         """
+        given = {"codes": codes_NK, "scales": scales_NG}
+        if zeros_NG is not None:
+            given["zeros"] = zeros_NG
+        for field, tensor in given.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(
+                    f"{name} {field}", f"expected a tensor, found {type(tensor).__name__}"
+                )
         if codes_NK.ndim != 2 or codes_NK.is_floating_point():
             raise CheckpointError(
                 name,
                 f"expected integer codes [N, K], found {codes_NK.dtype} {list(codes_NK.shape)}",
             )
+        codes_NK, scales_NG = _comparable(codes_NK), scales_NG.detach()
         if codes_NK.numel() and (codes_NK.min() < 0 or codes_NK.max() > spec.max_code):
             raise CheckpointError(
                 name,
@@ -65,7 +74,9 @@ class PackedWeight:
             if not spec.symmetric:
                 raise CheckpointError(name, "an asymmetric scheme needs zero points")
             zeros_NG = torch.full_like(scales_NG, spec.symmetric_zero, dtype=torch.uint8)
-        elif not ((zeros_NG >= 0) & (zeros_NG <= spec.max_code) & (zeros_NG % 1 == 0)).all():
+        else:
+            zeros_NG = _comparable(zeros_NG)
+        if not ((zeros_NG >= 0) & (zeros_NG <= spec.max_code) & (zeros_NG % 1 == 0)).all():
             raise CheckpointError(name, f"expected whole zero points in 0..{spec.max_code}")
         packed = cls(
             words_NW=pack(codes_NK, spec.bits),
@@ -104,6 +115,8 @@ class PackedWeight:
 
     def check(self, name: str = "weight") -> None:
         """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
+        if self.spec.type != "int":
+            raise CheckpointError(name, "float8 weights have no integer codes", "use an int scheme")
         self.spec.check_shape(name, self.out_features, self.in_features)
         expected = {
             "words": (self.words_NW, torch.int32, packed_length(self.in_features, self.spec.bits)),
@@ -194,6 +207,12 @@ class PackedWeight:
             scales_NG=torch.cat([part.scales_NG for part in parts]),
             zeros_NG=torch.cat([part.zeros_NG for part in parts]),
         )
+
+
+def _comparable(values: torch.Tensor) -> torch.Tensor:
+    """torch has no comparisons of its wide unsigned types. A uint64 above 2^63 becomes negative."""
+    wide = values.dtype in (torch.uint16, torch.uint32, torch.uint64)
+    return values.detach().to(torch.int64) if wide else values.detach()
 
 
 def _same_order(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -71,6 +71,9 @@ class QuantLinear(nn.Module):
         if isinstance(linear_or_weight, nn.Linear):
             weight_NK = linear_or_weight.weight
             bias = linear_or_weight.bias if bias is None else bias
+        if not isinstance(weight_NK, torch.Tensor):
+            found = type(linear_or_weight).__name__
+            raise KernelError(name, f"expected a torch Linear or a weight [N, K], found {found}")
         scheme = Scheme.parse(scheme)
         check_writable(find_layout("gptq"), scheme, name)
         packed = PackedWeight.from_float(weight_NK.detach(), scheme.weight, name)

@@ -242,3 +242,34 @@ def test_distance_off_the_grid_is_in_steps(symmetric):
     beyond[0, 0] = torch.nan
     with pytest.raises(CheckpointError, match="NaN"):
         affine.off_grid(beyond, scales, zeros, spec)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight[:1],
+        lambda weight: weight[:16],
+        lambda weight: weight[:, :64],
+        lambda weight: weight.t(),
+        lambda weight: weight.flatten(),
+    ],
+)
+def test_distance_of_a_weight_of_another_shape_is_refused(change):
+    weight = random_weight()
+    grid = affine.choose_scales(weight, SPECS[0])
+    wanted = r"does not fit a grid of \[32, 4\] scales"
+    with pytest.raises(CheckpointError, match=wanted):
+        affine.off_grid(change(weight), *grid, SPECS[0])
+    for spec in (SPECS[2], QuantSpec(bits=4, symmetric=True, group_size=64)):
+        with pytest.raises(CheckpointError, match=wanted):
+            affine.off_grid(weight, *grid, spec)
+    affine.off_grid(torch.nn.Parameter(weight), *grid, SPECS[0])
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(64), torch.ones(2, 32, 64), torch.ones(32, 64).int(), torch.ones(32, 64) + 0j],
+)
+def test_what_is_no_float_matrix_is_refused_by_name(weight):
+    with pytest.raises(CheckpointError, match=r"layers.0.up: expected a float weight \[N, K\]"):
+        affine.choose_scales(weight, SPECS[0], "layers.0.up")

@@ -7,7 +7,7 @@ import torch
 
 from formats.errors import CheckpointError, RangeError
 from formats.packed import PackedWeight
-from formats.scheme import QuantSpec
+from formats.scheme import QuantSpec, Scheme
 
 SYM = QuantSpec(bits=4, symmetric=True, group_size=32)
 ASYM = QuantSpec(bits=4, symmetric=False, group_size=32)
@@ -53,6 +53,11 @@ def test_from_float_rounds_an_exact_grid_to_itself():
         (lambda c, s: (c, s, torch.full_like(s, 16)), "whole zero points in 0..15"),
         (lambda c, s: (c, s, torch.full_like(s, -1)), "whole zero points in 0..15"),
         (lambda c, s: (c, s, torch.full_like(s, 7)), "8 throughout"),
+        (lambda c, s: (c.tolist(), s, None), "codes: expected a tensor, found list"),
+        (lambda c, s: (c, s.numpy(), None), "scales: expected a tensor, found ndarray"),
+        (lambda c, s: (c, s, 8), "zeros: expected a tensor, found int"),
+        (lambda c, s: (c.to(torch.int64).add(16).to(torch.uint32), s, None), "found 16..31"),
+        (lambda c, s: (c, s, torch.full_like(s, 9, dtype=torch.uint16)), "8 throughout"),
         (lambda c, s: (c, s, torch.full_like(s, 8.5)), "whole zero points in 0..15"),
         (lambda c, s: (c, s, torch.full_like(s, float("nan"))), "whole zero points in 0..15"),
     ],
@@ -62,6 +67,32 @@ def test_wrong_solver_output_is_named(change, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         PackedWeight.from_codes(*change(codes, scales), SYM, "layers.1.gate")
     assert "layers.1.gate" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.int64, torch.uint16, torch.uint32, torch.uint64],
+)
+def test_codes_and_zeros_may_be_of_any_integer_type(dtype):
+    codes, scales = random_codes()
+    zeros = torch.full_like(scales, 3, dtype=dtype)
+    packed = PackedWeight.from_codes(codes.to(dtype), scales, zeros, ASYM)
+    assert torch.equal(packed.codes(), codes.to(torch.uint8))
+    assert (packed.zeros_NG == 3).all() and packed.zeros_NG.dtype == torch.uint8
+
+
+def test_scales_that_were_learned_are_kept_without_their_gradient():
+    codes, scales = random_codes()
+    learned = torch.nn.Parameter(scales.float())
+    packed = PackedWeight.from_codes(codes, learned, learned.new_full(scales.shape, 8.0), SYM)
+    assert torch.equal(packed.scales_NG, scales.float()) and not packed.scales_NG.requires_grad
+
+
+def test_float8_spec_has_no_integer_codes():
+    codes, scales = random_codes()
+    spec = Scheme.parse("w8a8-fp8").weight
+    with pytest.raises(CheckpointError, match="gate: float8 weights have no integer codes"):
+        PackedWeight.from_codes(codes, scales[:, :1], None, spec, "gate")
 
 
 @pytest.mark.parametrize("scale", [7e4, -7e4, 2e-8, -1e-30])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from formats import gptq
-from formats.errors import CheckpointError, RangeError, SchemeError
+from formats.errors import CheckpointError, InputError, RangeError, SchemeError
 from formats.packed import PackedWeight
 from formats.scheme import Scheme
 from qkernels import QuantLinear
@@ -84,6 +84,11 @@ def test_from_codes_refuses_scales_that_no_file_can_hold(scale):
     codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
     with pytest.raises(RangeError, match="scales are beyond float16"):
         QuantLinear.from_codes(codes, torch.full((32, 2), scale), scheme="w4a16-sym-g32")
+
+
+def test_from_float_refuses_another_kind_of_layer():
+    with pytest.raises(InputError, match=r"conv: expected a torch Linear .* found Conv1d"):
+        QuantLinear.from_float(torch.nn.Conv1d(64, 64, 1), "w4a16-sym-g32", name="conv")
 
 
 @pytest.mark.parametrize("magnitude", [1e8, 1e-8])
