@@ -58,9 +58,10 @@ class Journal:
             for name in names:
                 before, now = stored.get(name), self.identity.get(name)
                 if before != now:
+                    where, before, now = _difference(name, before, now)
                     raise JournalError(
                         str(self.folder),
-                        f"an unfinished run had {name} {before!r}, this one has {now!r}",
+                        f"an unfinished run had {where} {before!r}, this one has {now!r}",
                         "go on with the old settings, or delete this folder to start again",
                     )
             return
@@ -172,6 +173,14 @@ class Journal:
         finally:
             os.close(descriptor)
         partial.rename(path)
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """What differs, by name: of two objects their first different entry, of hundreds maybe."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return name, before, now
+    key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+    return _difference(f"{name} {key}", before.get(key), now.get(key))
 
 
 def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Weight:

@@ -68,7 +68,15 @@ def unfinished(target: Path) -> Path:
 def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, docs_5m):
     layers = sorted(path.name for path in unfinished(killed).glob("layer-*"))
     assert layers == ["layer-00000.safetensors", "layer-00001.safetensors"]
-    for change, named in (({"seed": 1}, "calibration"), ({"recipe": "gptq"}, "recipe")):
+    last = "model.layers.3.mlp.down_proj"
+    for change, named in (
+        ({"seed": 1}, "calibration seed 0, this one has 1"),
+        ({"samples": 1}, "calibration windows 2, this one has 1"),
+        ({"recipe": "gptq"}, r"recipe 'rotate\+awq\+gptq', this one has 'gptq'"),
+        ({"ignore": [last]}, f"schemes {last} 'w4a16-sym', this one has None"),
+        ({"overrides": [(last, Scheme.parse("w8a16-sym"))]}, f"schemes {last} .* 'w8a16-sym'"),
+        ({"kv_cache": "int8", "output_format": "compressed-tensors"}, "kv_cache None, .* 'int8'"),
+    ):
         options = {**OPTIONS, "recipe": "rotate+awq+gptq", **change}
         with pytest.raises(InputError, match=f"unfinished run had {named}.*delete this folder"):
             quantize_checkpoint(docs_5m, killed, **options)
