@@ -30,7 +30,12 @@ from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_vers
 from calibrate.report_html import REPORT_HTML, to_html
 from calibrate.solving import LayerContext, LayerState
 from calibrate.verify import LinearDigest, kept_tensors, verify
-from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
+from formats.checkpoint import (
+    DEFAULT_MAX_SHARD_BYTES,
+    CheckpointReader,
+    CheckpointWriter,
+    find_side_files,
+)
 from formats.errors import InputError
 from formats.layouts import Layout
 from formats.padding import make_padding
@@ -83,6 +88,7 @@ def quantize_checkpoint(
     """
     clock = Clock()
     model = FloatModel(source)
+    find_side_files(model.folder)  # raises now, not after the work
     recipe = find_recipe(recipe)
     _check_device(device)
     padding = make_padding(model.config, model.shapes, scheme) if pad else None

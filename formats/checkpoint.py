@@ -185,6 +185,21 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def find_side_files(folder: Path) -> list[Path]:
+    """What SIDE_FILES names and a folder has. Raises CheckpointError where one cannot be read."""
+    found = []
+    for path in (folder / name for name in SIDE_FILES):
+        try:
+            if path.is_file():
+                path.open("rb").close()
+                found.append(path)
+            elif path.is_symlink() and not path.exists():
+                raise CheckpointError(str(path), "is a link to nothing", "fetch it again")
+        except OSError as error:
+            raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+    return found
+
+
 class CheckpointReader:
     """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`."""
 
@@ -304,6 +319,7 @@ class CheckpointWriter:
 
     def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
         """Write the rest: last shard, index, config, side files. Returns the staged folder."""
+        side_files = find_side_files(side_files_from)
         if self._pending:
             self._flush()
         count = len(self._shards)
@@ -315,9 +331,8 @@ class CheckpointWriter:
                 )
                 self._staged_shard(number).rename(self.staging / file_name)
                 weight_map.update(dict.fromkeys(names, file_name))
-            for name in SIDE_FILES:
-                if (side_files_from / name).is_file():
-                    shutil.copyfile(side_files_from / name, self.staging / name)
+            for path in side_files:
+                shutil.copyfile(path, self.staging / path.name)
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             self.write_json(INDEX, index)
@@ -371,7 +386,9 @@ class CheckpointWriter:
     def _check_free(self, folder: str | Path) -> None:
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CheckpointError(
-                str(folder), "already exists and is not empty", "give a new folder or empty it"
+                str(Path(folder)),
+                "already exists and is not empty",
+                "give a new folder or empty it",
             )
 
     def _discard(self) -> None:

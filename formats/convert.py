@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from formats import awq
-from formats.checkpoint import CheckpointReader, CheckpointWriter
+from formats.checkpoint import CheckpointReader, CheckpointWriter, find_side_files
 from formats.errors import CheckpointError
 from formats.layouts import (
     LAYOUTS,
@@ -69,6 +69,7 @@ def convert_checkpoint(
     """
     began = time.perf_counter()
     reader = CheckpointReader(source)
+    find_side_files(reader.folder)  # raises now, not after the work
     layout = find_layout(output_format)
     block = find_block(reader.folder, reader.config)
     if block is None:

@@ -6,13 +6,14 @@ Problem, so that the rest is still reported.
 Legend: N outputs, K inputs, G groups.
 """
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import CONFIG, read_json
+from formats.checkpoint import CONFIG, find_side_files, read_json
 from formats.errors import CheckpointError, InputError
 from formats.findings import Findings, Problem
 from formats.inspect_awq import awq_linear
@@ -108,12 +109,18 @@ class Inspection:
 
 
 def inspect_checkpoint(folder: str | Path) -> Inspection:
-    """Look through a model folder. Raises CheckpointError only where it is no folder."""
+    """Look through a model folder. Raises CheckpointError where it is none, or closed to us."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(str(folder), "cannot be read: Permission denied")
     findings = Findings()
     config = _read_config(folder, findings)
+    try:
+        find_side_files(folder)
+    except CheckpointError as error:
+        findings.caught(error)
     shards = read_shards(folder, findings)
     block = _find_block(folder, config, findings)
     quant, config_error = _read_quantization(folder, block, config, shards, findings)

@@ -278,6 +278,15 @@ def test_a_text_that_fills_no_window_is_named_with_what_helps(docs_5m, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
+def test_side_file_that_is_a_dangling_link_stops_the_run_at_once(copy_5m, tmp_path):
+    source = copy_5m(lambda tensors: None)
+    (source / "chat_template.jinja").unlink()
+    (source / "chat_template.jinja").symlink_to("../../blobs/gone")
+    with pytest.raises(CheckpointError, match="chat_template.jinja: is a link to nothing"):
+        quantize_checkpoint(source, tmp_path / "out", recipe="rtn", **FAST)
+    assert_nothing_left(tmp_path)
+
+
 def test_defaults_by_scheme():
     assert default_recipe(Scheme.parse("w4a16-sym")) == "gptq"
     assert default_recipe(Scheme.parse("w8a16-sym")) == "rtn"

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from formats import checkpoint
 from formats.checkpoint import CheckpointReader, CheckpointWriter
+from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -270,3 +271,39 @@ def test_name_added_twice_is_a_mistake_of_the_caller(tmp_path):
         writer.add("a", torch.zeros(4))
         with pytest.raises(ValueError, match="twice"):
             writer.add("a", torch.zeros(4))
+
+
+@pytest.mark.parametrize("what", ["link", "mode"])
+def test_side_file_that_cannot_be_read_is_named_before_the_work(
+    tmp_path, gptq_model, write_folder, monkeypatch, what
+):
+    """A link of a hub's cache whose blob is gone, and a file of somebody else's."""
+    folder = write_folder(*gptq_model)
+    path = folder / "tokenizer.json"
+    if what == "link":
+        path.symlink_to("../blobs/gone")
+    else:
+        path.write_text("{}")
+        opened = Path.open
+
+        def refuse(self, *arguments, **options):
+            if self == path:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return opened(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, "open", refuse)
+    text = {"link": "is a link to nothing", "mode": "cannot be read: Permission denied"}[what]
+    monkeypatch.setattr(CheckpointReader, "get", None)  # no tensor is read
+    with pytest.raises(CheckpointError, match=f"tokenizer.json: {text}"):
+        convert_checkpoint(folder, tmp_path / "out", "awq")
+    assert not (tmp_path / "out").exists()
+
+
+def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source):
+    (source / "tokenizer.json").rename(tmp_path / "blob")
+    (source / "tokenizer.json").symlink_to("../blob")
+    (source / "vocab.json").mkdir()
+    write(tmp_path / "out", source)
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+    assert not (tmp_path / "out" / "vocab.json").exists()

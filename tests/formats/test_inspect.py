@@ -377,6 +377,18 @@ def test_hostile_tensor_names_do_not_crash_it(float_model, write_folder):
     json.dumps(inspect_checkpoint(write_folder(tensors, config)).to_dict())
 
 
+def test_a_tokenizer_that_is_a_link_to_nothing(gptq_model, write_folder):
+    folder = write_folder(*gptq_model)
+    (folder / "tokenizer.json").symlink_to("../../blobs/gone")
+    problem_of(inspect_checkpoint(folder), "error", "tokenizer.json", "is a link to nothing")
+
+
+def test_a_folder_that_may_not_be_read_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may read all
+    with pytest.raises(CheckpointError, match=r"cannot be read: Permission denied"):
+        inspect_checkpoint(tmp_path)
+
+
 def test_what_is_no_folder_raises(tmp_path):
     with pytest.raises(CheckpointError, match="not a folder"):
         inspect_checkpoint(tmp_path / "nothing")
