@@ -289,7 +289,8 @@ def _check_fused(
     by_parent: dict[str, dict[str, str]] = defaultdict(dict)
     for linear in linears:
         parent, _, local = linear.name.rpartition(".")
-        by_parent[parent][local] = linear.scheme
+        # floats of another dtype are cast into the matrix
+        by_parent[parent][local] = "float" if "float" in linear.traits else linear.scheme
     first = ""
     for parent, schemes in by_parent.items():
         for members in FUSED:

@@ -34,10 +34,11 @@ def compressed_linear(
     expected = scales_shape(scheme.weight, *shape)
     if scheme.weight.type == "int" and in_features % scheme.weight.group_length(in_features):
         findings.error(name, f"{in_features} inputs have no whole groups in {scheme}")
-    number = expected[0] * expected[1]
-    one_for_all = scheme.weight.type == "int" and scales in ((), (1,), (1, 1)) and expected[1] == 1
-    fits = scales == expected or (len(scales) != 2 and _count(scales) == number)
-    if not fits and not one_for_all:
+    if scheme.weight.type == "int":  # a row's scales may lie flat, or be one for all rows
+        flat = expected[1] == 1 and (_count(scales) == 1 or scales == expected[:1])
+    else:
+        flat = len(scales) != 2 and _count(scales) == _count(expected)
+    if scales != expected and not flat:
         findings.error(
             f"{name}.weight_scale", f"expected {list(expected)} for {scheme}, found {list(scales)}"
         )
@@ -126,6 +127,9 @@ def _shape(
     if "weight_shape" in found:
         stated = shards.load(f"{name}.weight_shape", findings)
         if stated is None:
+            return None
+        if stated.is_floating_point():
+            findings.error(f"{name}.weight_shape", f"expected integers, found {stated.dtype}")
             return None
         if stated.numel() == 2:
             in_features = int(stated.flatten()[1])

@@ -22,7 +22,22 @@ NUMBERS = (
     "head_dim",
     "max_position_embeddings",
 )
+# Without these a reader would take numbers of its own, such as 4096.
+REQUIRED = NUMBERS[:5]
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+# Where nothing is stated: of llama as many as heads, and hidden_size / heads
+DEFAULTS = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+# architectures that no other model_type has
+TYPE_OF = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 # The rows of transformers' table. The families' own is silu, and the only one that servers have.
 SILU = "silu"
 ACTIVATIONS = (
@@ -58,9 +73,14 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     if not isinstance(config.get("model_type"), str):
         found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
         findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
+    elif config["model_type"] not in UNIFORM_MODEL_TYPES:
+        _check_type_of_another(config, findings)
     _check_dtype(config, findings)
     if config.get("model_type") not in UNIFORM_MODEL_TYPES:
         return Choices()
+    for name in REQUIRED:
+        if name not in config:
+            findings.error(f"{CONFIG} {name}", "is missing", "copy it from the float model")
     for name in NUMBERS:
         value = config.get(name, 1)
         if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NULL):
@@ -78,6 +98,18 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
             f"{CONFIG} tie_word_embeddings", f"expected true or false, found {tied!r:.80}"
         )
     return Choices(_activation(config, findings), _rope(config, findings))
+
+
+def _check_type_of_another(config: Mapping[str, Any], findings: Findings) -> None:
+    """transformers chooses by model_type, others by the architecture."""
+    names = config.get("architectures")
+    for architecture, model_type in TYPE_OF.items():
+        if names == [architecture]:
+            findings.error(
+                f"{CONFIG} model_type",
+                f"{config['model_type']!r:.80} is not that of {architecture}",
+                f"state {model_type!r}",
+            )
 
 
 def _check_dtype(config: Mapping[str, Any], findings: Findings) -> None:

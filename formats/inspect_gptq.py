@@ -75,10 +75,10 @@ def _spec_of_shapes(
         if len(entry.shape) != expected:
             findings.error(entry.name, f"expected {expected} dimensions, found {list(entry.shape)}")
             return None
-        if (tensor == "scales") != entry.dtype.is_floating_point or (
-            tensor != "scales" and entry.dtype != torch.int32
-        ):
-            wanted = "floating point" if tensor == "scales" else "int32"
+        is_float, is_words = entry.dtype.is_floating_point, entry.dtype == torch.int32
+        fits = {"scales": is_float, "g_idx": not is_float}.get(tensor, is_words)
+        if not fits:
+            wanted = {"scales": "floating point", "g_idx": "integers"}.get(tensor, "int32")
             findings.error(entry.name, f"expected {wanted}, found {entry.dtype}")
             return None
     qweight, qzeros, scales = (found[t].shape for t in ("qweight", "qzeros", "scales"))
@@ -145,9 +145,9 @@ def _is_grouped_in_order(
     if g_idx.shape != (in_features,):
         findings.error(name, f"expected [{in_features}], found {list(g_idx.shape)}")
         return True
-    groups = -(-in_features // group)
+    g_idx, groups = g_idx.long(), -(-in_features // group)
     if g_idx.min() < 0 or g_idx.max() >= groups:
         findings.error(
             name, f"expected groups 0..{groups - 1}, found {int(g_idx.min())}..{int(g_idx.max())}"
         )
-    return torch.equal(g_idx, torch.arange(in_features, dtype=torch.int32) // group)
+    return torch.equal(g_idx, torch.arange(in_features) // group)

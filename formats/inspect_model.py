@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from formats.checkpoint import CONFIG, TensorEntry
 from formats.findings import Findings
-from formats.inspect_config import UNIFORM_MODEL_TYPES
+from formats.inspect_config import DEFAULTS, NUMBERS, UNIFORM_MODEL_TYPES
 from formats.inspect_files import Shards
 from formats.inspect_kv import is_kv_scale
 from formats.layouts import LAYOUTS, is_quantized
@@ -145,26 +145,33 @@ def check_shapes(
     shards: HasEntries,
     findings: Findings,
 ) -> None:
-    """Report tensors whose shape is not the one that config.json states, as far as it does."""
+    """Report tensors whose shape is not the one that config.json states, as far as it does, and
+    whole numbers where only floats make sense."""
     if config.get("model_type") not in UNIFORM_MODEL_TYPES:
         return
-    extents = _extents(config)
+    extents, checked = _extents(config), set()
     for linear in linears:
         local = ".".join(linear.name.split(".")[-2:])
-        found = (linear.out_features, linear.in_features)
-        _check_shape(linear.name, EXTENTS.get(local, ()), found, extents, findings)
-    summarized = {f"{linear.name}.weight" for linear in linears}
+        if local in EXTENTS:
+            found = (linear.out_features, linear.in_features)
+            _check_shape(linear.name, EXTENTS[local], found, extents, findings)
+            checked.add(f"{linear.name}.weight")
     for name, entry in shards.entries.items():
-        if name in summarized:
-            continue
         local = LAYER_NUMBER.split(name)[-1]
-        keys = FLOAT_SHAPES.get(local) or EXTENTS.get(local.removesuffix(".weight"), ())
-        _check_shape(name, keys, entry.shape, extents, findings)
+        module = local.removesuffix(".weight")
+        keys = FLOAT_SHAPES.get(local) or (EXTENTS.get(module, ()) if module != local else ())
+        if name not in checked:
+            _check_shape(name, keys, entry.shape, extents, findings)
+        may_be_codes = is_quantized(name.rpartition(".")[0], shards.entries) and module != local
+        if keys and not entry.dtype.is_floating_point and not may_be_codes:
+            findings.error(name, f"expected floating point, found {entry.dtype}")
 
 
 def _extents(config: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers that EXTENTS and FLOAT_SHAPES name; None where config.json does not say."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    stated = {k: v for k, v in config.items() if k not in NUMBERS or v is None or _is_size(v)}
+    config = {**DEFAULTS.get(config["model_type"], {}), **stated}
     extents = {name: config.get(name) for name in names}
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads")
@@ -176,6 +183,10 @@ def _extents(config: Mapping[str, Any]) -> dict[str, Any]:
         extents["q"] = heads * head_dim if isinstance(heads, int) else None
         extents["kv"] = kv_heads * head_dim if isinstance(kv_heads, int) else None
     return extents
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _check_shape(

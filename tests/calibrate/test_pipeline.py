@@ -83,7 +83,8 @@ def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, l
 
 def test_doctor_finds_nothing_wrong_with_the_result(tiny_checkpoint):
     model = tiny_checkpoint()
-    model.config["model_type"] = "llama"
+    model.config |= {"model_type": "llama", "intermediate_size": 96}
+    model.config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     target, report = quantize(model.write())
     inspection = inspect_checkpoint(target)
     assert inspection.problems == ()

@@ -31,6 +31,9 @@ CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 2,
     "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 40,
     "tie_word_embeddings": False,
 }

@@ -172,7 +172,10 @@ def test_damage_is_one_finding(gptq_model, write_folder, change, severity, subje
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"model_type": "qwen3"}, ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        (
+            {"model_type": "qwen3", "head_dim": 16},
+            ["self_attn.q_norm.weight", "self_attn.k_norm.weight"],
+        ),
         ({"model_type": "qwen2"}, [f"self_attn.{x}_proj.bias" for x in "qkv"]),
         ({"attention_bias": True}, [f"self_attn.{x}_proj.bias" for x in "qkvo"]),
         ({"mlp_bias": True}, [f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")]),
@@ -401,6 +404,8 @@ def test_what_is_no_folder_raises(tmp_path):
         ("lm_head.weight", (64, 128)),
         ("model.norm.weight", (64, 1)),
         ("model.layers.1.input_layernorm.weight", (32,)),
+        ("model.layers.1.input_layernorm.weight", (64, 1)),
+        ("model.layers.0.post_attention_layernorm.weight", (64, 64)),
         ("model.layers.0.mlp.up_proj.weight", (96 * 64,)),
         ("model.layers.0.mlp.up_proj.weight", (1, 96, 64)),
     ],
@@ -412,6 +417,35 @@ def test_float_tensor_of_another_shape_than_the_config_states(
     assert tensors[name].shape != shape
     tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
     problem_of(inspect_checkpoint(write_folder(tensors, config)), "error", name, "config.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"]
+    + ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"],
+)
+def test_whole_numbers_in_place_of_floats(float_model, write_folder, name):
+    tensors, config = float_model
+    tensors[name] = tensors[name].to(torch.int32)
+    problem_of(inspect_checkpoint(write_folder(tensors, config)), "error", name, "torch.int32")
+
+
+def test_float_members_of_a_fused_matrix_may_be_of_two_dtypes(float_model, write_folder):
+    tensors, config = float_model
+    name = "model.layers.0.self_attn.v_proj.weight"
+    tensors[name] = tensors[name].float()
+    assert inspect_checkpoint(write_folder(tensors, config)).problems == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_group_index_of_another_integer_type(gptq_model, write_folder, dtype, in_order):
+    tensors, config = gptq_model
+    g_idx = tensors[f"{Q0}.g_idx"].to(dtype)
+    tensors[f"{Q0}.g_idx"] = g_idx if in_order else g_idx.flip(0)
+    texts = [p.text for p in inspect_checkpoint(write_folder(tensors, config)).problems]
+    assert len(texts) == (not in_order)
+    assert all("not grouped in order" in text for text in texts)
 
 
 def test_bias_of_another_shape_than_the_config_states(float_model, write_folder):

@@ -6,7 +6,16 @@ import pytest
 
 from formats.findings import Findings
 from formats.inspect import inspect_checkpoint
-from formats.inspect_config import ACTIVATIONS, DTYPES, ROPE_TYPES, check_config
+from formats.inspect_config import (
+    ACTIVATIONS,
+    DEFAULTS,
+    DTYPES,
+    REQUIRED,
+    ROPE_TYPES,
+    TYPE_OF,
+    UNIFORM_MODEL_TYPES,
+    check_config,
+)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -44,6 +53,8 @@ REFUSED = [
     ),
     ({"rope_theta": None}, "rope_theta", "None"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta", "'1e4'"),
+    ({"model_type": "x"}, "model_type", "'x' is not that of LlamaForCausalLM"),
+    ({"model_type": ""}, "model_type", "'' is not that of LlamaForCausalLM"),
     ({"rms_norm_eps": None}, "rms_norm_eps", "None"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps", "nan"),
     ({"max_position_embeddings": 0}, "max_position_embeddings", "found 0"),
@@ -108,6 +119,25 @@ def test_other_families_have_choices_of_their_own(model_type):
     assert [problem.subject for problem in findings.problems] == ["config.json dtype"]
 
 
+@pytest.mark.parametrize("name", REQUIRED)
+def test_what_a_reader_would_take_its_own_number_for(gptq_model, write_folder, name):
+    tensors, config = gptq_model
+    del config[name]
+    found = inspect_checkpoint(write_folder(tensors, config))
+    (problem,) = found.problems
+    assert (problem.subject, problem.text) == (f"config.json {name}", "is missing")
+    assert {verdict.answer for verdict in found.loads_in} == {"no"}
+
+
+@pytest.mark.parametrize(("model_type", "heads"), [("mistral", 8), ("qwen2", 32), ("qwen3", 32)])
+def test_numbers_that_readers_fill_in_are_compared(gptq_model, write_folder, model_type, heads):
+    tensors, config = gptq_model
+    del config["num_key_value_heads"]
+    config |= {"model_type": model_type, "architectures": ["X"], "head_dim": 16}
+    texts = [p.text for p in inspect_checkpoint(write_folder(tensors, config)).problems]
+    assert texts.count(f"config.json states [{16 * heads}, 64], found [32, 64]") == 4
+
+
 def test_the_tables_are_those_of_transformers():
     activations = pytest.importorskip("transformers.activations")
     rope = pytest.importorskip("transformers.modeling_rope_utils")
@@ -128,6 +158,19 @@ def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
         less = {key: value for key, value in rope.items() if key != name}
         with pytest.raises(KeyError, match=name):
             auto.for_model("llama", **sizes, rope_scaling=less)
+
+
+@pytest.mark.parametrize("model_type", UNIFORM_MODEL_TYPES)
+def test_defaults_are_those_of_transformers(model_type):
+    auto = pytest.importorskip("transformers").AutoConfig
+    sizes = dict.fromkeys(REQUIRED, 64)
+    theirs = auto.for_model(model_type, **sizes)
+    for name, usual in (("num_key_value_heads", 64), ("head_dim", 1)):
+        found = getattr(theirs, name, None) or usual
+        assert found == DEFAULTS.get(model_type, {}).get(name, usual), name
+    architecture = next(name for name, each in TYPE_OF.items() if each == model_type)
+    models = pytest.importorskip("transformers.models.auto.modeling_auto")
+    assert models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == architecture
 
 
 def test_dtypes_are_of_torch():

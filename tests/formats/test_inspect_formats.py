@@ -152,7 +152,21 @@ DAMAGE = [
         "w8a8",
         lambda t, c: c.update(hidden_size=128),
         "error",
-        "config.json states [None, 128]",
+        "config.json states [96, 128]",
+    ),
+    (
+        "compressed-tensors",
+        "w4a16-sym-g32",
+        put(f"{Q0}.weight_scale", lambda s: s.flatten()),
+        "error",
+        "expected [64, 2] for w4a16-sym-g32, found [128]",
+    ),
+    (
+        "compressed-tensors",
+        "w4a16-sym-g32",
+        put(f"{Q0}.weight_shape", lambda s: s.float()),
+        "error",
+        "weight_shape: expected integers, found torch.float32",
     ),
 ]
 
