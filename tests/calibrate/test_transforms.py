@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calibrate import rtn
+from calibrate import awq, rtn, smoothquant
 from calibrate.activations import fake_quantize_tokens
 from calibrate.awq import AWQ
 from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
@@ -18,6 +18,7 @@ from calibrate.layer_map import find_layer_map
 from calibrate.rotation import ROTATE, rotation_matrix
 from calibrate.smoothquant import SMOOTHQUANT, smooth_layer
 from calibrate.solving import LayerContext, Transform
+from calibrate.statistics import InputStatistics
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.scheme import QuantSpec
@@ -194,3 +195,18 @@ def test_statistics_keep_in_step_and_a_bfloat16_norm_costs_nothing(docs_5m, wind
             after = changed[f"{name}.weight"].float() * changed[norm].float()
             torch.testing.assert_close(after, before, rtol=1e-6, atol=0)
     assert moved
+
+
+@pytest.mark.parametrize("factor", [1e9, 1e-9])
+def test_factors_that_leave_the_range_of_scales_are_no_choice(factor):
+    stats = InputStatistics(64, "cpu")
+    stats.update(torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
+    weights = [torch.randn(32, 64, generator=torch.Generator().manual_seed(1))]
+    spec = QuantSpec(bits=4, symmetric=True, group_size=32)
+    context = LayerContext(layer_map=None, config={}, spec=spec)
+    for scale_K, finite in ((torch.ones(64), True), (torch.full((64,), factor), False)):
+        errors = (
+            awq.output_error(weights, scale_K, stats, spec),
+            smoothquant.product_error(weights, scale_K, stats.sample(), context),
+        )
+        assert all(error > 0 and math.isfinite(error) == finite for error in errors)

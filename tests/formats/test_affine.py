@@ -150,12 +150,13 @@ def test_ends_of_the_range(bits, symmetric):
 
 
 def test_a_small_group_among_others_gets_the_smallest_scale(monkeypatch):
-    monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128)  # the rows that are fine come last
-    weight = random_weight(torch.float32)
-    weight[:16] *= 1e-9
-    scales, _ = affine.choose_scales(weight, SPECS[0])
-    assert (scales[:16].abs() == affine.MIN_SCALE).all()
-    assert (scales[16:].abs() > 0.1).all()
+    monkeypatch.setattr(affine, "BLOCK_ELEMENTS", 128)  # a row is a block
+    for small, fine in ((slice(0, 16), slice(16, 32)), (slice(16, 32), slice(0, 16))):
+        weight = random_weight(torch.float32)
+        weight[small] *= 1e-9
+        scales, _ = affine.choose_scales(weight, SPECS[0])
+        assert (scales[small].abs() == affine.MIN_SCALE).all()
+        assert (scales[fine].abs() > 0.1).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
