@@ -248,6 +248,8 @@ LOADS = [
         {"this project": "slow", "vLLM": "no", "SGLang": "no", "transformers": "yes"},
     ),
     ("awq", "w4a16-sym-g32", None, everywhere("yes")),
+    ("awq", "w4a16-asym-g16", None, everywhere("yes", vLLM="slow", SGLang="slow")),
+    ("compressed-tensors", "w4a16-sym-g16", None, everywhere("yes", vLLM="no", SGLang="no")),
     (
         "awq",
         "w4a16-sym-g32",

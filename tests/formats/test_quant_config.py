@@ -76,3 +76,125 @@ def test_the_head_has_a_scheme_only_where_it_is_stated(stated):
     config = QuantConfig(scheme=Scheme.parse("w4a16-sym"), lm_head=stated)
     read = QuantConfig.from_dict(config.to_dict())
     assert (read.scheme_for("lm_head") is not None) == stated
+
+
+def compressed(name: str = "w4a16-sym", **changes) -> dict:
+    """A compressed-tensors block; a key is of the block, or "weights__key" of its group."""
+    block = QuantConfig(scheme=Scheme.parse(name), method="compressed-tensors").to_dict()
+    group = block["config_groups"]["group_0"]
+    for key, value in changes.items():
+        part, _, inner = key.rpartition("__")
+        place = {"": block, "group": group}[part] if part in ("", "group") else group[part]
+        place[inner] = value
+    return block
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("w4a16-sym", {"sparsity_config": {"format": "dense", "sparsity_structure": "2:4"}}),
+        ("w4a16-sym", {"sparsity_config": {"format": "", "targets": []}}),
+        ("w4a16-sym", {"sparsity_config": None, "transform_config": {"config_groups": {}}}),
+        ("w4a16-sym", {"format": None, "group__format": None}),
+        ("w4a16-sym", {"format": "mixed-precision"}),
+        ("w4a16-sym", {"weights__strategy": None}),
+        ("w4a16-sym", {"weights__symmetric": None, "weights__dynamic": None}),
+        ("w8a8-fp8-block", {"weights__block_structure": "128x128"}),
+        ("w8a8", {"input_activations__strategy": None}),
+        ("w8a8-static", {"input_activations__strategy": None}),
+        ("w8a8", {"weights__strategy": "tensor"}),
+    ],
+)
+def test_compressed_blocks_of_other_writers(name, changes):
+    config = QuantConfig.from_dict(compressed(name, **changes))
+    assert config.scheme == Scheme.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("w4a16-sym", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ("w4a16-sym", {"transform_config": {"config_groups": {"a": 1}}}, "transform_config"),
+        ("w4a16-sym", {"transform_config": ["x"]}, "transform_config"),
+        ("w4a16-sym", {"format": "nvfp4-pack-quantized"}, "format"),
+        ("w4a16-sym", {"group__format": "marlin-24"}, "config_groups.group_0.format"),
+        ("w4a16-sym", {"config_groups": {}}, "config_groups"),
+        ("w4a16-sym", {"config_groups": {"a": []}}, "config_groups.a"),
+        ("w4a16-sym", {"group__weights": None}, "group_0.weights"),
+        ("w4a16-sym", {"group__targets": []}, "config_groups"),
+        ("w4a16-sym", {"group__targets": "Linear"}, "group_0.targets"),
+        ("w4a16-sym", {"group__output_activations": {}}, "group_0.output_activations"),
+        ("w4a16-sym", {"ignore": "lm_head"}, "ignore"),
+        ("w4a16-sym", {"weights__num_bits": 5}, "weights.num_bits"),
+        ("w4a16-sym", {"weights__num_bits": "4"}, "weights.num_bits"),
+        ("w4a16-sym", {"weights__type": "nf4"}, "weights.type"),
+        ("w4a16-sym", {"weights__symmetric": "yes"}, "weights.symmetric"),
+        ("w4a16-sym", {"weights__dynamic": True}, "weights.dynamic"),
+        ("w4a16-sym", {"weights__actorder": "random"}, "weights.actorder"),
+        ("w4a16-sym", {"weights__strategy": "tensor_group"}, "weights.strategy"),
+        ("w4a16-sym", {"weights__group_size": None}, "weights.group_size"),
+        ("w4a16-sym", {"weights__strategy": "block"}, "weights.block_structure"),
+        ("w8a8-fp8", {"weights__symmetric": False}, "weights.num_bits"),
+        ("w8a8-fp8-block", {"weights__block_structure": "128x"}, "weights.block_structure"),
+        ("w8a8-fp8-block", {"weights__block_structure": [4, 4]}, "weights.block_structure"),
+        ("w8a8", {"input_activations__num_bits": 4}, "input_activations"),
+        ("w8a8", {"input_activations__symmetric": False}, "input_activations"),
+        ("w8a8", {"input_activations__dynamic": "local"}, "input_activations"),
+        ("w8a8", {"input_activations__dynamic": False}, "input_activations"),
+    ],
+)
+def test_compressed_value_that_cannot_be_loaded_names_its_key(name, changes, key):
+    with pytest.raises(InputError, match=f"quantization_config.*{key}"):
+        QuantConfig.from_dict(compressed(name, **changes))
+
+
+def test_compressed_groups_of_names_leave_all_others_in_float():
+    block = compressed(group__targets=["re:.*mlp.*", "model.layers.0.self_attn.o_proj"])
+    config = QuantConfig.from_dict(block)
+    given = {
+        name: config.scheme_for(f"model.layers.0.{name}") is not None
+        for name in ("mlp.up_proj", "self_attn.o_proj", "self_attn.q_proj")
+    }
+    assert given == {"mlp.up_proj": True, "self_attn.o_proj": True, "self_attn.q_proj": False}
+
+
+def test_what_is_ignored_goes_before_what_a_group_names():
+    block = compressed(group__targets=["re:.*mlp.*", "Linear"], ignore=["re:.*up_proj"])
+    config = QuantConfig.from_dict(block)
+    assert config.scheme_for("model.layers.0.mlp.up_proj") is None
+    assert config.scheme_for("model.layers.0.mlp.down_proj") is not None
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme"),
+    [
+        ({}, "w4a16-asym-g64"),
+        ({"zero_point": False, "version": "GEMM"}, "w4a16-sym-g64"),
+        ({"bits": None, "w_bit": 4, "group_size": None, "q_group_size": 64}, "w4a16-asym-g64"),
+        ({"group_size": -1, "modules_to_not_convert": None}, "w4a16-asym-channel"),
+    ],
+)
+def test_awq_blocks_of_old_and_new_writers(changes, scheme):
+    block = {key: value for key, value in {**AWQ, **changes}.items() if value is not None}
+    assert QuantConfig.from_dict(block).scheme == Scheme.parse(scheme)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bits", 8),
+        ("bits", 4.0),
+        ("group_size", None),
+        ("zero_point", None),
+        ("zero_point", 1),
+        ("version", "gemv"),
+        ("modules_to_not_convert", "lm_head"),
+        ("modules_to_not_convert", [""]),
+    ],
+)
+def test_awq_value_that_cannot_be_loaded_names_its_key(key, value):
+    with pytest.raises(InputError, match=f"quantization_config.{key}"):
+        QuantConfig.from_dict({**AWQ, key: value})
