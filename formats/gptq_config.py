@@ -16,7 +16,6 @@ BLOCK = "quantization_config"
 REQUIRED_KEYS = ("bits", "group_size", "desc_act", "sym")
 BITS = (2, 3, 4, 8)
 LABELS = {"gptq": "v1", "gptq_v2": "v2"}
-OVERRIDES = ("bits", "group_size", "sym", "desc_act")
 MAX_RULES = 10_000
 # Our own key: other servers ignore it and run the same file with 16-bit activations.
 OWN_KEY = "qserve"
@@ -163,8 +162,7 @@ def _dynamic_rules(dynamic: Any, scheme: Scheme) -> list[Rule]:
             "sym": scheme.weight.symmetric,
             "group_size": scheme.weight.group_size,
         }
-        own = {name: value for name, value in values.items() if name in OVERRIDES}
-        weight = _spec({**base, **own}, f"{BLOCK}.dynamic[{key[:80]!r}]")
+        weight = _spec({**base, **values}, f"{BLOCK}.dynamic[{key[:80]!r}]")
         rules.append(Rule(kind="regex", text=text, scheme=replace(scheme, weight=weight)))
     return rules
 

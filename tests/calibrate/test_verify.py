@@ -104,6 +104,20 @@ def test_block_that_does_not_read_back_the_same(written):
         verify(*written)
 
 
+def test_second_file_that_differs_from_the_block(written):
+    path = written[0] / "quantize_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "group_size": 64}))
+    with pytest.raises(CheckpointError, match="quantize_config.json: differs from config.json's"):
+        verify(*written)
+
+
+def test_config_that_differs_from_the_sources_in_more_than_the_block(written):
+    path = written[0] / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5.0}))
+    with pytest.raises(CheckpointError, match="config.json: differs from the source in more than"):
+        verify(*written)
+
+
 def test_negative_zero_is_not_zero(written):
     folder, digests, source = written
     name = "model.norm.weight"
