@@ -24,7 +24,12 @@ NUMBERS = (
 )
 # Without these a reader would take numbers of its own, such as 4096.
 REQUIRED = NUMBERS[:5]
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+MAY_BE_NULL = {
+    "llama": ("num_key_value_heads", "head_dim"),
+    "mistral": ("head_dim",),
+    "qwen2": ("num_key_value_heads", "head_dim"),
+    "qwen3": ("num_key_value_heads",),
+}
 # Where nothing is stated: of llama as many as heads, and hidden_size / heads
 DEFAULTS = {
     "mistral": {"num_key_value_heads": 8},
@@ -83,7 +88,8 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
             findings.error(f"{CONFIG} {name}", "is missing", "copy it from the float model")
     for name in NUMBERS:
         value = config.get(name, 1)
-        if (type(value) is not int or value < 1) and not (value is None and name in MAY_BE_NULL):
+        left_out = value is None and name in MAY_BE_NULL[config["model_type"]]
+        if (type(value) is not int or value < 1) and not left_out:
             findings.error(
                 f"{CONFIG} {name}", f"expected a whole number above 0, found {value!r:.80}"
             )

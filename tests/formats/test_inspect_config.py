@@ -160,6 +160,21 @@ def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
             auto.for_model("llama", **sizes, rope_scaling=less)
 
 
+@pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "hidden_size"])
+@pytest.mark.parametrize("model_type", UNIFORM_MODEL_TYPES)
+def test_null_is_taken_where_transformers_takes_it(model_type, name):
+    auto = pytest.importorskip("transformers").AutoConfig
+    config = {**dict.fromkeys(REQUIRED, 64), name: None}
+    findings = Findings()
+    check_config({**config, "model_type": model_type}, findings)
+    try:
+        auto.for_model(model_type, **config)
+    except Exception:  # what a config class raises is not documented
+        assert [problem.subject for problem in findings.problems] == [f"config.json {name}"]
+    else:
+        assert findings.problems == []
+
+
 @pytest.mark.parametrize("model_type", UNIFORM_MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type):
     auto = pytest.importorskip("transformers").AutoConfig
