@@ -29,6 +29,7 @@ SINGLE = "model.safetensors"
 # A model of 100,000 tensors needs 10 MB of either; more costs a reader seconds and memory.
 MAX_HEADER_BYTES = 25_000_000
 MAX_JSON_BYTES = 25_000_000
+OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")  # pickles, other frameworks
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
@@ -212,6 +213,8 @@ class CheckpointReader:
         self.entries: dict[str, TensorEntry] = {}
         index_path = self.folder / INDEX
         listed = self._listed_files(index_path) if index_path.exists() else {SINGLE: set()}
+        if SINGLE in listed and not (self.folder / SINGLE).exists():
+            self._explain_missing_file()
         for file_name, expected in listed.items():
             entries = read_header(self.folder / file_name)
             for name in expected - entries.keys():
@@ -219,6 +222,20 @@ class CheckpointReader:
             for name in entries.keys() & self.entries.keys():
                 raise CheckpointError(name, f"stands in two shards, one of them {file_name}")
             self.entries.update(entries)
+
+    def _explain_missing_file(self) -> None:
+        """Raise CheckpointError where the weights are there under another name, or in a form that
+        is not read."""
+        for suffixes, remedy in (
+            ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
+            (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
+        ):
+            files = (path for path in self.folder.iterdir() if path.is_file())
+            found = sorted(path.name for path in files if path.suffix in suffixes)
+            if found:
+                raise CheckpointError(
+                    str(self.folder), f"has no {SINGLE}, but {', '.join(found[:3])}", remedy
+                )
 
     @staticmethod
     def _listed_files(index_path: Path) -> dict[str, set[str]]:

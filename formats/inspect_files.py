@@ -49,7 +49,9 @@ def read_shards(folder: Path, findings: Findings) -> Shards:
         files = [SINGLE]
     else:
         files = on_disk
-        if not (folder / INDEX).exists():
+        if not (folder / INDEX).exists() and len(files) == 1:
+            findings.error(SINGLE, f"not found, but {files[0]}", f"rename it to {SINGLE}")
+        elif not (folder / INDEX).exists():
             findings.error(INDEX, f"not found beside {len(files)} shards", "fetch it again")
     for name in on_disk:
         if name not in files:

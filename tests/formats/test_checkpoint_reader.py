@@ -213,3 +213,23 @@ def test_what_is_no_model_folder(tmp_path):
 def test_unknown_tensor_is_named(float_model, write_folder):
     with pytest.raises(CheckpointError, match="'nothing'"):
         CheckpointReader(write_folder(*float_model)).get("nothing")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf"])
+def test_weights_in_another_form_are_named(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="model.safetensors: not found"):
+        CheckpointReader(tmp_path)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=f"no model.safetensors, but {name} .write safetens"):
+        CheckpointReader(tmp_path)
+    (tmp_path / "gptq_model-4bit-128g.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="but gptq_model-4bit-128g.safetensors .rename it"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_link_to_nothing_is_not_found(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match="model.safetensors: not found"):
+        CheckpointReader(tmp_path)

@@ -380,6 +380,14 @@ def test_hostile_tensor_names_do_not_crash_it(float_model, write_folder):
     json.dumps(inspect_checkpoint(write_folder(tensors, config)).to_dict())
 
 
+def test_weights_under_an_old_writers_name(gptq_model, write_folder):
+    folder = write_folder(*gptq_model)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
+    found = inspect_checkpoint(folder)
+    problem_of(found, "error", "model.safetensors", "not found, but gptq_model-4bit-128g")
+    assert len(found.linears) == 14
+
+
 def test_a_tokenizer_that_is_a_link_to_nothing(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
