@@ -5,9 +5,12 @@ import torch
 import transformers
 
 from calibrate.data import read_calibration
+from calibrate.layer import static_scale
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.statistics import InputStatistics
+from formats.activation import MIN_INPUT_SCALE, check_input_scale
 from formats.checkpoint import CheckpointReader
-from formats.scheme import Scheme
+from formats.scheme import ActivationSpec, Scheme
 
 ATTENTION = "model.layers.{}.self_attn.{}_proj.input_scale"
 
@@ -44,3 +47,13 @@ def test_linears_of_one_input_share_its_scale(written):
         assert len(set(scales[3 * layer : 3 * layer + 3])) == 1
     assert len(set(scales)) == 4
     assert all(scale > 0 for scale in scales)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_an_input_of_zeros_has_a_scale_that_can_be_stored(kind):
+    stats = InputStatistics(64, "cpu")
+    stats.update(torch.zeros(8, 64))
+    activation = ActivationSpec(type=kind, dynamic=False, per="tensor")
+    scale = static_scale(stats, activation)
+    check_input_scale(activation, torch.tensor(scale))
+    assert scale == MIN_INPUT_SCALE and stats.notes == []

@@ -210,3 +210,20 @@ def test_factors_that_leave_the_range_of_scales_are_no_choice(factor):
             smoothquant.product_error(weights, scale_K, stats.sample(), context),
         )
         assert all(error > 0 and math.isfinite(error) == finite for error in errors)
+
+
+def test_scaled_statistics_are_those_of_the_scaled_inputs():
+    generator = torch.Generator().manual_seed(0)
+    x, reference = torch.randn(2, 128, 16, generator=generator)
+    scale_K = torch.rand(16, generator=generator) * 8 + 0.1
+    scaled, expected = InputStatistics(16, "cpu"), InputStatistics(16, "cpu")
+    scaled.update(x, reference)
+    scaled.cache["gptq"] = "of the old inputs"
+    scaled.scale_(scale_K)
+    expected.update(x / scale_K, reference / scale_K)
+    for name in ("moment_KK", "drift_KK", "absmax_K", "hessian_KK", "importance_K"):
+        torch.testing.assert_close(
+            getattr(scaled, name), getattr(expected, name), rtol=1e-4, atol=1e-3
+        )
+    torch.testing.assert_close(scaled.sample(), expected.sample())
+    assert scaled.cache == {} and scaled.num_tokens == 128
