@@ -8,7 +8,8 @@ import torch
 
 from formats import affine
 from formats.errors import CheckpointError, RangeError, SchemeError
-from formats.scheme import CHANNEL, QuantSpec
+from formats.fp8 import Fp8Weight
+from formats.scheme import CHANNEL, QuantSpec, Scheme
 
 SPECS = [
     QuantSpec(bits=4, symmetric=True, group_size=32),
@@ -115,6 +116,14 @@ def test_all_zero_group_gets_scale_one_and_comes_back_zero(spec):
     assert scales[3, 0] == 1
     assert (codes[3, :length] == zeros[3, 0]).all()
     assert (affine.dequantize(codes, scales, zeros)[3, :length] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["w8a8-fp8", "w8a8-fp8-static", "w8a8-fp8-block"])
+def test_all_zero_float8_weight_comes_back_zero(name):
+    spec = Scheme.parse(name).weight
+    weight = Fp8Weight.from_float(torch.zeros(200, 256), spec)
+    assert (weight.scales_RC == 1).all()
+    assert (weight.dequantize() == 0).all()
 
 
 @pytest.mark.parametrize("method", list(affine.SCALE_METHODS))

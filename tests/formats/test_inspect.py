@@ -456,6 +456,16 @@ def test_a_group_index_of_another_integer_type(gptq_model, write_folder, dtype, 
     assert all("not grouped in order" in text for text in texts)
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_quantized_linear_of_another_shape_than_the_config_states(gptq_model, write_folder, layer):
+    tensors, config = gptq_model
+    wrong, donor = f"model.layers.{layer}.mlp.down_proj", Q0
+    for field in ("qweight", "qzeros", "scales", "g_idx"):
+        tensors[f"{wrong}.{field}"] = tensors[f"{donor}.{field}"].clone()
+    found = inspect_checkpoint(write_folder(tensors, config))
+    problem_of(found, "error", wrong, "config.json states [64, 96], found [64, 64]")
+
+
 def test_bias_of_another_shape_than_the_config_states(float_model, write_folder):
     tensors, config = float_model
     config["num_attention_heads"] = 4

@@ -122,3 +122,9 @@ def test_the_first_override_that_fits_wins():
     shapes = {"model.layers.0.self_attn.o_proj": (64, 64), "model.layers.1.mlp.down_proj": (64, 64)}
     plan = make_plan(shapes, G32, overrides=[("o_proj", eight), ("layers", four)])
     assert list(plan.schemes.values()) == [eight, four]
+
+
+def test_each_pattern_to_ignore_counts():
+    names = [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
+    plan = make_plan(SHAPES, G32, ignore=names)
+    assert [plan.reasons.get(name) for name in names] == ["ignored", "ignored"]
