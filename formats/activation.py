@@ -74,7 +74,8 @@ def quantize_input(
         scales_MS = x.unflatten(1, (groups, -1)).abs().amax(-1)
         if spec.per == "tensor":
             scales_MS = scales_MS.amax().expand_as(scales_MS)
-        scales_MS = (scales_MS / largest).clamp(min=MIN_INPUT_SCALE)
+        # by a tensor: a GPU multiplies with the inverse of a number, and the last bit differs
+        scales_MS = (scales_MS / torch.full_like(scales_MS, largest)).clamp(min=MIN_INPUT_SCALE)
     groups_MSG = x.unflatten(1, (scales_MS.shape[1], -1))
     return to_codes(groups_MSG, scales_MS[..., None], spec.type).flatten(1), scales_MS
 

@@ -41,7 +41,9 @@ class Fp8Weight:
         rows, columns = block_size(spec, *weight_NK.shape)
         tiles = _tiles(weight_NK, rows, columns)
         largest_RC = tiles.abs().amax((1, 3))
-        scales_RC = torch.where(largest_RC == 0, 1.0, largest_RC / FP8_MAX)
+        # by a tensor, as in activation.quantize_input: the same bits on every device
+        scales_RC = largest_RC / torch.full_like(largest_RC, FP8_MAX)
+        scales_RC = torch.where(largest_RC == 0, 1.0, scales_RC)
         scaled = weight_NK / _spread(scales_RC, rows, columns, weight_NK.shape)
         codes_NK = scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
         weight = cls(codes_NK=codes_NK, scales_RC=scales_RC, spec=spec)
