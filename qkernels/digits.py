@@ -30,7 +30,7 @@ TILE_WORDS = LINEAR_MAX_BLOCK_K * LINEAR_DIGITS_COLUMNS // 4  # a step's tile, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigitForm:
-    """How a body takes its input as digits: the last argument of ops.*_digits."""
+    """How a body takes its input as digits: what the operations of digit_ops.py are asked for."""
 
     bits: int  # of the weight's codes: words have the inputs that a word of codes meets
     rows: int = 0  # as rows of an operand in shared memory, 8 or 16; 0: columns of one in registers

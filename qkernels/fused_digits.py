@@ -12,7 +12,7 @@ from qkernels.dependent_launch import early, start_early
 from qkernels.digits import DigitForm, Digits, empty_digits
 from qkernels.elementwise import add_rms_norm, rms_norm
 from qkernels.input_digits import (
-    STEPS_OF_BLOCK,
+    digits_by_steps,
     input_digits,
     load_steps,
     store_digits,
@@ -30,7 +30,7 @@ MOST_CHANNELS = 2**14  # of a row that a block's registers hold
 def rms_norm_digits(
     x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: DigitForm
 ) -> Digits:
-    """As ops.rms_norm_digits."""
+    """As digit_ops.rms_norm_digits."""
     digits, _ = _norm(x_MC, None, weight_C, eps, form)
     return digits
 
@@ -42,7 +42,7 @@ def add_rms_norm_digits(
     eps: float,
     form: DigitForm,
 ) -> tuple[Digits, torch.Tensor]:
-    """As ops.add_rms_norm_digits."""
+    """As digit_ops.add_rms_norm_digits."""
     return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, form)
 
 
@@ -131,26 +131,8 @@ def _rms_norm_digits(
 
 
 def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm) -> Digits:
-    """As ops.silu_and_mul_digits."""
-    M, width = x_M2I.shape[0], x_M2I.shape[1] // 2
-    digits = empty_digits(form, M, width, x_M2I.device)
-    steps = width // LINEAR_MAX_BLOCK_K
-    with on_device(x_M2I):
-        launch(
-            _silu_and_mul_digits,
-            (ceil_div(steps, STEPS_OF_BLOCK), M),
-            x_M2I.contiguous(),
-            digits.words,
-            digits.scales,
-            digits.sums,
-            M,
-            steps,
-            FORM=form,
-            BLOCK=STEPS_OF_BLOCK,
-            num_warps=1,
-            **early(x_M2I, M),
-        )
-    return digits
+    """As digit_ops.silu_and_mul_digits."""
+    return digits_by_steps(_silu_and_mul_digits, x_M2I.contiguous(), x_M2I.shape[1] // 2, form)
 
 
 @triton.jit(do_not_specialize=["M"])

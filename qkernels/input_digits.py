@@ -18,15 +18,19 @@ STEPS_OF_BLOCK = 2
 
 
 def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
-    """As ops.input_digits."""
-    M, K = x_MK.shape
-    steps = K // LINEAR_MAX_BLOCK_K
-    digits = empty_digits(form, M, K, x_MK.device)
-    with on_device(x_MK):
+    """As digit_ops.input_digits."""
+    return digits_by_steps(_input_digits, x_MK.contiguous(), x_MK.shape[1], form)
+
+
+def digits_by_steps(kernel, x: torch.Tensor, K: int, form: DigitForm) -> Digits:
+    """Digits of K inputs of each row of x, by a kernel that does some steps of a row in a block."""
+    M, steps = x.shape[0], K // LINEAR_MAX_BLOCK_K
+    digits = empty_digits(form, M, K, x.device)
+    with on_device(x):
         launch(
-            _input_digits,
+            kernel,
             (ceil_div(steps, STEPS_OF_BLOCK), M),
-            x_MK.contiguous(),
+            x,
             digits.words,
             digits.scales,
             digits.sums,
@@ -35,7 +39,7 @@ def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
             FORM=form,
             BLOCK=STEPS_OF_BLOCK,
             num_warps=1,
-            **early(x_MK, M),
+            **early(x, M),
         )
     return digits
 

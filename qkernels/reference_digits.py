@@ -15,7 +15,7 @@ def inputs_of_words(bits: int) -> torch.Tensor:
 
 
 def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
-    """As ops.input_digits."""
+    """As digit_ops.input_digits."""
     M, K = x_MK.shape
     digits = empty_digits(form, M, K, x_MK.device)
     x_MS = x_MK.float().view(M, -1, LINEAR_MAX_BLOCK_K)
