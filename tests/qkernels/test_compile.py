@@ -27,7 +27,7 @@ def compiled(tmp_path_factory) -> dict[str, dict]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     cases = [json.loads(line) for line in result.stdout.splitlines()]
