@@ -6,6 +6,7 @@ import torch
 from qkernels import digit_ops, ops
 from qkernels.digits import DigitForm
 from qkernels.reference_digits import input_digits, inputs_of
+from tests.qkernels.digit_bits import written
 
 FORMS = [
     *((M, DigitForm(bits=bits, with_sums=M > 1)) for M in (1, 2, 3, 4) for bits in (4, 8)),
@@ -22,18 +23,6 @@ def random_inputs(M, K, dtype, spread=0):
     generator = torch.Generator().manual_seed(M + K)
     x = torch.randn(M, K, generator=generator)
     return (x * 2 ** (spread * torch.rand(M, K, generator=generator))).to(dtype)
-
-
-def written(digits):
-    """All that belongs to the rows, as bits; to compare after the next use of the workspace."""
-    M, form = digits.num_rows, digits.form
-    if form.rows:
-        facts = digits.scales[:, : 3 if form.with_sums else 1, :M]
-        return [digits.words[:, :, :M].cpu(), facts.contiguous().view(torch.int32).cpu()]
-    words = digits.words.transpose(2, 3).flatten(1, 2)[:, : 4 * M]
-    scales = digits.scales.flatten(1)[:, : 4 * M].contiguous().view(torch.int32)
-    sums = digits.sums.flatten(1)[:, : 4 * M] if form.with_sums else words[:0]
-    return [words.cpu(), scales.cpu(), sums.cpu()]
 
 
 def poison(device):

@@ -1,0 +1,151 @@
+"""What makes the inputs of products, to fuzz: rounded to 8 bits, or as digits."""
+
+import torch
+
+from formats.activation import quantize_input
+from formats.scheme import ActivationSpec
+from qkernels import digit_ops, ops, reference
+from qkernels.digits import DigitForm
+from qkernels.reference_digits import input_digits, inputs_of
+from tests.qkernels.digit_bits import written
+from tests.qkernels.fuzz import FuzzedOp
+from tests.qkernels.fuzz_values import (
+    BOOLS,
+    DEVICE,
+    EPS,
+    FLOAT,
+    HALF,
+    ROWS,
+    WIDTHS,
+    assert_near,
+    rows,
+)
+
+
+def activation_of(kind: str) -> tuple[ActivationSpec, torch.Tensor | None]:
+    number = "float" if "float8" in kind else "int"
+    if "static" not in kind:
+        return ActivationSpec(type=number), None
+    return ActivationSpec(type=number, dynamic=False, per="tensor"), torch.tensor(0.05)
+
+
+ACTIVATIONS = ("int8", "int8 static", "float8", "float8 static")
+
+
+def fuzz_quantize_input(*, M, C, activation, dtype, strided, spread, seed):
+    spec, scale = activation_of(activation)
+    x = rows((M, C), dtype, seed, strided, spread)
+    on_device = None if scale is None else scale.to(DEVICE)
+    codes, scales = ops.quantize_input(x, spec, on_device, kernel="triton")
+    want_codes, want_scales = quantize_input(x.cpu(), spec, scale)
+    assert torch.equal(scales.cpu(), want_scales), "scales differ from the reference's"
+    same = codes.cpu().view(torch.uint8) == want_codes.view(torch.uint8)
+    assert same.all(), f"{int((~same).sum())} codes differ from the reference's"
+
+
+def fuzz_fused_quantize(*, op, M, C, activation, dtype, spread, seed):
+    spec, scale = activation_of(activation)
+    scale = None if scale is None else scale.to(DEVICE)
+    if op == "silu_and_mul_quantize":
+        inputs = (rows((M, 2 * C), dtype, seed, spread=spread),)
+    else:
+        inputs = (rows((M, C), dtype, seed, spread=spread), rows((C,), dtype, seed + 2), 1e-5)
+        if op == "add_rms_norm_quantize":
+            inputs = (inputs[0], rows((M, C), dtype, seed + 3, spread=2), *inputs[1:])
+    codes, scales, *total = getattr(ops, op)(*inputs, spec, scale, kernel="triton")
+    want_codes, want_scales, *want_total = getattr(reference, op)(*inputs, spec, scale)
+    if total:
+        assert torch.equal(total[0], want_total[0]), "the sum differs from the reference's"
+    # another order of the sum of squares, or another exp, may move a value by one rounding
+    eps = EPS[dtype]
+    torch.testing.assert_close(scales, want_scales, rtol=max(4 * eps, 1e-5), atol=0)
+    got, want = codes.float() * scales, want_codes.float() * want_scales
+    step = scales if spec.type == "int" else want.abs() / 8 + scales * 2**-9
+    assert_near(op, want, got, step * 1.001 + 4 * eps * want.abs())
+
+
+DIGIT_OPS = ("input_digits", "rms_norm_digits", "add_rms_norm_digits", "silu_and_mul_digits")
+
+
+def form_of(form_rows: int, bits: int, with_sums: bool) -> DigitForm:
+    return DigitForm(bits=bits, rows=form_rows, with_sums=with_sums)
+
+
+def fuzz_digits(*, op, M, steps, form_rows, bits, with_sums, dtype, strided, spread, seed):
+    """Values near those of the plain operation, and the very digits of these values."""
+    form, K = form_of(form_rows, bits, with_sums), 128 * steps
+    x = rows((M, 2 * K if "silu" in op else K), dtype, seed, strided, spread)
+    if "norm" in op:
+        plain = (rows((K,), dtype, seed + 2), 1e-5)
+        if op == "add_rms_norm_digits":
+            plain = (rows((M, K), dtype, seed + 3, spread=2), *plain)
+        want = getattr(reference, op.removesuffix("_digits"))(x, *plain)
+    else:
+        plain = ()
+        want = reference.silu_and_mul(x) if "silu" in op else x
+    digits = getattr(digit_ops, op)(x, *plain, form, kernel="triton")
+    if op == "add_rms_norm_digits":
+        (digits, total), (want, want_total) = digits, want
+        assert torch.equal(total, want_total), "the sum differs from torch's"
+    got = written(digits)
+    exact = inputs_of(digits)
+    values = exact.to(want.dtype)
+    # 31 bits of the step's largest
+    largest = want.double().view(M, steps, 128).abs().amax(2).repeat_interleave(128, 1)
+    slack = 0 if op == "input_digits" else 4 * EPS[dtype]
+    bound = slack * want.double().abs() + 2**-29 * largest
+    bound += 0 if op == "input_digits" else EPS[dtype] * 1e-2
+    assert_near(op, want, exact, bound)
+    if op == "input_digits":
+        values = x
+    for have, twin in zip(got, written(input_digits(values, form)), strict=True):
+        assert torch.equal(have, twin), "not the digits of these values"
+
+
+INPUTS: dict[str, FuzzedOp] = {
+    "quantize_input": FuzzedOp(
+        run=fuzz_quantize_input,
+        fields={
+            "M": ROWS,
+            "C": (*WIDTHS, 32768),
+            "activation": ACTIVATIONS,
+            "dtype": FLOAT,
+            "strided": BOOLS,
+            "spread": (0, 4, 12),
+        },
+        dynamic=("M", "strided", "spread"),
+        cost=lambda *, M, C, **_: M * C * 10,
+    ),
+    "fused_quantize": FuzzedOp(
+        run=fuzz_fused_quantize,
+        fields={
+            "op": ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize"),
+            "M": ROWS,
+            "C": WIDTHS,
+            "activation": ACTIVATIONS,
+            "dtype": FLOAT,
+            "spread": (0, 4),
+        },
+        dynamic=("M", "spread"),
+        cost=lambda *, M, C, **_: M * C * 10,
+    ),
+    "digits": FuzzedOp(
+        run=fuzz_digits,
+        fields={
+            "op": DIGIT_OPS,
+            "M": (1, 2, 3, 4, 5, 8, 9, 16),
+            "steps": (1, 2, 3, 5, 8, 9, 17, 32, 112, 130),
+            "form_rows": (0, 8, 16),
+            "bits": (4, 8),
+            "with_sums": BOOLS,
+            "dtype": HALF,
+            "strided": BOOLS,
+            "spread": (0, 4),
+        },
+        dynamic=("M", "spread"),
+        cost=lambda *, M, steps, **_: M * steps * 128 * 50,
+        is_allowed=lambda *, M, steps, form_rows, bits, with_sums, **_: (
+            form_of(form_rows, bits, with_sums).refuses(M, 128 * steps) is None
+        ),
+    ),
+}

@@ -1,0 +1,156 @@
+"""Norms, activation, rotary embedding, KV writes and sampling, to fuzz."""
+
+import torch
+
+from qkernels import elementwise, kv_cache, reference, reference_sampling, sampling
+from qkernels.sample_settings import SampleRow, SampleSettings
+from tests.qkernels.fuzz import FuzzedOp
+from tests.qkernels.fuzz_values import (
+    BOOLS,
+    DEVICE,
+    EPS,
+    FLOAT,
+    ROWS,
+    WIDTHS,
+    assert_near,
+    generator,
+    rows,
+)
+
+
+def fuzz_rms_norm(*, M, C, added, dtype, strided, seed):
+    x, weight = rows((M, C), dtype, seed, strided, 3), rows((C,), dtype, seed + 1)
+    if added:
+        residual = rows((M, C), dtype, seed + 2, strided)
+        got, total = elementwise.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, x + residual), "the sum differs from torch's"
+        x = total
+    else:
+        got = elementwise.rms_norm(x, weight, 1e-5)
+    want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    want = want * weight.double()
+    assert_near("rms_norm", want, got, (2 * EPS[dtype] + 1e-5) * want.abs() + 1e-7)
+
+
+def fuzz_silu_and_mul(*, M, C, dtype, seed):
+    x = rows((M, 2 * C), dtype, seed, spread=2)
+    gate, up = x.double().chunk(2, dim=-1)
+    want = torch.nn.functional.silu(gate) * up
+    bound = (2 * EPS[dtype] + 1e-5) * want.abs() + EPS[dtype] * 1e-2
+    assert_near("silu_and_mul", want, elementwise.silu_and_mul(x), bound)
+
+
+def fuzz_apply_rope(*, T, H, J, D, width, index, dtype, seed):
+    qkv = rows((T, H + 2 * J, D), dtype, seed)
+    width = max(2, int(D * width) // 2 * 2)
+    angle = torch.rand(500, width // 2, generator=generator(seed)) * 6
+    cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(DEVICE)
+    positions = torch.randint(0, 500, (T,), generator=generator(seed))
+    positions = positions.to(DEVICE, getattr(torch, index))
+    q, k = qkv[:, :H], qkv[:, H : H + J]
+    for name, want, got, source in zip(
+        "qk",
+        reference.apply_rope(q.double(), k.double(), cos_sin, positions),
+        elementwise.apply_rope(q, k, cos_sin, positions),
+        (q, k),
+        strict=True,
+    ):
+        bound = EPS[dtype] * want.abs() + 1e-6 * source.double().abs().amax(-1, keepdim=True)
+        assert_near(f"rope {name}", want, got, bound)
+
+
+def fuzz_write_kv(*, T, J, D, B, codes, index, interleaved, dtype, seed):
+    kv = rows((T, 2 * J, D), dtype, seed, spread=6)
+    slots = torch.randperm(4 * T * B, generator=generator(seed))[:T]
+    slots[torch.rand(T, generator=generator(seed)) < 0.2] = -1
+    slots = slots.to(getattr(torch, index))
+    pages = torch.ones(4 * T, 2, B, J, D).to(getattr(torch, codes or dtype))
+    if not interleaved:
+        pages = pages.transpose(0, 1).contiguous().transpose(0, 1)
+    scales = [torch.full((4 * T, B, J), 7.0) for _ in range(2)] if codes else []
+    want = [*pages.clone().unbind(1), *(each.clone() for each in scales)]
+    got = [*pages.to(DEVICE).unbind(1), *(each.to(DEVICE) for each in scales)]
+    kv_host = kv.cpu()
+    reference.write_kv_(kv_host[:, :J], kv_host[:, J:], *want[:2], slots, *want[2:])
+    kv_cache.write_kv_(kv[:, :J], kv[:, J:], *got[:2], slots.to(DEVICE), *got[2:])
+    for name, a, b in zip(("keys", "values", "k scales", "v scales"), got, want, strict=False):
+        assert torch.equal(a.cpu().float(), b.float()), f"{name} differ from the reference's"
+
+
+def fuzz_sample(*, S, V, temperature, top_k, top_p, min_p, spread, dtype, seed):
+    logits = rows((S, V), dtype, seed) * spread
+    made = [
+        SampleRow(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed + i,
+            position=i,
+        )
+        for i in range(S)
+    ]
+    settings = SampleSettings.of(made).to(DEVICE)
+    got = sampling.sample_(logits, settings).tokens_S
+    want = reference_sampling.sample_(logits, settings).tokens_S
+    assert torch.equal(got, want), f"drew {got.tolist()}, the twin {want.tolist()}"
+
+
+OTHERS: dict[str, FuzzedOp] = {
+    "rms_norm": FuzzedOp(
+        run=fuzz_rms_norm,
+        fields={"M": ROWS, "C": WIDTHS, "added": BOOLS, "dtype": FLOAT, "strided": BOOLS},
+        dynamic=("M", "strided"),
+        cost=lambda *, M, C, **_: M * C * 10,
+    ),
+    "silu_and_mul": FuzzedOp(
+        run=fuzz_silu_and_mul,
+        fields={"M": ROWS, "C": WIDTHS, "dtype": FLOAT},
+        dynamic=("M", "C"),
+        cost=lambda *, M, C, **_: M * C * 10,
+    ),
+    "apply_rope": FuzzedOp(
+        run=fuzz_apply_rope,
+        fields={
+            "T": ROWS,
+            "H": (1, 3, 8, 32),
+            "J": (1, 2, 8),
+            "D": (16, 24, 64, 80, 128, 256),
+            "width": (1, 0.5, 0.25),
+            "index": ("int64", "int32"),
+            "dtype": FLOAT,
+        },
+        dynamic=("T",),
+        cost=lambda *, T, H, D, **_: T * H * D * 10,
+    ),
+    "write_kv": FuzzedOp(
+        run=fuzz_write_kv,
+        fields={
+            "T": ROWS,
+            "J": (1, 2, 8),
+            "D": (16, 24, 64, 80, 128, 256),
+            "B": (16, 32, 64, 128),
+            "codes": ("", "int8", "float8_e4m3fn"),
+            "index": ("int64", "int32"),
+            "interleaved": BOOLS,
+            "dtype": FLOAT,
+        },
+        dynamic=("T", "interleaved"),
+        cost=lambda *, T, J, D, B, **_: T * J * D * B,
+    ),
+    "sample": FuzzedOp(
+        run=fuzz_sample,
+        fields={
+            "S": (1, 2, 3, 17, 64),
+            "V": (8, 33, 1000, 2100, 5001, 128256, 151936),
+            "temperature": (0.0, 1.0, 0.3, 2.0),
+            "top_k": (0, 1, 7, 50, 10**9),
+            "top_p": (1.0, 0.9, 0.5, 1e-6),
+            "min_p": (0.0, 0.05, 1.0),
+            "spread": (3, 1, 30),
+            "dtype": FLOAT,
+        },
+        dynamic=("S", "temperature", "top_k", "top_p", "min_p", "spread"),
+        cost=lambda *, S, V, **_: S * V * 100,
+    ),
+}

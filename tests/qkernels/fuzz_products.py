@@ -1,0 +1,168 @@
+"""Products to fuzz."""
+
+import random
+
+import torch
+
+from formats.activation import quantize_input
+from formats.bits import pack
+from formats.packed import PackedWeight
+from formats.scheme import CHANNEL, QuantSpec, Scheme
+from formats.weights import round_to_nearest, with_activation
+from qkernels import launch, ops, tile_table, w4a16, w8a8
+from qkernels.bench.tune import OPTIONS
+from qkernels.int8_tiles import Int8Tile
+from qkernels.tiles import LINEAR_MAX_ROWS, LinearDigitsTile, LinearRingTile, LinearTile
+from tests.qkernels.fuzz import FuzzedOp
+from tests.qkernels.fuzz_values import (
+    BOOLS,
+    DEVICE,
+    EPS,
+    FLOAT,
+    HALF,
+    ON_GPU,
+    OUTPUTS,
+    ROWS,
+    assert_near,
+    generator,
+    rows,
+)
+
+HOPPER = ON_GPU and launch.lacks_gluon(DEVICE) is None
+LINEAR_TILES = (LinearTile, *((LinearDigitsTile, LinearRingTile) if HOPPER else ()))
+
+
+def random_tile(kinds: tuple[type, ...], number: int, op: str, problem: dict) -> object | None:
+    """Tile 0 is the choice of tiles.py (None); the others any that could stand in a table."""
+    rng = random.Random(number)
+    while number:
+        kind = rng.choice(kinds)
+        tile = kind(**{name: rng.choice(options) for name, options in OPTIONS[kind].items()})
+        if tile_table.OPS[op].fault(tile, problem) is None:
+            return tile
+    return None
+
+
+def needs_too_much(error: Exception) -> bool:
+    """A random tile may be larger than the GPU's shared memory or registers."""
+    return type(error).__name__ in ("OutOfResources", "PTXASError")
+
+
+def fuzz_linear(
+    *, M, N, group, groups, bits, symmetric, dtype, bias, strided, ordered, spread, tile, seed
+):
+    K = 96 * groups if group == CHANNEL else group * groups
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=group)
+    G = spec.num_groups(K)
+    codes = torch.randint(0, 2**bits, (N, K), dtype=torch.uint8, generator=generator(seed))
+    scales = 2 ** (torch.rand(N, G, generator=generator(seed)) * spread - 8)
+    scales *= torch.randint(0, 2, (N, G), generator=generator(seed)) * 2 - 1
+    zeros = torch.full((N, G), spec.symmetric_zero, dtype=torch.uint8)
+    if not symmetric:
+        zeros = torch.randint(0, 2**bits, (N, G), dtype=torch.uint8, generator=generator(seed))
+    packed = PackedWeight(
+        words_NW=pack(codes, bits),
+        scales_NG=scales.half(),
+        zeros_NG=zeros,
+        spec=spec,
+        in_features=K,
+        input_order=torch.randperm(K, generator=generator(seed)) if ordered else None,
+    ).to(DEVICE)
+    x = rows((M, K), dtype, seed, strided)
+    kernel = f"triton_w{bits}a16" if bits in (4, 8) else "reference"
+    weight = ops.prepare_weight(packed, x.dtype, kernel=kernel)
+    offset = rows((N,), dtype, seed) if bias else None
+    chosen = None
+    if kernel != "reference":
+        problem = {"M": M, "N": N, "K": K, "group": spec.group_length(K), "bits": bits}
+        chosen = random_tile(LINEAR_TILES, tile, "w4a16", problem)
+    if chosen is None:
+        got = ops.linear(x, weight, offset)
+    else:
+        sorted_x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
+        try:
+            got = w4a16.linear(sorted_x, weight, offset, tile=chosen)
+        except Exception as error:
+            if needs_too_much(error):
+                return
+            raise
+    weight_NK = packed.dequantize(torch.float64)
+    want, magnitude = x.double() @ weight_NK.t(), x.double().abs() @ weight_NK.abs().t()
+    if bias:
+        want, magnitude = want + offset.double(), magnitude + offset.double().abs()
+    rounded_weight = chosen is None and (M > LINEAR_MAX_ROWS or kernel == "reference")
+    slack = EPS[dtype] if rounded_weight else 2**-14
+    assert_near("linear", want, got, EPS[dtype] * want.abs() + slack * magnitude)
+    again = ops.linear(x, weight, offset)
+    assert torch.equal(again, ops.linear(x, weight, offset)), "equal inputs, other bits"
+
+
+SCHEMES = ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static")
+
+
+def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
+    parsed = Scheme.parse(scheme)
+    weight_NK = torch.randn(N, K, generator=generator(seed))
+    static = 0.03 if "static" in scheme else None
+    packed = with_activation(round_to_nearest(weight_NK, parsed.weight), parsed, static)
+    weight = ops.prepare_weight(packed.to(DEVICE), getattr(torch, dtype), kernel="triton_w8a8")
+    x = rows((M, K), dtype, seed, spread=spread)
+    offset = rows((N,), dtype, seed) if bias else None
+    codes, scales = quantize_input(x.cpu(), packed.activation, packed.input_scale)
+    problem = {"M": M, "N": N, "K": K, "integers": "fp8" not in scheme}
+    chosen = random_tile((Int8Tile,), tile, "w8a8", problem)
+    if chosen is None:
+        got = ops.linear(x, weight, offset)
+    else:
+        scales_M1 = scales.expand(M, 1).contiguous().to(DEVICE)
+        try:
+            got = w8a8.linear_codes(codes.to(DEVICE), scales_M1, weight, offset, tile=chosen)
+        except Exception as error:
+            if needs_too_much(error):
+                return
+            raise
+    x_MK, w_NK = codes.double() * scales.double(), packed.dequantize(torch.float64)
+    want, magnitude = x_MK @ w_NK.t(), x_MK.abs() @ w_NK.abs().t()
+    if bias:
+        want = want + offset.double().cpu()
+    # integers are summed exactly; a tensor core keeps 14 bits of a float8 sum of 128
+    slack = 2**-20 if "fp8" not in scheme else 2**-12 if ON_GPU else 2**-18
+    assert_near(scheme, want, got, EPS[dtype] * want.abs() + slack * magnitude)
+
+
+PRODUCTS: dict[str, FuzzedOp] = {
+    "linear": FuzzedOp(
+        run=fuzz_linear,
+        fields={
+            "M": ROWS,
+            "N": OUTPUTS,
+            "groups": (1, 2, 3, 5, 8, 17, 32),
+            "group": (32, 64, 128, 256, 96, 224, CHANNEL),
+            "bits": (4, 8, 4, 8, 2, 3),
+            "symmetric": (True, False),
+            "dtype": HALF,
+            "bias": BOOLS,
+            "strided": BOOLS,
+            "ordered": (False, False, True),
+            "spread": (0, 8),
+            "tile": (0, 0, *range(1, 200)),
+        },
+        dynamic=("M", "N", "groups", "bias", "strided", "ordered", "spread"),
+        cost=lambda *, M, N, group, groups, **_: M * N * groups * max(group, 96),
+    ),
+    "w8a8": FuzzedOp(
+        run=fuzz_w8a8,
+        fields={
+            "M": ROWS,
+            "N": OUTPUTS,
+            "K": (32, 96, 128, 416, 1056, 4096, 14336),
+            "scheme": SCHEMES,
+            "dtype": FLOAT,
+            "bias": BOOLS,
+            "spread": (0, 3),
+            "tile": (0, 0, *range(1, 200)),
+        },
+        dynamic=("M", "N", "K", "bias", "spread"),
+        cost=lambda *, M, N, K, **_: M * N * K,
+    ),
+}
