@@ -33,3 +33,24 @@ def written(tiny_model, tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def count_calls(monkeypatch):
+    """Replace functions of a module by themselves, counted: the counts by name."""
+
+    def count(module, names):
+        counts = dict.fromkeys(names, 0)
+
+        def counted(name, function):
+            def call(*args):
+                counts[name] += 1
+                return function(*args)
+
+            return call
+
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+        return counts
+
+    return count

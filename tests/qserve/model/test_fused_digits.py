@@ -15,20 +15,9 @@ MAKERS = ("input_digits", "rms_norm_digits", "add_rms_norm_digits", "silu_and_mu
 
 
 @pytest.fixture
-def counts(monkeypatch):
+def counts(count_calls):
     """How often each operation of digits was called."""
-    counted = dict.fromkeys((*MAKERS, "linear_digits"), 0)
-
-    def counting(op, run):
-        def call(*args):
-            counted[op] += 1
-            return run(*args)
-
-        return call
-
-    for op in counted:
-        monkeypatch.setattr(digit_ops, op, counting(op, getattr(digit_ops, op)))
-    return counted
+    return count_calls(digit_ops, (*MAKERS, "linear_digits"))
 
 
 def decoded(folder, prompts, **options):

@@ -53,20 +53,11 @@ def run(folder):
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
-def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, name):
-    counts = dict.fromkeys(
-        ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize", "linear_codes"), 0
+def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, count_calls, name):
+    counts = count_calls(
+        ops,
+        ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize", "linear_codes"),
     )
-
-    def counted(op, run_op):
-        def call(*args):
-            counts[op] += 1
-            return run_op(*args)
-
-        return call
-
-    for op in counts:
-        monkeypatch.setattr(ops, op, counted(op, getattr(ops, op)))
     fused_logits, fused_tokens = run(quantized(name))
     assert all(counts.values()), counts
     # of each layer one linear after each norm, and one after the activation
