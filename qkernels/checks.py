@@ -74,12 +74,19 @@ def check_quantized(
 
 def check_digits(op: str, x: torch.Tensor, form: DigitForm, halves: int = 1) -> None:
     """Raise KernelError unless x [M, halves K] can become digits."""
-    rows, width = expect_ndim(f"{op} x", x, 2)
+    _, width = expect_ndim(f"{op} x", x, 2)
+    if width % halves:
+        raise KernelError(f"{op} x", f"an odd width, found {list(x.shape)}")
+    check_digit_rows(f"{op} x", x, width // halves, form)
+
+
+def check_digit_rows(name: str, x: torch.Tensor, inputs: int, form: DigitForm) -> None:
+    """Raise KernelError unless rows of so many inputs, made of x's, can become digits."""
     if x.dtype not in HALF_DTYPES:
-        raise KernelError(f"{op} x", f"expected float16 or bfloat16, found {x.dtype}")
-    reason = form.refuses(rows, width // halves) if width % halves == 0 else "an odd width"
+        raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")
+    reason = form.refuses(x.shape[0], inputs)
     if reason is not None:
-        raise KernelError(f"{op} x", f"{reason}, found {list(x.shape)}")
+        raise KernelError(name, f"{reason}, found {list(x.shape)}")
 
 
 def check_rope(

@@ -80,11 +80,14 @@ def linear_digits(
         check_tensor(
             "linear_digits bias", bias, (weight.out_features,), (weight.dtype,), digits.words
         )
-    module = dispatch.linear_module(weight.kernel)
-    wanted = digit_form(weight, digits.num_rows)
-    if weight.kernel != "reference" and digits.form != wanted:
-        raise KernelError("linear_digits digits", f"expected {wanted}, found {digits.form}")
-    return module.linear_digits(digits, weight, bias)
+    run = getattr(dispatch.linear_module(weight.kernel), "linear_digits", None)
+    if run is None or weight.input_order is not None:
+        raise KernelError(
+            "linear_digits weight",
+            f"{weight.kernel} takes no digits" if run is None else "its inputs are reordered",
+            "use ops.linear",
+        )
+    return run(digits, weight, bias)
 
 
 def _run(op: str, x: torch.Tensor, kernel: str | None):

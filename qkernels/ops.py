@@ -20,7 +20,7 @@ from qkernels.checks import (
     CODE_DTYPES,
     can_copy_in_bulk,
     check_dense_heads,
-    check_digits,
+    check_digit_rows,
     check_float,
     check_kv_write,
     check_quantized,
@@ -381,7 +381,7 @@ def paged_attention(
             f"expected heads divisible by the {k_pages_PBJD.shape[2]} KV heads, found {heads}",
         )
     if digits is not None:
-        check_digits("paged_attention", q_THD.flatten(1), digits)
+        check_digit_rows("paged_attention q", q_THD, heads * head_dim, digits)
     requests = context_lengths_R.shape[0]
     int32 = (torch.int32,)
     check_tensor("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)

@@ -11,6 +11,7 @@ import torch
 from formats.packed import PackedWeight
 from qkernels import w4a16_portable
 from qkernels.digits import DigitForm, Digits
+from qkernels.errors import KernelError
 from qkernels.input_digits import input_digits
 from qkernels.launch import lacks_gluon, sm_count, tile_table_of, workspace
 from qkernels.linear_choice import AnyLinearTile, chosen_linear_tile, tabled_linear_tile
@@ -135,10 +136,7 @@ def digit_form(weight: PreparedWeight, M: int) -> DigitForm | None:
     """How `linear_digits` takes M rows; None: as digits they would not be faster."""
     if not 0 < M <= LINEAR_RING_ROWS[-1]:
         return None
-    tile = _tile_for_digits(weight, M)
-    if isinstance(tile, LinearDigitsTile | LinearRingTile):
-        return _digit_form(tile, weight)
-    return None
+    return _digit_form(_tile_for_digits(weight, M), weight)
 
 
 def linear_digits(
@@ -146,10 +144,16 @@ def linear_digits(
 ) -> torch.Tensor:
     """`linear` of an input that is digits already, in the form of `digit_form`: [M, N]."""
     tile = _tile_for_digits(weight, digits.num_rows)
+    wanted = _digit_form(tile, weight)
+    if digits.form != wanted:
+        raise KernelError("linear_digits digits", f"expected {wanted}, found {digits.form}")
     return _linear_digits(digits, weight, bias, tile)
 
 
-def _digit_form(tile: LinearDigitsTile | LinearRingTile, weight: PreparedWeight) -> DigitForm:
+def _digit_form(tile: AnyLinearTile | None, weight: PreparedWeight) -> DigitForm | None:
+    """What a tile's body takes; None: no digits."""
+    if not isinstance(tile, LinearDigitsTile | LinearRingTile):
+        return None
     rows = tile.rows if isinstance(tile, LinearRingTile) else 0
     return DigitForm(bits=weight.spec.bits, rows=rows, with_sums=not weight.spec.symmetric)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from qserve.engine.batch import Batch
+from qserve.engine.transfer import on_host
 
 PADDING_SLOT = -1
 ALIGNMENT = 16  # bytes, as kernels want addresses
@@ -33,6 +34,10 @@ class _Field(NamedTuple):
     size: int
     padding: int | None  # None: as the last
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.size * np.dtype(self.dtype).itemsize
+
 
 class StepBuffers:
     """Inputs of every kind of step, in one piece of memory; block tables beside it."""
@@ -42,7 +47,7 @@ class StepBuffers:
     ) -> None:
         self._device = device
         self._fields = {kind: _fields(kind) for kind in kinds}
-        most = max(_num_bytes(fields) for fields in self._fields.values())
+        most = max(fields[-1].end for fields in self._fields.values())
         self._bytes = torch.zeros(most, dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
         self._sent_RX = np.empty((0, 0), np.int32)  # what stands in its corner
@@ -55,9 +60,8 @@ class StepBuffers:
         tensors = {"logits_rows_S": self._rows[: kind.num_requests]}
         tensors["query_starts_R1"] = self._starts[: kind.num_requests + 1]
         for field in self._fields[kind]:
-            end = field.offset + field.size * np.dtype(field.dtype).itemsize
             dtype = torch.int64 if field.dtype is np.int64 else torch.int32
-            tensors[field.name] = self._bytes[field.offset : end].view(dtype)
+            tensors[field.name] = self._bytes[field.offset : field.end].view(dtype)
         return Batch(
             **tensors,
             block_tables_RX=self._tables_RX[: kind.num_requests],
@@ -79,23 +83,19 @@ class StepBuffers:
         tables_RX = arrays["block_tables_RX"]
         if not np.array_equal(tables_RX, self._sent_RX):
             rows, columns = tables_RX.shape
-            self._tables_RX[:rows, :columns].copy_(self._on_host(tables_RX), non_blocking=True)
+            tables = on_host(tables_RX, self._device)
+            self._tables_RX[:rows, :columns].copy_(tables, non_blocking=True)
             self._sent_RX = tables_RX
 
     def _fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> None:
         fields = self._fields[kind]
-        packed = np.zeros(_num_bytes(fields), np.uint8)
+        packed = np.zeros(fields[-1].end, np.uint8)
         for field in fields:
             array = arrays[field.name]
-            end = field.offset + field.size * array.itemsize
-            place = packed[field.offset : end].view(field.dtype)
+            place = packed[field.offset : field.end].view(field.dtype)
             place[: len(array)] = array
             place[len(array) :] = array[-1] if field.padding is None else field.padding
-        self._bytes[: len(packed)].copy_(self._on_host(packed), non_blocking=True)
-
-    def _on_host(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+        self._bytes[: len(packed)].copy_(on_host(packed, self._device), non_blocking=True)
 
 
 def _fields(kind: Kind) -> tuple[_Field, ...]:
@@ -112,11 +112,5 @@ def _fields(kind: Kind) -> tuple[_Field, ...]:
     fields, offset = [], 0
     for name, dtype, size, padding in wanted:
         fields.append(_Field(name, dtype, offset, size, padding))
-        end = offset + size * np.dtype(dtype).itemsize
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = -(-fields[-1].end // ALIGNMENT) * ALIGNMENT
     return tuple(fields)
-
-
-def _num_bytes(fields: tuple[_Field, ...]) -> int:
-    last = fields[-1]
-    return last.offset + last.size * np.dtype(last.dtype).itemsize

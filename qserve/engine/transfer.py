@@ -4,12 +4,15 @@ import numpy as np
 import torch
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor on `device`; from pinned memory, so that the copy overlaps with work there."""
+def on_host(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor on the host; for a GPU in pinned memory, so that a copy overlaps with work there."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor on `device`, which may still be on its way there."""
+    return on_host(array, device).to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -1,5 +1,7 @@
 """The plain torch digits: they stand for the inputs, and lie where digits.py says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -125,5 +127,10 @@ def test_a_product_of_digits_is_that_of_the_inputs(make_weight, symmetric):
     assert torch.equal(got, ops.linear(x, weight))
     with pytest.raises(KernelError, match="expected those of 256 inputs"):
         digit_ops.linear_digits(digit_ops.input_digits(x[:, :128], digits.form), weight)
+    reordered = replace(weight, input_order=torch.arange(256))
+    with pytest.raises(KernelError, match="its inputs are reordered"):
+        digit_ops.linear_digits(digits, reordered)
+    with pytest.raises(KernelError, match="dense takes no digits"):
+        digit_ops.linear_digits(digits, replace(weight, kernel="dense"))
     with pytest.raises(KernelError, match="linear_digits bias"):
         digit_ops.linear_digits(digits, weight, torch.zeros(41, dtype=torch.float16))
