@@ -14,6 +14,8 @@ from qkernels.input_digits import in_words, input_digits, store_digits
 from qkernels.launch import launch, on_device
 from qkernels.tiles import LINEAR_MAX_BLOCK_K, ceil_div, power_of_two
 
+# Parts that are merged at once: 32 cost 1 us more than 8, be they empty or not.
+MOST_PARTS = tl.constexpr(8)
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -39,7 +41,7 @@ def merge_parts(
         "H": H,
         "D": D,
         "SPLIT": S,
-        "num_warps": ceil_div(power_of_two(D) * S, 1024),
+        "num_warps": ceil_div(power_of_two(D) * min(S, MOST_PARTS.value), 1024),
         **early(out_THD, T),
     }
     shared = partials_THSD, sums_2THS, query_starts_R1
@@ -70,15 +72,36 @@ def merge_parts(
 
 
 @triton.jit
-def _merged(ptrs, largest_ptrs, weights_apart, inside):
-    """Parts [S, X] at ptrs to what they are together [X]."""
-    weights = tl.load(largest_ptrs + weights_apart)
-    seen = weights > 0  # the other parts are empty: their values were not written
+def _used(sums_ptr, rows, T, H, SPLIT: tl.constexpr):
+    """Parts of `rows` [1, X] (token H + head) up to the last that has seen a key."""
+    part = tl.arange(0, SPLIT)[:, None]
+    weights = tl.load(sums_ptr + T.to(tl.int64) * H * SPLIT + rows * SPLIT + part)
+    # a NaN is not to be passed over
+    return tl.max(tl.max(tl.where(weights != 0, part + 1, 0), 1), 0)
+
+
+@triton.jit
+def _merged(partials_ptr, sums_ptr, rows, channels, inside, used, T, H, D, SPLIT: tl.constexpr):
+    """The used parts together: [Y], of `rows` [1, X] and `channels` [1, Y], where X is Y or 1."""
+    PARTS: tl.constexpr = SPLIT if SPLIT < MOST_PARTS else MOST_PARTS
+    apart = T.to(tl.int64) * H * SPLIT
     # a finite stand-in for -inf, since -inf - -inf would be NaN where no part has seen a key
-    largest = tl.where(seen, tl.load(largest_ptrs), -3.0e38)
-    shift = tl.exp2(largest - tl.max(largest, 0)[None, :])
-    total = tl.sum(weights * shift, 0)
-    out = tl.sum(tl.load(ptrs, mask=seen & inside, other=0.0) * shift, 0)
+    largest = tl.full([rows.shape[1]], -3.0e38, tl.float32)
+    total = tl.zeros([rows.shape[1]], tl.float32)
+    out = tl.zeros([channels.shape[1]], tl.float32)
+    for first in range(0, used, PARTS):
+        places = rows * SPLIT + first + tl.arange(0, PARTS)[:, None]
+        values_ptrs = partials_ptr + places * D + channels
+        weights = tl.load(sums_ptr + apart + places)
+        seen = weights > 0
+        values = tl.load(values_ptrs, mask=seen & inside, other=0.0)
+        scores = tl.where(seen, tl.load(sums_ptr + places), -3.0e38)
+        new_largest = tl.maximum(largest, tl.max(scores, 0))
+        shift = tl.exp2(scores - new_largest[None, :])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights * shift, 0)
+        out = out * shrink + tl.sum(values * shift, 0)
+        largest = new_largest
     return out / tl.where(total == 0, 1.0, total)
 
 
@@ -98,15 +121,16 @@ def _merge_parts(
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if EARLY:
-        start_early()
-    if token >= tl.load(starts_ptr + R):
+        start_early(SIGNAL_FIRST=False)
+    end = tl.load(starts_ptr + R)
+    rows = token * H + head + tl.zeros([1, 1], tl.int64)
+    used = _used(sums_ptr, rows, T, H, SPLIT)
+    if token >= end:
         return
     d = tl.arange(0, PADDED_D)
-    row = (token * H + head) * SPLIT + tl.arange(0, SPLIT)[:, None]
-    ptrs = partials_ptr + row * D + d[None, :]
-    out = _merged(ptrs, sums_ptr + row, T.to(tl.int64) * H * SPLIT, (d < D)[None, :])
-    out_row = token * H + head
-    tl.store(out_ptr + out_row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    inside = (d < D)[None, :]
+    out = _merged(partials_ptr, sums_ptr, rows, d[None, :], inside, used, T, H, D, SPLIT)
+    tl.store(out_ptr + (token * H + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["R", "T"])
@@ -128,15 +152,18 @@ def _merge_to_digits(
     EARLY: tl.constexpr,
 ):
     """128 channels of a token, of one head or several."""
-    token, step = tl.program_id(0), tl.program_id(1)
+    token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if EARLY:
-        start_early()
-    if token >= tl.load(starts_ptr + R):
-        return
+        # the product behind is let in when attention is over: its weights would come first
+        start_early(SIGNAL_FIRST=False)
+    end = tl.load(starts_ptr + R)
     channel = step * 128 + tl.arange(0, 128)[None, :]
     head = step * 128 // D if D % 128 == 0 else channel // D
-    row = (token.to(tl.int64) * H + head) * SPLIT + tl.arange(0, SPLIT)[:, None]
-    ptrs = partials_ptr + row * D + channel % D
-    out = _merged(ptrs, sums_ptr + row, T.to(tl.int64) * H * SPLIT, channel >= 0)
+    rows = token * H + head + tl.zeros([1, 1], tl.int64)
+    used = _used(sums_ptr, rows, T, H, SPLIT)
+    if token >= end:
+        return
+    inside = channel >= 0
+    out = _merged(partials_ptr, sums_ptr, rows, channel % D, inside, used, T, H, D, SPLIT)
     words = in_words(out.to(DTYPE)[None, :], FORM)
     store_digits(words, words_ptr, scales_ptr, digit_sums_ptr, token, step, T, steps, FORM)

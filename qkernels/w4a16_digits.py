@@ -213,7 +213,9 @@ def _w4a16_digits(
         offsets = ()
         for i in gl.static_range(AHEAD):
             step = gl.minimum(first + i * W + warp, steps - 1)
-            codes += (gl.load(codes_ptrs + step[:, None] * (ROW * TILE_N), cache_modifier=".cg"),)
+            # each is read once: the L2 is for what every step reads again, down to the instructions
+            ptrs = codes_ptrs + step[:, None] * (ROW * TILE_N)
+            codes += (gl.load(ptrs, eviction_policy="evict_first"),)
             step = first + i * W + row_warp
             group = group_rows + (step // STEPS_OF_GROUP * TILE_N)[:, None]
             inside = (step < steps)[:, None]

@@ -177,7 +177,7 @@ def test_chunk_whose_rows_are_not_multiples_of_16_bytes(check, dtype):
     check([40], [200], 2, 1, 18, 16, dtype, interleaved=True)
 
 
-@pytest.mark.parametrize("split", [2, 8])
+@pytest.mark.parametrize("split", [2, 8, 32])
 @pytest.mark.parametrize("window", [None, 50])
 def test_parts_of_a_context_merge(check, dtype, split, window):
     """Contexts of one key to hundreds: some parts are empty."""
