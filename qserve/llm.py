@@ -1,6 +1,6 @@
 """LLM: the engine in this process, for offline use. Names follow vLLM's. Knows no HTTP."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,20 +97,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered by the model's chat template."""
+        """Answer one conversation or several, rendered by the model's chat template.
+
+        `chat_template_kwargs`: what the template reads beside them, such as enable_thinking.
+        """
+        settings = {
+            "add_generation_prompt": add_generation_prompt,
+            "template_kwargs": chat_template_kwargs,
+        }
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
-        prompts = [
-            tokenizer.encode_chat(each, add_generation_prompt=add_generation_prompt)
-            for each in conversations
-        ]
+        prompts = [tokenizer.encode_chat(each, **settings) for each in conversations]
         outputs = self.generate(prompts, sampling_params, use_tqdm)
         return [
-            replace(
-                output,
-                prompt=tokenizer.render_chat(each, add_generation_prompt=add_generation_prompt),
-            )
+            replace(output, prompt=tokenizer.render_chat(each, **settings))
             for output, each in zip(outputs, conversations, strict=True)
         ]
 

@@ -3,25 +3,43 @@
 Knows no HTTP and no engine internals; it reads the engine's `RequestEvent` and nothing else of it.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.meta
 from transformers import AutoTokenizer
 
 from formats.errors import InputError, one_line
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.sampling_params import SamplingParams
+from qserve.sampling_params import ParameterError, SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are not, or not yet, a character
 MAX_PENDING = 8  # tokens: one character is at most 4 bytes, so twice what can still become one
 NUM_CONTEXT = 12  # tokens of the prompt that the first output tokens are decoded with
 
 
+# what transformers gives a template beside the parameters of apply_chat_template
+TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
+
+
 class TextError(InputError):
     """A tokenizer cannot be loaded, or a text or conversation cannot be made into tokens."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """Reads transformers' own tag {% generation %} as what it holds."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Tokenizer:
@@ -93,21 +111,47 @@ class Tokenizer:
         """One token's text as it is behind others: at the start some decoders drop a space."""
         return self.decode([*self._before, token], skip_special_tokens=False)[self._num_before :]
 
+    @functools.cached_property
+    def template_settings(self) -> frozenset[str]:
+        """Names that the chat template reads and a request may give, such as enable_thinking."""
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            tree = environment.parse(self._tokenizer.get_chat_template())
+        except (jinja2.TemplateError, ValueError):
+            return frozenset()
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        taken |= TEMPLATE_GLOBALS | {*environment.globals, *self._tokenizer.special_tokens_map}
+        return frozenset(jinja2.meta.find_undeclared_variables(tree) - taken)
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model's chat template writes it, in transformers' sandbox."""
+        """The conversation as the model's chat template writes it, in transformers' sandbox.
+
+        `template_kwargs`: of `template_settings`. Raises ParameterError for others.
+        """
         if not self._tokenizer.chat_template:
             raise TextError("chat template", "the model has none", "send a plain prompt instead")
+        template_kwargs = template_kwargs or {}
+        for name in template_kwargs:
+            if name not in self.template_settings:
+                known = ", ".join(sorted(self.template_settings)) or "none"
+                raise ParameterError(
+                    f"chat_template_kwargs.{name}",
+                    "is nothing that the model's chat template reads",
+                    f"leave it out; it reads: {known}",
+                )
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                **template_kwargs,
             )
         # A template fails by its own raise_exception, or as any expression can.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -120,9 +164,12 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the rendered conversation; the template itself writes the special tokens."""
-        text = self.render_chat(messages, add_generation_prompt, continue_final_message)
+        text = self.render_chat(
+            messages, add_generation_prompt, continue_final_message, template_kwargs
+        )
         return self.encode(text, add_special_tokens=False)
 
 

@@ -82,6 +82,7 @@ def chat_job(service: Service, body: bytes, arrived: float) -> Job:
         [message.for_template for message in request.messages],
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
+        template_kwargs=request.chat_template_kwargs,
     )
     return _job(service, "chatcmpl", request, [_encode(service, text, False)], [], arrived)
 

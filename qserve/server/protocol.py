@@ -41,6 +41,15 @@ def _prompts(value: Any) -> list[str | list[int]]:
     return value
 
 
+def _template_setting(value: Any) -> bool | int | float | str | None:
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise PydanticCustomError("setting", "expected a flag, a number or a text")
+    return value
+
+
+TemplateSetting = Annotated[Any, BeforeValidator(_template_setting)]
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -142,6 +151,8 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    # numbers, texts and flags alone: a template's own loops are then all that takes time
+    chat_template_kwargs: dict[str, TemplateSetting] | None = None
 
 
 Request = TypeVar("Request", CompletionRequest, ChatCompletionRequest)

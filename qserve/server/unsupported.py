@@ -39,7 +39,6 @@ CHAT = _COMMON | {
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),

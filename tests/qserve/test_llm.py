@@ -92,6 +92,8 @@ def test_chat_renders_the_template(llm):
     (output,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
     assert output.prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert output.prompt_token_ids[0] == llm.get_tokenizer().encode("<|im_start|>")[-1]
+    with pytest.raises(InputError, match="chat_template_kwargs.tone: is nothing that"):
+        llm.chat([{"role": "user", "content": "Hi"}], chat_template_kwargs={"tone": 1})
 
 
 def test_prompt_too_long_is_refused_and_leaves_nothing_behind(llm):

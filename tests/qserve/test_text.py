@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.sampling_params import SamplingParams
+from qserve.sampling_params import ParameterError, SamplingParams
 from qserve.server.logprobs import chat_logprobs
 from qserve.text import IncrementalDetokenizer, TextError, TextStream, Tokenizer
 
@@ -359,6 +359,27 @@ def test_chat_template_adds_no_second_bos(tokenizer):
     assert token_ids[0] == 1 and tokenizer.decode(token_ids, False) == text
     messages.append({"role": "assistant", "content": "Dear"})
     assert tokenizer.render_chat(messages, False, True).endswith("assistant\nDear")
+
+
+def test_what_a_request_may_tell_the_template(docs_5m, tmp_path):
+    """Names that the template reads from outside, less those that are given to every template."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(docs_5m / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% set local = namespace(a=1) %}{% for m in messages %}"
+        "{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{{ strftime_now('') }}{% endgeneration %}{% endfor %}"
+        "{% if tools or documents or add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"
+        "{{ local.a }}{% if thinking | default(true) %}thinks{% endif %}"
+    )
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.template_settings == {"thinking"}
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages, False).endswith("hi1thinks")
+    quiet = tokenizer.render_chat(messages, False, template_kwargs={"thinking": False})
+    assert quiet.endswith("hi1")
+    with pytest.raises(ParameterError, match="bos_token: is nothing that .* it reads: thinking"):
+        tokenizer.render_chat(messages, False, template_kwargs={"bos_token": "x"})
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,6 @@ def test_what_is_not_supported_on_one_route(server, error):
         "chat_template": "{{ 1 }}",
         "verbosity": "low",
         "web_search_options": {},
-        "chat_template_kwargs": {"tokenize": True},
     }.items():
         assert error(server.chat(**{field: value}), 400)["param"] == field
     assert server.chat(tools=tools, tool_choice="none").status_code == 200
@@ -347,6 +346,30 @@ def test_template_that_refuses_is_a_400(server, error, monkeypatch):
     assert "no such role" in error(server.chat(), 400)["message"]
     monkeypatch.setattr(backend, "chat_template", None)
     assert "chat template" in error(server.chat(), 400)["message"]
+
+
+def test_settings_of_the_chat_template(server, error, monkeypatch):
+    """What the template reads is handed on; other names, and the server's own, are a 400."""
+    template = "a{% if enable_thinking is defined and not enable_thinking %}b{% endif %}{{ level }}"
+    monkeypatch.setattr(server.tokenizer._tokenizer, "chat_template", template)
+    seen = []
+    render = server.tokenizer.render_chat
+    monkeypatch.setattr(
+        server.tokenizer, "render_chat", lambda *a, **k: seen.append(render(*a, **k)) or seen[-1]
+    )
+    for settings in ({"enable_thinking": False, "level": 3}, {"level": "a"}):
+        assert server.chat(chat_template_kwargs=settings).status_code == 200
+    assert seen == ["ab3", "aa"]
+    for name, value in {"tokenize": True, "messages": [], "chat_template": "x", "tone": 1}.items():
+        body = error(server.chat(chat_template_kwargs={"level": 1, name: value}), 400)
+        assert body["param"] == f"chat_template_kwargs.{name}"
+    assert "it reads: enable_thinking, level" in body["message"]
+    for value in ([1], {"a": 1}):
+        body = error(server.chat(chat_template_kwargs={"level": value}), 400)
+        assert body["param"] == "chat_template_kwargs.level"
+    assert error(server.chat(chat_template_kwargs="x"), 400)["param"] == "chat_template_kwargs"
+    for nothing in ({}, None):
+        assert server.chat(chat_template_kwargs=nothing).status_code == 200
 
 
 @pytest.mark.parametrize("text", ["a\x00b", "\x00", "\u2028\ufeff\u202e", "\ufffd", "<|im_end|>"])
