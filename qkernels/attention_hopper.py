@@ -59,6 +59,7 @@ def paged_attention(
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
     digits: DigitForm | None = None,
+    settled: bool = False,  # nothing is read ahead
     split: int | None = None,
 ) -> torch.Tensor | Digits:
     """As ops.paged_attention, where dispatch.py takes it; `split` overrides chunk_split.

@@ -50,11 +50,12 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    settled: bool = False,
 ) -> torch.Tensor:
     """As ops.rope_write_kv_."""
     pages = (k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales)
     norms = (q_norm_D, k_norm_D, eps)
-    return _launch(q_THD, k_TJD, v_TJD, cos_sin, positions_T, slots_T, pages, norms)
+    return _launch(q_THD, k_TJD, v_TJD, cos_sin, positions_T, slots_T, pages, norms, settled)
 
 
 def _launch(
@@ -66,6 +67,7 @@ def _launch(
     slots_T: torch.Tensor,
     pages: tuple[torch.Tensor | None, ...],
     norms: tuple[torch.Tensor | None, torch.Tensor | None, float],
+    settled: bool = False,
 ) -> torch.Tensor | None:
     """Write k and v; with q, rotate q and k before. Returns the new q."""
     k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales = pages
@@ -116,6 +118,7 @@ def _launch(
             B=k_pages_PBJD.shape[1],
             HEADS=heads,
             STATIC=static_scales,
+            SETTLED=settled,
             SMALLEST=smallest,
             LARGEST=largest,
             MIN_SCALE=MIN_INPUT_SCALE,
@@ -172,6 +175,7 @@ def _rope_write_kv(
     B: tl.constexpr,
     HEADS: tl.constexpr,
     STATIC: tl.constexpr,
+    SETTLED: tl.constexpr,  # where things are is read before the kernel in front has ended
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -184,17 +188,20 @@ def _rope_write_kv(
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, HEADS)
     d = tl.arange(0, PADDED_D)
-    if EARLY:
+    if EARLY and not SETTLED:
+        start_early()
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if q_ptr is not None:
+        cos, sin = _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH)
+    if EARLY and SETTLED:
         start_early()
     if Q_BLOCKS > 0 and block < Q_BLOCKS:
         head = block * HEADS + n
         real = (head < H)[:, None] & (d < D)[None, :]
         rows = q_ptr + token * stride_qt + head * stride_qh
-        angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH
-        q = _rotated(rows, real, d, angles, q_norm_ptr, eps, D, WIDTH)
+        q = _rotated(rows, real, d, cos, sin, q_norm_ptr, eps, D, WIDTH)
         tl.store(q_out_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=real)
         return
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot < 0:
         return
     page, offset = slot // B, slot % B
@@ -203,8 +210,7 @@ def _rope_write_kv(
         real = (head < J)[:, None] & (d < D)[None, :]
         rows = k_ptr + token * stride_kt + head * stride_kj
         if q_ptr is not None:
-            angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH
-            k = _rotated(rows, real, d, angles, k_norm_ptr, eps, D, WIDTH)
+            k = _rotated(rows, real, d, cos, sin, k_norm_ptr, eps, D, WIDTH)
         else:
             k = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0)
         if k_scales_ptr is not None:
@@ -229,16 +235,23 @@ def _rope_write_kv(
 
 
 @triton.jit
-def _rotated(rows, real, d, angles, norm_ptr, eps, D: tl.constexpr, WIDTH: tl.constexpr):
+def _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH: tl.constexpr):
+    """One token's cosines and signed sines of the channels d; 1 and 0 beyond WIDTH."""
+    HALF: tl.constexpr = WIDTH // 2
+    turns = d < WIDTH
+    frequency = tl.where(d < HALF, d, d - HALF)
+    row = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH
+    cos = tl.load(row + frequency, mask=turns, other=1.0)
+    sin = tl.load(row + frequency + HALF, mask=turns, other=0.0)
+    return cos, tl.where(d < HALF, -sin, sin)
+
+
+@triton.jit
+def _rotated(rows, real, d, cos, sin, norm_ptr, eps, D: tl.constexpr, WIDTH: tl.constexpr):
     """Heads [HEADS, D], normed where a norm is given, rotated by one token's angles."""
     DTYPE: tl.constexpr = rows.dtype.element_ty
     HALF: tl.constexpr = WIDTH // 2
-    turns = d < WIDTH
-    partner = tl.where(d < HALF, d + HALF, tl.where(turns, d - HALF, d))
-    frequency = tl.where(d < HALF, d, d - HALF)
-    cos = tl.load(angles + frequency, mask=turns, other=1.0)
-    sin = tl.load(angles + frequency + HALF, mask=turns, other=0.0)
-    sin = tl.where(d < HALF, -sin, sin)
+    partner = tl.where(d < HALF, d + HALF, tl.where(d < WIDTH, d - HALF, d))
     x = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
     other = tl.load(rows[:, None] + partner[None, :], mask=real, other=0.0).to(tl.float32)
     if norm_ptr is not None:

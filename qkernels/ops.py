@@ -302,10 +302,13 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    settled: bool = False,
 ) -> torch.Tensor:
     """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
 
-    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first.
+    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. `settled` says that
+    `positions` and `slots` were complete before the kernel in front of this one began, so that
+    they may be read while it still runs.
     """
     op = "rope_write_kv_"
     check_rope(op, q_THD, k_TJD, cos_sin, positions_T)
@@ -331,6 +334,7 @@ def rope_write_kv_(
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
+        settled=settled,
     )
 
 
@@ -350,6 +354,7 @@ def paged_attention(
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
     digits: DigitForm | None = None,
+    settled: bool = False,
 ) -> torch.Tensor | Digits:
     """Causal attention of every request's query rows over its paged keys: [T, H, D].
 
@@ -361,6 +366,8 @@ def paged_attention(
     k_scales, v_scales  [P, B, J] float32: of int8 or float8_e4m3fn pages, as write_kv_ leaves them
     max_query_len, max_context_len  upper bounds that the host knows, so that nothing is read back
     digits        return input_digits of the result [T, H D] instead, for the linear that follows
+    settled       query_starts and context_lengths were complete before the kernel in front of this
+                  one began: they may be read while it still runs
 
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
@@ -426,6 +433,7 @@ def paged_attention(
         k_scales_PBJ=k_scales_PBJ,
         v_scales_PBJ=v_scales_PBJ,
         digits=digits,
+        settled=settled,
     )
 
 

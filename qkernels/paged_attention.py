@@ -44,6 +44,7 @@ def paged_attention(
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
     digits: DigitForm | None = None,
+    settled: bool = False,
     tile: AttentionTile | None = None,
 ) -> torch.Tensor | Digits:
     """As ops.paged_attention; `tile` replaces the choice of attention_tiles.py."""
@@ -145,6 +146,7 @@ def paged_attention(
                 BLOCK_Q=tile.block_q,
                 KEYS=tile.keys,
                 STAGES=tile.stages,
+                SETTLED=settled,
                 num_warps=tile.warps,
                 **early(q_THD, T),
             )
@@ -242,14 +244,18 @@ def _paged_attention(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    SETTLED: tl.constexpr,  # which rows and keys there are is read before the kernel in front ends
     EARLY: tl.constexpr,
 ):
     block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if EARLY:
+    if EARLY and not SETTLED:
         start_early()
     request = _request_of(starts_ptr, block, R, BLOCK_Q)
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
+    before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
+    if EARLY and SETTLED:
+        start_early()
     first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
     if first_row >= count:
         return
@@ -263,7 +269,6 @@ def _paged_attention(
     q_ptrs = q_ptr + token * stride_qt + head * stride_qh
     q = tl.load(q_ptrs[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
 
-    before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
     position = before + row
     end = before + min(first_row + BLOCK_Q, count)
     begin = 0

@@ -326,6 +326,7 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    settled: bool = False,  # nothing is read ahead
 ) -> torch.Tensor:
     """Norm q and k where norms are given, rotate them, write k and v; returns q."""
     if q_norm_D is not None:
@@ -354,6 +355,7 @@ def paged_attention(
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
     digits: DigitForm | None = None,
+    settled: bool = False,  # nothing is read ahead
 ) -> torch.Tensor | Digits:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 

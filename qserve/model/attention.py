@@ -85,6 +85,7 @@ class Attention(torch.nn.Module):
             q_norm_D=self.q_norm,
             k_norm_D=self.k_norm,
             eps=self.eps,
+            settled=True,  # a step's inputs are there before its embedding begins
         )
         form = self.o_proj.input_form(q.shape[0])
         out = ops.paged_attention(
@@ -101,5 +102,6 @@ class Attention(torch.nn.Module):
             k_scales_PBJ=cache.key_scales,
             v_scales_PBJ=cache.value_scales,
             digits=form if isinstance(form, DigitForm) else None,
+            settled=True,
         )
         return self.o_proj(out if isinstance(out, Digits) else out.flatten(1))

@@ -59,6 +59,7 @@ def attention_case(
         "KEYS": tile.keys,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
+        "SETTLED": True,
         "EARLY": True,
     }
     if tile.split > 1:
@@ -177,6 +178,7 @@ def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int =
         "B": 16,
         "HEADS": heads,
         "STATIC": False,
+        "SETTLED": True,
         "SMALLEST": -128.0,
         "LARGEST": 127.0,
         "MIN_SCALE": 1e-10,

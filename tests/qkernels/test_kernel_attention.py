@@ -50,6 +50,7 @@ def check(assert_close, tolerance, device, poison):
         spread=1,  # largest over smallest scale
         size=1.0,  # of keys and values
         digits=None,  # form of the result
+        settled=False,
     ):
         generator = torch.Generator().manual_seed(D + B + len(counts))
         R, T = len(counts), sum(counts)
@@ -121,6 +122,7 @@ def check(assert_close, tolerance, device, poison):
                     v_scales_PBJ=v_scales,
                     **shared,
                     digits=digits,
+                    settled=settled,
                     tile=tile if split is None else replace(tile, split=split),
                 )
             )
@@ -143,8 +145,9 @@ def check(assert_close, tolerance, device, poison):
     return run
 
 
-def test_chunks_and_decodes_in_one_batch(check, dtype):
-    check([1, 5, 1, 30, 2], [40, 5, 7, 70, 33], 4, 2, 32, 16, dtype)
+@pytest.mark.parametrize("settled", [False, True])
+def test_chunks_and_decodes_in_one_batch(check, dtype, settled):
+    check([1, 5, 1, 30, 2], [40, 5, 7, 70, 33], 4, 2, 32, 16, dtype, settled=settled)
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 65, 1000])
@@ -212,7 +215,8 @@ def test_keys_and_values_interleaved_in_one_tensor(check, dtype):
 @pytest.mark.parametrize("split", [1, 4])
 def test_requests_without_rows_or_keys(check, half, split):
     """A captured graph's batch is padded with such requests."""
-    got = check([0, 1, 0, 1, 0], [5, 20, 0, 0, 9], 2, 1, 16, 16, half, None, split)
+    rows = [0, 1, 0, 1, 0], [5, 20, 0, 0, 9]
+    got = check(*rows, 2, 1, 16, 16, half, None, split, settled=True)
     assert not got[1].any()
 
 
