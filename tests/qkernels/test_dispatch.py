@@ -1,0 +1,314 @@
+"""Which kernel does an operation, and why another does not."""
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from formats.scheme import ActivationSpec, QuantSpec, Scheme
+from qkernels import dispatch, explain, launch, supports
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile
+from qkernels.tile_table import TileRow
+from qkernels.tiles import LinearDigitsTile
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
+
+SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
+
+
+def linear_problem(**changes):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "spec": SPEC}
+    return problem | {"out_features": 32, "in_features": 64} | changes
+
+
+def taken(explanation):
+    return [choice.name for choice in explanation if choice.taken]
+
+
+def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
+    explanation = explain("linear", **linear_problem())
+    assert taken(explanation) == ["triton_w4a16"]
+    names = [choice.name for choice in explanation]
+    weight_only = ["triton_w4a16", "triton_w8a16"]
+    cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
+    assert names == [*weight_only, "hopper_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
+    assert all(choice.reason for choice in explanation)
+    assert str(explanation).splitlines()[0].startswith("-> triton_w4a16: supported; ")
+
+
+def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
+    def note(group, bits=4):
+        spec = QuantSpec(bits=bits, symmetric=True, group_size=group)
+        problem = linear_problem(spec=spec, in_features=256)
+        return next(each.reason for each in explain("linear", **problem) if each.taken)
+
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
+    assert note(128).endswith("(of a large weight up to 16), many rows take the Hopper body")
+    assert note(256).endswith("many rows take the Hopper body")
+    assert note(128, bits=8).endswith("up to 4 rows go as digits, many rows take the Hopper body")
+    assert note(64).endswith("takes groups divisible by 128, not 64")
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: "written for sm_90")
+    other = "all rows take the portable body; those for Hopper: written for sm_90"
+    assert note(128).endswith(other)
+
+
+def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
+    def reason(**changes):
+        spec = QuantSpec(bits=4, symmetric=True, group_size=128)
+        shape = {"out_features": 64, "in_features": 256} | changes
+        return explain("linear", **linear_problem(spec=spec, **shape))[0].reason
+
+    table = launch.TileTable(gpu="made up")
+    tiles = {512: LinearHopperTile(blocks=132), 3: LinearDigitsTile(), 4096: None}
+    for M, tile in tiles.items():
+        problem = {"N": 64, "K": 256, "group": 128, "bits": 4, "M": M}
+        times = {"microseconds": 1.0, "default_microseconds": None}
+        table.add_(TileRow(op="w4a16", problem=problem, tile=tile, **times))
+    monkeypatch.setattr(supports, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
+    assert "measured" not in reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert reason().endswith(
+        "; measured on this GPU: up to 4 rows LinearDigitsTile, up to 512 rows LinearHopperTile,"
+        " up to 4096 rows the library"
+    )
+    assert "measured" not in reason(in_features=512)
+
+
+@pytest.mark.parametrize(
+    "changes, kernel, reason",
+    [
+        ({"device": "cpu", "dtype": torch.float32}, "dense", "cpu"),
+        ({"dtype": torch.float32}, "reference", "float32"),
+        ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "triton_w8a16", "4-bit"),
+        ({"spec": QuantSpec(bits=3, symmetric=True, group_size=32)}, "reference", "4-bit"),
+        ({"spec": QuantSpec(bits=4, symmetric=True, group_size=16)}, "reference", "groups"),
+        ({"out_features": 36}, "reference", "outputs"),
+    ],
+)
+def test_a_row_that_cannot_says_why(changes, kernel, reason):
+    explanation = explain("linear", **linear_problem(**changes))
+    assert taken(explanation) == [kernel]
+    assert reason in explanation[0].reason
+
+
+def w8a8_problem(**changes):
+    scheme = Scheme.parse("w8a8")
+    return linear_problem(spec=scheme.weight, activation=scheme.activation) | changes
+
+
+@pytest.mark.parametrize("sm_90", [True, False])
+def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
+        scheme = Scheme.parse(name)
+        problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
+        want = "hopper_w8a8" if sm_90 else "triton_w8a8"
+        assert taken(explain("linear", **problem)) == [want], name
+
+
+@pytest.mark.parametrize("sm_90", [True, False])
+def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, sm_90):
+    """Of the kernel's own kind alone: it passes over the other's."""
+    table = launch.TileTable(gpu="made up")
+    tiles = {
+        100: Int8HopperTile(parts=1, block_right=64),
+        3: Int8HopperTile(parts=2, block_right=16),
+    }
+    tiles[1000] = Int8Tile(block_m=128, block_n=128)
+    for M, tile in tiles.items():
+        problem = {"N": 64, "K": 256, "integers": True, "M": M}
+        times = {"microseconds": 1.0, "default_microseconds": None}
+        table.add_(TileRow(op="w8a8", problem=problem, tile=tile, **times))
+    monkeypatch.setattr(supports, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+
+    def reason(name="w8a8", **changes):
+        scheme = Scheme.parse(name)
+        shape = {"out_features": 128, "in_features": 256, "device": "cuda"} | changes
+        problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation, **shape)
+        return next(c.reason for c in explain("linear", **problem) if c.taken)
+
+    assert reason(out_features=64) == "supported"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    rows = "up to 4 rows, up to 128 rows" if sm_90 else "up to 1024 rows"
+    assert reason(out_features=64) == f"supported; tiles measured on this GPU: {rows}"
+    assert reason() == reason("w8a8-fp8", out_features=64) == "supported"
+    assert reason("w8a8-fp8-block") == "supported"
+
+
+@pytest.mark.parametrize(
+    "lacks, changes, reason",
+    [
+        ("written for sm_90", {}, "sm_90"),
+        (None, {"dtype": torch.float32}, "float32"),
+        (None, {"in_features": 48}, "divisible by 32"),
+    ],
+)
+def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: lacks)
+    explanation = explain("linear", **w8a8_problem(**changes))
+    row = next(c for c in explanation if c.name == "hopper_w8a8")
+    assert not row.taken and reason in row.reason
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"in_features": 48}, "divisible by 32"),
+        ({"out_features": 36}, "divisible by 8"),
+        ({"in_features": 2**16}, "at most"),
+        ({"activation": ActivationSpec(per="tensor")}, "for each tensor"),
+        ({"activation": ActivationSpec(type="float")}, "both sides"),
+        ({"spec": QuantSpec(bits=8, symmetric=True)}, "one scale for each output"),
+    ],
+)
+def test_the_8_bit_row_says_why_it_cannot(changes, reason):
+    problem = w8a8_problem(in_features=256) | changes
+    explanation = explain("linear", **problem)
+    assert taken(explanation) == ["reference"]
+    assert reason in next(c for c in explanation if c.name == "triton_w8a8").reason
+
+
+def test_rounding_says_how_long_a_row_may_be():
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
+    for op, longest in (("quantize_input", 2**15), ("rms_norm_quantize", 2**14)):
+        assert taken(explain(op, **problem, in_features=longest)) == ["triton"]
+        explanation = explain(op, **problem, in_features=longest + 32)
+        assert taken(explanation) == ["reference"] and str(longest) in explanation[0].reason
+    silu = problem | {"in_features": 2**15}
+    assert taken(explain("silu_and_mul_quantize", **silu)) == ["triton"]
+    silu["dtype"] = torch.float32
+    assert taken(explain("silu_and_mul_quantize", **silu)) == ["reference"]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"in_features": 4096 + 64}, "divide the inputs"),
+        ({"activation": ActivationSpec(type="float", per="group", group_size=48)}, "32, 64"),
+    ],
+)
+def test_groups_of_inputs_are_rounded_by_a_kernel(changes, reason):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "in_features": 4096}
+    problem |= {"activation": ActivationSpec(type="float", per="group")} | changes
+    explanation = explain("quantize_input", **problem)
+    assert taken(explanation) == ["triton" if reason is None else "reference"]
+    assert reason is None or reason in explanation[0].reason
+    assert taken(explain("rms_norm_quantize", **problem)) == ["reference"], "not fused"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"in_features": 4096 + 32}, "divide the inputs"),
+        ({"activation": ActivationSpec(per="group")}, "both sides"),
+        ({"activation": ActivationSpec(type="float", per="group", group_size=64)}, "128 x 128"),
+        ({"activation": ActivationSpec(type="float")}, "not blocks"),
+    ],
+)
+def test_float8_in_blocks_has_a_kernel(changes, reason):
+    scheme = Scheme.parse("w8a8-fp8-block")
+    problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation, in_features=4096)
+    problem |= changes
+    explanation = explain("linear", **problem)
+    row = next(c for c in explanation if c.name == "triton_w8a8")
+    if reason is None:
+        assert taken(explanation)[0] in ("hopper_w8a8", "triton_w8a8")
+    else:
+        assert taken(explanation) == ["reference"] and reason in row.reason
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({}, None),
+        ({"dtype": torch.float16, "head_dim": 80, "soft_cap": True}, None),
+        ({"pages_dtype": torch.bfloat16}, None),
+        ({"chunk": False}, "many rows"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"pages_dtype": torch.int8}, None),
+        ({"pages_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, None),
+        ({"pages_dtype": torch.float16}, "float16"),
+        ({"head_dim": 256}, "256"),
+        ({"head_dim": 20}, "20"),
+        ({"page_size": 8}, "8"),
+        ({"bulk_pages": False}, "16 bytes"),
+        ({"device": "cpu"}, "cpu"),
+    ],
+)
+def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_one(
+    monkeypatch, changes, reason
+):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
+    row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
+    assert row.name == "triton_hopper" and row.taken == (reason is None)
+    assert reason is None or reason in row.reason
+
+
+def test_other_gpus_take_the_portable_attention(monkeypatch):
+    pytest.importorskip("triton")
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
+    monkeypatch.setattr(supports, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
+    rows = explain("paged_attention", **problem, chunk=True)
+    assert taken(rows) == ["triton"] and "sm_80" in rows[0].reason
+
+
+@pytest.mark.parametrize(
+    "capability, version, reason",
+    [
+        ((9, 0), "3.6.0", None),
+        ((9, 0), "3.10.1", None),
+        ((9, 0), "3.5.1", "triton 3.6 and later, not 3.5.1"),
+        ((8, 0), "3.6.0", "sm_90, not sm_80"),
+        ((12, 0), "3.6.0", "sm_90, not sm_120"),
+    ],
+)
+def test_gluon_needs_hopper_and_a_recent_triton(monkeypatch, capability, version, reason):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    found = launch.lacks_gluon.__wrapped__(torch.device("cuda", 0))
+    assert found is None if reason is None else reason in found
+    assert "cpu" in launch.lacks_gluon.__wrapped__(torch.device("cpu"))
+
+
+def test_missing_triton_is_a_reason(monkeypatch):
+    monkeypatch.setattr(supports, "_has_triton", lambda: False)
+    for op in ("linear", "rms_norm", "paged_attention"):
+        explanation = explain(op, **linear_problem(head_dim=64, page_size=16))
+        assert taken(explanation) == ["reference"]
+        assert explanation[0].reason == "triton is not installed"
+
+
+def test_every_row_has_its_module_and_function():
+    pytest.importorskip("triton")
+    import importlib
+
+    for row in dispatch.KERNELS:
+        assert callable(getattr(importlib.import_module(row.module), row.op)), row.name
+
+
+def test_dense_on_a_gpu_only_by_name():
+    problem = linear_problem(dtype=torch.float32)
+    assert taken(explain("linear", **problem)) == ["reference"]
+    assert taken(explain("linear", **problem, requested="dense")) == ["dense"]
+
+
+@pytest.mark.parametrize("op", ["paged_attention", "write_kv_", "rope_write_kv_"])
+def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
+    problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
+    problem["pages_dtype"] = torch.float8_e4m3fn
+    monkeypatch.setattr(supports, "_has_float8_products", lambda: True)
+    assert taken(explain(op, **problem)) == ["triton"]
+    monkeypatch.setattr(supports, "_has_float8_products", lambda: False)
+    explanation = explain(op, **problem)
+    reason = next(choice.reason for choice in explanation if choice.name == "triton")
+    assert taken(explanation) == ["reference"] and "sm_89" in reason
+    assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
