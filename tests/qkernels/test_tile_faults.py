@@ -1,0 +1,272 @@
+"""What a tile needs to run: its own fields, the problem's sizes, the workspace, this GPU."""
+
+import dataclasses
+
+import pytest
+
+from qkernels import tile_faults
+from qkernels.attention_tiles import AttentionTile, attention_tile
+from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile, int8_tile
+from qkernels.linear_choice import chosen_linear_tile
+from qkernels.tile_table import OPS
+from qkernels.tiles import (
+    LINEAR_COUNTERS,
+    LINEAR_DIGITS_MAX_ROWS,
+    LINEAR_WORKSPACE_FLOATS,
+    LinearDigitsTile,
+    LinearRingTile,
+    LinearTile,
+    linear_digits_tile,
+    linear_ring_tile,
+    linear_tile,
+)
+from qkernels.w4a16_hopper_tiles import (
+    LinearHopperTile,
+    linear_hopper_tile,
+)
+
+ATTENTION = {
+    "num_kv_heads": 8,
+    "heads_per_kv_head": 4,
+    "head_dim": 128,
+    "element_size": 2,
+    "window": None,
+}
+
+
+def test_faults_of_int8_and_attention_tiles():
+    fits = Int8Tile(block_m=16, block_n=64, block_k=256, split=4)
+    problem = {"M": 16, "N": 4096, "K": 14336}
+    assert tile_faults.int8_tile_fault(fits, **problem) is None
+    for change in ({"block_n": 32}, {"weight_left": False}, {"block_k": 96}, {"split": 0}):
+        tile = dataclasses.replace(fits, **change)
+        assert tile_faults.int8_tile_fault(tile, **problem) is not None, change
+    narrow = dataclasses.replace(fits, block_k=64)
+    assert tile_faults.int8_tile_fault(narrow, **problem) is None
+    assert "128" in tile_faults.int8_tile_fault(narrow, **problem, integers=False)
+    fits = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
+    assert tile_faults.attention_tile_fault(fits, heads_per_kv_head=3) is None
+    for change in ({"block_q": 8}, {"keys": 48}, {"split": 3}, {"warps": 3}, {"stages": 0}):
+        tile = dataclasses.replace(fits, **change)
+        assert tile_faults.attention_tile_fault(tile, heads_per_kv_head=3) is not None, change
+
+
+@pytest.mark.parametrize("sm_count", [4, 46, 132])
+@pytest.mark.parametrize("M", [1, 2, 3, 5, 8, 16, 17, 64, 128, 256, 1024, 4096])
+def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
+    for N in (8, 1000, 6144, 28672, 151936):
+        for K in (128, 4096, 14336):
+            tile = linear_tile(M, N, K, 128, sm_count)
+            problem = {"M": M, "N": N, "K": K}
+            if tile is not None:
+                fault = tile_faults.linear_tile_fault(tile, group=128, bits=4, **problem)
+                assert fault is None, f"{problem}: {fault}"
+            for bits in (4, 8):
+                tile = linear_digits_tile(M, N, K, 128, bits, sm_count)
+                assert (tile is not None) == (M <= LINEAR_DIGITS_MAX_ROWS)
+                if tile is not None:
+                    whole = problem | {"group": 128, "bits": bits}
+                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+                tile = linear_ring_tile(M, N, K, 128, bits, sm_count)
+                assert tile is None or (4 < M <= 16 and bits == 4)
+                if tile is not None:
+                    whole = problem | {"group": 128, "bits": bits}
+                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+                tile = linear_hopper_tile(M, N, K, 128, bits, sm_count)
+                if tile is not None:
+                    whole = problem | {"group": 128, "bits": bits}
+                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+            tile = int8_tile(M, N, K, sm_count)
+            assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
+            for kind in ("int", "float"):
+                tile = int8_hopper_tile(M, N, K, sm_count, kind)
+                whole = problem | {"integers": kind == "int"}
+                assert OPS["w8a8"].fault(tile, whole) is None, whole
+    for heads in (1, 3, 4, 16):
+        problem = ATTENTION | {
+            "heads_per_kv_head": heads,
+            "num_requests": 1 + M // 256,
+            "max_query_len": M,
+            "max_context_len": 8192,
+        }
+        tile = attention_tile(**problem, sm_count=sm_count)
+        assert tile_faults.attention_tile_fault(tile, **problem) is None, problem
+
+
+def test_what_a_split_and_a_wide_block_need():
+    tile = LinearTile(block_m=16, block_n=64, split=2)
+    problem = {"M": 1, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+
+    def fault(**changes):
+        fields = {f: changes.pop(f) for f in ("split", "block_n") if f in changes}
+        changed = dataclasses.replace(tile, **fields)
+        return tile_faults.linear_tile_fault(changed, **problem | changes)
+
+    assert fault() is None
+    rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
+    assert fault(M=rows) is None and "workspace" in fault(M=rows + 1)
+    assert fault(M=2 * rows, split=1) is None
+    many = LINEAR_COUNTERS * 64
+    assert fault(N=many) is None and "counters" in fault(N=many + 64)
+    assert fault(N=many + 64, split=1) is None
+    assert fault(N=128, block_n=128) is None and "block_n" in fault(N=64, block_n=128)
+
+
+def test_what_digits_need():
+    problem = {"M": 4, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(LinearDigitsTile(), **changed or {})
+        return tile_faults.linear_digits_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(group=384) is None
+    for change in ({"M": 5}, {"bits": 3}, {"group": 64}, {"K": 2**20}):
+        assert fault(**change) is not None, change
+    for change in ({"block_n": 48}, {"warps": 3}, {"warps": 32}, {"ahead": 0}, {"ahead": 9}):
+        assert fault(change) is not None, change
+
+
+def test_what_the_hopper_body_needs():
+    problem = {"M": 128, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+    fits = LinearHopperTile(blocks=132, parts=2, block_m=128, split=4)
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(fits, **changed or {})
+        return tile_faults.linear_hopper_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(group=384, K=3840) is None
+    # 32 tiles in 4 parts that wait for each other
+    assert fault({"blocks": 128}) is None and "at once" in fault({"blocks": 127})
+    assert "at once" in fault(M=129) and fault({"split": 1}, M=129) is None
+    assert "at once" in fault(K=256) and fault({"split": 2}, K=256) is None
+    narrow = {"split": 1, "block_m": 64}
+    assert fault(narrow, M=64) is None and "64 rows" in fault(narrow, M=65)
+    assert fault({"split": 1, "block_m": 256, "halves": True}, M=4096) is None
+    assert fault({"bits": 8}, bits=8) is None
+    for change in ({"bits": 8}, {"group": 64}):
+        assert fault(**change) is not None, change
+    assert fault({"bits": 2}, bits=2) is not None
+    for change in (
+        *(
+            {"bits": 8},
+            {"block_m": 64},
+            {"block_m": 32},
+            {"block_m": 0},
+            {"parts": 1},
+            {"parts": 4},
+        ),
+        *({"parts": 3, "block_m": 256}, {"split": 3}, {"split": 0}, {"split": -4}),
+        *({"split": 1, "blocks": 0}, {"split": 1, "blocks": -5}, {"split": 1, "halves": True}),
+        {"block_m": 256, "split": 2, "halves": True},
+    ):
+        assert fault(change) is not None, change
+    # the sums of all parts have their place: a GPU of that many SMs would write beyond it
+    assert fault({"blocks": 2**20}, N=8192) is None
+    assert "workspace" in fault({"blocks": 2**20}, N=8192 + 128)
+
+
+def test_what_8_bit_products_of_the_hopper_kernel_need():
+    problem = {"M": 128, "N": 4096, "K": 14336, "integers": True}
+    fits = Int8HopperTile(parts=1, block_right=128, split=2, meet=True)
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(fits, **changed or {})
+        return tile_faults.int8_hopper_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(K=256) is None
+    assert "step" in fault(K=128), "a part without a step"
+    tall = {"split": 1, "meet": False, "weight_left": False, "part": 128, "stores": 1, "parts": 2}
+    assert fault(tall) is None
+    assert fault({"idle_rows": 32}) is None and fault({"idle_rows": 16}, N=4128) is None
+    for change in (
+        *({"parts": 0}, {"parts": 4}, {"part": 32}, {"part": 128}, {"part": 2**40}),
+        *({"block_right": 8}, {"block_right": 48}, {"block_right": 512}),
+        *({"split": 3}, {"split": 0}, {"split": -2}, {"split": 8}, {"split": 1}),
+        *({"idle_rows": 8}, {"idle_rows": 48}, {"idle_rows": -16}, {"idle_rows": 64}),
+        # outputs that 48 do not divide
+        {"idle_rows": 16},
+        tall | {"part": 64, "idle_rows": 32},
+        tall | {"idle_rows": 32},
+        # shares of 8 columns
+        {"block_right": 16},
+        # a box of the weight has 64 rows
+        {"weight_left": False, "block_right": 32, "split": 1, "meet": False},
+        *({"stores": 0}, {"stores": 3}, {"blocks_per_sm": 0}, {"blocks_per_sm": 3}),
+        *({"max_stages": 2}, {"max_stages": -1}, {"max_first_stages": 0}),
+        *({"left_of_group": 0}, {"left_of_group": 2**31}, {"steps_of_sum": 1}),
+        # three warpgroups of each of two blocks; sums that a thread has no registers for
+        {"parts": 3, "blocks_per_sm": 2, "block_right": 64},
+        tall | {"block_right": 256},
+    ):
+        assert fault(change) is not None, change
+    # float8 sums are emptied at least every 128 inputs, of few rows every 256
+    for M, allowed in ((64, (1, 2)), (65, (1,))):
+        for steps in range(4):
+            change = {"steps_of_sum": steps, "block_right": 64}
+            found = fault(change, M=M, integers=False)
+            assert (found is None) == (steps in allowed), (M, steps)
+    assert "registers" in fault({"steps_of_sum": 1, "block_right": 256}, integers=False)
+    # the sums of all parts have their place, whether they meet or not
+    rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
+    for change in ({}, {"meet": False}):
+        assert fault(change, M=rows) is None and "workspace" in fault(change, M=rows + 1)
+    assert fault({"split": 1, "meet": False}, M=2 * rows) is None
+
+
+def test_what_a_ring_of_digits_needs():
+    problem = {"M": 8, "N": 4096, "K": 4096, "group": 128, "bits": 4}
+
+    def fault(changed=None, **changes):
+        tile = dataclasses.replace(LinearRingTile(rows=8), **changed or {})
+        return tile_faults.linear_ring_tile_fault(tile, **problem | changes)
+
+    assert fault() is None and fault(group=384) is None
+    assert fault({"rows": 16}, M=16) is None and fault({"split": 32}) is None
+    for change in ({"M": 9}, {"bits": 8}, {"group": 64}, {"K": 2**20}):
+        assert fault(**change) is not None, change
+    for change in ({"rows": 4}, {"rows": 32}, {"split": 0}, {"stages": 0}, {"stages": 9}):
+        assert fault(change) is not None, change
+    assert "workspace" in fault({"split": 33}), "a part without a step"
+    # the digits of 8 rows of K inputs, and the sums of two parts
+    K = 4096
+    free = LINEAR_WORKSPACE_FLOATS - K // 128 * 8 * 132
+    N = free // (2 * 128 * 8) * 128
+    assert fault({"split": 2}, N=N) is None and fault({"split": 2}, N=N + 128) is not None
+    assert LINEAR_WORKSPACE_FLOATS // (2 * 128 * 8) * 2 <= LINEAR_COUNTERS, "two for each tile"
+
+
+def test_a_ring_of_digits_is_for_large_weights():
+    llama = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    found = {
+        (name, M): linear_ring_tile(M, *shape, 128, 4, 132)
+        for name, shape in llama.items()
+        for M in (4, 5, 8, 9, 16, 17)
+    }
+    assert linear_ring_tile(8, 4096, 4096, 128, 4, 132) is None
+    assert linear_ring_tile(8, 20480, 2048, 128, 4, 132)
+    assert linear_ring_tile(16, 20480, 2048, 128, 4, 132) is None
+    chosen = {key: (tile.rows, tile.split) for key, tile in found.items() if tile}
+    assert chosen == {
+        ("qkv", 5): (8, 4),
+        ("qkv", 8): (8, 4),
+        ("gate_up", 5): (8, 1),
+        ("gate_up", 8): (8, 1),
+        ("gate_up", 9): (16, 1),
+        ("gate_up", 16): (16, 1),
+        ("down", 5): (8, 8),
+        ("down", 8): (8, 8),
+    }
+    for M, kind in ((4, LinearDigitsTile), (8, LinearRingTile), (64, LinearHopperTile)):
+        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=True)
+        assert isinstance(tile, kind)
+        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=False)
+        assert isinstance(tile, LinearTile)
+
+
+def test_a_tile_must_fit_the_whole_bucket():
+    """Measured at 33 rows, it will be found at 64."""
+    N = LINEAR_WORKSPACE_FLOATS // (2 * 40) // 64 * 64
+    tile = LinearTile(block_m=64, block_n=64, split=2)
+    problem = {"M": 33, "N": N, "K": 4096, "group": 128, "bits": 4}
+    assert tile_faults.linear_tile_fault(tile, **problem) is None
+    assert "workspace" in OPS["w4a16"].fault(tile, problem)

@@ -1,0 +1,69 @@
+"""The API key: what it guards, and which keys there can be."""
+
+import pytest
+
+from formats.errors import InputError
+from qserve.config import ServerConfig
+
+COMPLETIONS = "/v1/completions"
+KEY = {"Authorization": "Bearer s3cret"}
+
+
+@pytest.fixture
+def guarded(make_server):
+    return make_server(ServerConfig(served_model_name="tiny", api_key="s3cret"))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "bearer s3cret",
+        "Bearer  s3cret",
+        "Bearer s3cretx",
+        "Bearer s3cre",
+        "Basic s3cret",
+        "s3cret",
+    ],
+)
+def test_every_route_but_health_is_guarded(guarded, error, header):
+    headers = {} if header is None else {"Authorization": header}
+    schema = guarded.get("/openapi.json", headers=KEY).json()
+    routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
+    assert len(routes) == 6
+    others = ("/v1/nothing", "/v1", "/", "/openapi.json", "/health/", "/metrics/")
+    for path, method in [*routes, *((path, "get") for path in others)]:
+        reply = guarded.request(method.upper(), path, headers=headers)
+        if path == "/health":
+            assert reply.status_code == 200
+        else:
+            assert error(reply, 401)["type"] == "authentication_error"
+            assert "s3cret" not in reply.text
+
+
+def test_the_key_opens_and_is_needed_once(guarded, error):
+    for path in ("/v1/models", "/metrics"):
+        assert guarded.get(path, headers=KEY).status_code == 200
+    body = {"prompt": "a"}
+    assert guarded.post(COMPLETIONS, body, headers=KEY).status_code == 200
+    twice = [("authorization", "Bearer s3cret"), ("authorization", "Bearer other")]
+    error(guarded.get("/v1/models", headers=twice), 401)
+    error(guarded.request("OPTIONS", COMPLETIONS), 405)
+
+
+def test_key_outside_ascii(make_server, error):
+    server = make_server(ServerConfig(api_key="schlüssel"))
+    header = "Bearer schlüssel".encode()
+    assert server.get("/v1/models", headers={b"authorization": header}).status_code == 200
+    error(server.get("/v1/models", headers={b"authorization": b"Bearer \xff"}), 401)
+
+
+@pytest.mark.parametrize("key", ["", " ", " s3cret", "s3cret\n"])
+def test_key_that_no_client_can_send_is_refused_at_the_start(key):
+    with pytest.raises(InputError, match="--api-key: expected a key") as caught:
+        ServerConfig(api_key=key)
+    assert "s3cret" not in str(caught.value)
