@@ -76,7 +76,8 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
             + f" (0 to {max(layers)})" * bool(layers),
             "the checkpoint is incomplete",
         )
-    for local in _layer_tensors(config) if layers else ():
+    places = _layer_tensors(config)
+    for local in places if layers else ():
         if f"model.layers.{{i}}.{local}" not in locals_seen:
             findings.error(
                 f"model.layers.{{i}}.{local}",
@@ -86,6 +87,10 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
     for local, number in sorted(locals_seen.items()):
         if number < len(layers):
             lacking = [i for i in sorted(layers) if local.replace("{i}", str(i)) not in seen]
+            there = [local.replace("{i}", str(i)) for i in layers.difference(lacking)]
+            has_place = local.removeprefix("model.layers.{i}.") in places
+            if not has_place and all(_is_zero_bias(name, shards, findings) for name in there):
+                continue
             findings.error(
                 local, f"is missing in layers {lacking[:8]}", "the checkpoint is incomplete"
             )
@@ -110,8 +115,7 @@ def check_places(
         known = name[layer.end() :] in places if layer else name in outside
         if known or is_kv_scale(name) or name.endswith(DERIVED):
             continue
-        bias = shards.load(name, findings) if name.endswith(".bias") else None
-        if bias is None or bias.any():  # old GPTQ files have biases of zero everywhere
+        if not _is_zero_bias(name, shards, findings):
             unplaced.append(name)
     if unplaced:
         findings.warning(
@@ -122,6 +126,12 @@ def check_places(
             "remove them, or mend config.json",
         )
     return next(iter(unplaced), "")
+
+
+def _is_zero_bias(name: str, shards: Shards, findings: Findings) -> bool:
+    """Whether it says nothing: old GPTQ files have biases of zero in models without biases."""
+    bias = shards.load(name, findings) if name.endswith(".bias") else None
+    return bias is not None and not bias.any()
 
 
 def _layer_tensors(config: Mapping[str, Any]) -> list[str]:

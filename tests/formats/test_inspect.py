@@ -389,6 +389,23 @@ def test_tensors_without_a_place(gptq_model, write_folder, name, value, placed):
     assert (answer.answer, name in answer.reason) == (("yes", False) if placed else ("no", True))
 
 
+@pytest.mark.parametrize("layers", [(0,), (0, 1)])
+def test_biases_of_zero_say_nothing_in_some_layers_or_all(gptq_model, write_folder, layers):
+    """Nor do they for the loader, which leaves them out."""
+    tensors, config = gptq_model
+    for layer in layers:
+        name = Q0.replace(".0.", f".{layer}.")
+        tensors[f"{name}.bias"] = torch.zeros(tensors[f"{name}.scales"].shape[1])
+    assert not inspect_checkpoint(write_folder(tensors, config)).problems
+
+
+def test_a_bias_of_one_layer_is_missing_in_the_others(gptq_model, write_folder):
+    tensors, config = gptq_model
+    tensors[f"{Q0}.bias"] = torch.ones(tensors[f"{Q0}.scales"].shape[1])
+    found = inspect_checkpoint(write_folder(tensors, config))
+    assert not found.ok and "is missing in layers [1" in found.to_text()
+
+
 def test_negative_groups_are_an_error_for_everybody(gptq_model, write_folder):
     tensors, config = gptq_model
     tensors[f"{Q0}.g_idx"] = put(tensors[f"{Q0}.g_idx"], 0, -1)
