@@ -3,6 +3,7 @@
 Versions: vLLM 0.33, SGLang 0.5.23, transformers 5.23. Knows what the doctor found, no files.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -66,6 +67,20 @@ def loads_in(facts: Facts) -> list[Verdict]:
 Answer = tuple[str, str]
 
 
+def _gptq(rule: Callable[[Facts], Answer]) -> Callable[[Facts], Answer]:
+    """A rule of another program, which reads no activations out of a GPTQ config."""
+
+    @functools.wraps(rule)
+    def judged(facts: Facts) -> Answer:
+        answer, reason = rule(facts)
+        if answer != "no" and any(scheme.activation is not None for scheme in facts.schemes):
+            kept = f"{reason}; " if reason else ""
+            reason = f"{kept}as W8A16: the key for 8-bit activations is ours"
+        return answer, reason
+
+    return judged
+
+
 def _ours(facts: Facts) -> Answer:
     if facts.config_error:
         return "no", facts.config_error
@@ -97,6 +112,7 @@ def _vllm(facts: Facts) -> Answer:
     return rule[facts.method](facts)
 
 
+@_gptq
 def _vllm_gptq(facts: Facts) -> Answer:
     if facts.desc_act is None:
         return "no", "refuses a quantization_config without desc_act"
@@ -111,8 +127,6 @@ def _vllm_gptq(facts: Facts) -> Answer:
             return "no", "refuses desc_act with groups"
     if "act-order" in facts.traits:
         return "no", "drops g_idx without a word and computes garbage"
-    if any(scheme.activation is not None for scheme in facts.schemes):
-        return "yes", "as W8A16: the key for 8-bit activations is ours"
     return "yes", ""
 
 
@@ -163,6 +177,11 @@ def _sglang(facts: Facts) -> Answer:
         return _awq_server(facts)
     if facts.method == "compressed-tensors":
         return _compressed_server(facts)
+    return _sglang_gptq(facts)
+
+
+@_gptq
+def _sglang_gptq(facts: Facts) -> Answer:
     if "mislabelled" in facts.traits:
         return "no", "its plain kernel believes checkpoint_format, which is wrong"
     for scheme in facts.schemes:
@@ -186,12 +205,7 @@ def _transformers(facts: Facts) -> Answer:
     if problem:
         return problem
     if facts.method == "gptq":
-        if "mislabelled" in facts.traits:
-            return "no", "believes checkpoint_format, which is wrong"
-        v1 = facts.config.zeros == "v1"
-        if v1 and not facts.config.scheme.weight.symmetric and not facts.written_by_gptqmodel:
-            return "no", "refuses asymmetric GPTQ with v1 zeros of unknown writers"
-        return "yes", "with optimum and gptqmodel installed"
+        return _transformers_gptq(facts)
     if facts.method == "awq":
         if "no zeros" in facts.traits:
             return "no", "needs qzeros, also of symmetric weights"
@@ -213,6 +227,16 @@ def _transformers(facts: Facts) -> Answer:
             )
         return "yes", "with compressed-tensors installed"
     return "yes", ""
+
+
+@_gptq
+def _transformers_gptq(facts: Facts) -> Answer:
+    if "mislabelled" in facts.traits:
+        return "no", "believes checkpoint_format, which is wrong"
+    v1 = facts.config.zeros == "v1"
+    if v1 and not facts.config.scheme.weight.symmetric and not facts.written_by_gptqmodel:
+        return "no", "refuses asymmetric GPTQ with v1 zeros of unknown writers"
+    return "yes", "with optimum and gptqmodel installed"
 
 
 PROGRAMS: dict[str, Callable[[Facts], Answer]] = {

@@ -364,6 +364,15 @@ def test_asymmetric_v1_zeros_are_believed_of_gptqmodel_alone(model, write_folder
     assert answers(folder)["transformers"] == "yes"
 
 
+@pytest.mark.parametrize(("scheme", "others"), [("w8a8", True), ("w8a16-sym-channel", False)])
+def test_only_this_project_reads_activations_out_of_gptq(model, write_folder, scheme, others):
+    """The others load the file and compute with 16-bit activations; that must be said."""
+    for verdict in inspect_checkpoint(write_folder(*model("gptq", scheme))).loads_in:
+        assert verdict.answer != "no"
+        said = "as W8A16" in verdict.reason
+        assert said == (others and verdict.program != "this project"), verdict
+
+
 def test_transformers_dequantizes_one_scheme_only(model, write_folder):
     tensors, config = model("compressed-tensors", "w4a16-asym-g32")
     groups = config[BLOCK]["config_groups"]
