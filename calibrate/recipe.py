@@ -4,14 +4,10 @@ Knows names, not the maths. A recipe of one's own is a Recipe with one's own sol
 quantize_checkpoint in place of a name.
 """
 
-import hashlib
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
-from calibrate import gptq, rtn
+from calibrate import gptq, rtn, source_code
 from calibrate.awq import AWQ
 from calibrate.rotation import ROTATE
 from calibrate.smoothquant import SMOOTHQUANT
@@ -72,25 +68,7 @@ def identity_of(recipe: Recipe) -> str:
     if RECIPES.get(recipe.name) is recipe:
         return recipe.name
     steps = [step for t in recipe.transforms for step in (t.on_model, t.on_load, t.on_statistics)]
-    digest = hashlib.sha256()
-    for function in (recipe.solver, *steps):
-        digest.update(_source(function))
-    return f"{recipe.name}, source {digest.hexdigest()[:8]}"
-
-
-def _source(function: Callable | None) -> bytes:
-    """The file that a function stands in; its code where there is none, as in a notebook."""
-    if function is None:
-        return b"-"
-    if isinstance(function, partial):
-        return _source(function.func)
-    if not inspect.isroutine(function):
-        function = type(function).__call__
-    try:
-        return Path(inspect.getsourcefile(function)).read_bytes()
-    except (TypeError, OSError):
-        code = getattr(function, "__code__", None)
-        return code.co_code if code else repr(function).encode()
+    return f"{recipe.name}, source {source_code.digest([recipe.solver, *steps])[:8]}"
 
 
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
