@@ -112,6 +112,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        help="what attention's parts are chosen for; default: --input and --output, at most 8192",
+    )
     parser.add_argument("--float", action="store_true", help="float weights in place of W4A16")
     parser.add_argument("--dtype", default="auto", help="of activations; auto on a CPU: float32")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
@@ -129,7 +134,7 @@ def main() -> None:
             enforce_eager=arguments.enforce_eager,
             kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=max(arguments.batch),
-            max_model_len=min(8192, arguments.input + arguments.output),
+            max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
         )
         start_s = time.perf_counter() - started
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
