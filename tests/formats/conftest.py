@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from formats import gptq
+from formats import awq, compressed_tensors, gptq
 from formats.packed import PackedWeight
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import QuantSpec, Scheme
+from formats.weights import round_to_nearest, with_activation
 
 torch.set_num_threads(1)
 
@@ -26,6 +27,7 @@ SHAPES = {  # local name -> [N, K]
     "mlp.up_proj": (96, 64),
     "mlp.down_proj": (64, 96),
 }
+ENCODE = {"gptq": gptq.encode, "awq": awq.encode, "compressed-tensors": compressed_tensors.encode}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -59,6 +61,29 @@ def _float_tensors() -> dict[str, torch.Tensor]:
 def float_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, config) of a float model, both free to be changed."""
     return _float_tensors(), dict(CONFIG)
+
+
+@pytest.fixture
+def model(float_model):
+    """model(format, scheme, kv_cache) -> (tensors, config), both free to be changed."""
+
+    def make(method: str, name: str, kv_cache: str | None = None):
+        tensors, config = float_model
+        scheme, state, schemes = Scheme.parse(name), {}, {}
+        for full, tensor in tensors.items():
+            module = full.removesuffix(".weight")
+            if "_proj" not in full:
+                state[full] = tensor
+                continue
+            schemes[module] = scheme
+            scale = 0.5 if scheme.activation and not scheme.activation.dynamic else None
+            packed = with_activation(round_to_nearest(tensor, scheme.weight), scheme, scale)
+            for field, value in ENCODE[method](packed, module).items():
+                state[f"{module}.{field}"] = value
+        block = QuantConfig.of_modules(method, schemes, "test:1", kv_cache=kv_cache)
+        return state, {**config, BLOCK: block.to_dict()}
+
+    return make
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from formats import awq, compressed_tensors, gptq
 from formats.inspect import inspect_checkpoint
 from formats.inspect_config import Choices
 from formats.kv_cache import write_kv_scheme
@@ -13,33 +12,8 @@ from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, loads_in
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest, with_activation
 
 Q0 = "model.layers.0.self_attn.q_proj"
-ENCODE = {"gptq": gptq.encode, "awq": awq.encode, "compressed-tensors": compressed_tensors.encode}
-
-
-@pytest.fixture
-def model(float_model):
-    """model(format, scheme) -> (tensors, config), both free to be changed."""
-
-    def make(method: str, name: str):
-        tensors, config = float_model
-        scheme, state, schemes = Scheme.parse(name), {}, {}
-        for full, tensor in tensors.items():
-            module = full.removesuffix(".weight")
-            if "_proj" not in full:
-                state[full] = tensor
-                continue
-            schemes[module] = scheme
-            scale = 0.5 if scheme.activation and not scheme.activation.dynamic else None
-            packed = with_activation(round_to_nearest(tensor, scheme.weight), scheme, scale)
-            for field, value in ENCODE[method](packed, module).items():
-                state[f"{module}.{field}"] = value
-        block = QuantConfig.of_modules(method, schemes, "test:1").to_dict()
-        return state, {**config, BLOCK: block}
-
-    return make
 
 
 GOOD = [

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from formats import inspect_values
-from formats.compressed_tensors import encode
 from formats.inspect import inspect_checkpoint
-from formats.quant_config import BLOCK, QuantConfig
-from formats.scheme import Scheme
-from formats.weights import round_to_nearest
 
 NORM = "model.layers.1.input_layernorm.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -69,18 +65,8 @@ def test_empty_tensors_and_numbers_without_a_shape(gptq_model, write_folder):
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
-def test_nan_among_float8_codes(float_model, write_folder, byte):
-    tensors, config = float_model
-    scheme, schemes, state = Scheme.parse("w8a8-fp8"), {}, {}
-    for full, tensor in tensors.items():
-        module = full.removesuffix(".weight")
-        if "_proj" not in full:
-            state[full] = tensor
-            continue
-        schemes[module] = scheme
-        encoded = encode(round_to_nearest(tensor, scheme.weight), module)
-        state |= {f"{module}.{field}": value for field, value in encoded.items()}
-    config[BLOCK] = QuantConfig.of_modules("compressed-tensors", schemes).to_dict()
+def test_nan_among_float8_codes(model, write_folder, byte):
+    state, config = model("compressed-tensors", "w8a8-fp8")
     name = "model.layers.0.mlp.up_proj.weight"
     state[name].view(torch.uint8)[95, 63] = byte
     (problem,) = inspect_checkpoint(write_folder(state, config)).problems

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from formats import compressed_tensors
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, InputError
@@ -11,7 +10,6 @@ from formats.inspect import inspect_checkpoint
 from formats.kv_cache import KEY, kv_scale, round_kv
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest
 
 SCHEME = Scheme.parse("w4a16-sym-g32")
 
@@ -62,27 +60,16 @@ def test_largest_value_takes_the_largest_code_and_more_is_clipped():
 
 
 @pytest.fixture
-def model(float_model):
+def model(model):
     """model(kv_cache) -> (tensors, config) in compressed-tensors, free to be changed."""
 
     def make(kv_cache: str):
-        tensors, config = float_model
-        state, schemes = {}, {}
-        for full, tensor in tensors.items():
-            module = full.removesuffix(".weight")
-            if "_proj" not in full:
-                state[full] = tensor
-                continue
-            schemes[module] = SCHEME
-            packed = round_to_nearest(tensor, SCHEME.weight)
-            for field, value in compressed_tensors.encode(packed, module).items():
-                state[f"{module}.{field}"] = value
+        state, config = model("compressed-tensors", str(SCHEME), kv_cache)
         for layer in range(2):
             for number, kind in enumerate(("k_scale", "v_scale")):
                 value = torch.tensor([0.25 + layer + number])
                 state[f"model.layers.{layer}.self_attn.{kind}"] = value
-        config_of = QuantConfig.of_modules("compressed-tensors", schemes, kv_cache=kv_cache)
-        return state, {**config, BLOCK: config_of.to_dict()}
+        return state, config
 
     return make
 

@@ -25,14 +25,6 @@ from qkernels.w4a16_hopper_tiles import (
     linear_hopper_tile,
 )
 
-ATTENTION = {
-    "num_kv_heads": 8,
-    "heads_per_kv_head": 4,
-    "head_dim": 128,
-    "element_size": 2,
-    "window": None,
-}
-
 
 def test_faults_of_int8_and_attention_tiles():
     fits = Int8Tile(block_m=16, block_n=64, block_k=256, split=4)
@@ -83,8 +75,12 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
                 whole = problem | {"integers": kind == "int"}
                 assert OPS["w8a8"].fault(tile, whole) is None, whole
     for heads in (1, 3, 4, 16):
-        problem = ATTENTION | {
+        problem = {
+            "num_kv_heads": 8,
             "heads_per_kv_head": heads,
+            "head_dim": 128,
+            "element_size": 2,
+            "window": None,
             "num_requests": 1 + M // 256,
             "max_query_len": M,
             "max_context_len": 8192,
