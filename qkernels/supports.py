@@ -69,16 +69,24 @@ def needs_triton_on_gpu(problem: Problem) -> str | None:
     return reason
 
 
+def _refuses_weight(problem: Problem, bits: int) -> str | None:
+    """Why it is no integer weight of so many bits alone; None: it is."""
+    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
+        return f"takes {bits}-bit integer weights, not {problem.spec}"
+    if problem.activation is not None:
+        return "takes 16-bit activations, not 8-bit ones"
+    return None
+
+
 def triton_weight_only(problem: Problem, bits: int) -> str | None:
     reason = _needs_triton(problem)
     if reason is not None:
         return reason
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
-    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
-        return f"takes {bits}-bit integer weights, not {problem.spec}"
-    if problem.activation is not None:
-        return "takes 16-bit activations, not 8-bit ones"
+    reason = _refuses_weight(problem, bits)
+    if reason is not None:
+        return reason
     group = problem.spec.group_length(problem.in_features)
     if linear_block_k(group) < LINEAR_MIN_BLOCK_K or problem.in_features % group:
         return f"takes groups divisible by {LINEAR_MIN_BLOCK_K}, not {group}"
@@ -266,10 +274,9 @@ def cpu_weight_only(problem: Problem, bits: int) -> str | None:
         return f"torch has fast products for {' and '.join(FAST_CPUS)}, not for this CPU"
     if problem.dtype != torch.bfloat16:
         return f"takes bfloat16, not {problem.dtype}: torch's other products take a scalar loop"
-    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
-        return f"takes {bits}-bit integer weights, not {problem.spec}"
-    if problem.activation is not None:
-        return "takes 16-bit activations, not 8-bit ones"
+    reason = _refuses_weight(problem, bits)
+    if reason is not None:
+        return reason
     group = problem.spec.group_length(problem.in_features)
     if bits == 8 and (not problem.spec.symmetric or group != problem.in_features):
         return f"takes symmetric codes of one scale for each output, not {problem.spec}"
