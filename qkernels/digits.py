@@ -4,8 +4,7 @@ The 128 inputs of a row and step become integers of 31 bits with one power of tw
 exact where an input has its last bit above 2^-30 of the largest. Each integer is four signed
 digits, the lowest first: x = scale * sum over d of digit_d 256^d.
 
-Legend: M rows, K inputs, T tiles of 8 columns, each of two rows with four digits; R rows that there
-is place for.
+Legend: M rows, K inputs, T tiles of 8 columns, each of two rows with four digits.
 """
 
 from dataclasses import dataclass
@@ -18,9 +17,7 @@ from qkernels.tiles import (
     LINEAR_DIGITS_COLUMNS,
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_BLOCK_K,
-    LINEAR_RING_ROWS,
     LINEAR_WORKSPACE_FLOATS,
-    LinearRingTile,
     ceil_div,
     linear_digits_fit,
 )
@@ -33,20 +30,15 @@ class DigitForm:
     """How a body takes its input as digits: what the operations of digit_ops.py are asked for."""
 
     bits: int  # of the weight's codes: words have the inputs that a word of codes meets
-    rows: int = 0  # as rows of an operand in shared memory, 8 or 16; 0: columns of one in registers
     with_sums: bool = False  # for an asymmetric weight
 
     def refuses(self, M: int, K: int) -> str | None:
         """Why M rows of K inputs cannot be such digits, as what was expected; None: they can."""
-        if self.rows and (self.rows not in LINEAR_RING_ROWS or self.bits != 4):
-            return f"expected digits of 8 or 16 rows for 4 bits, not {self}"
         if K == 0 or K % LINEAR_MAX_BLOCK_K:
             return f"expected inputs divisible by {LINEAR_MAX_BLOCK_K}"
-        most = self.rows or LINEAR_DIGITS_MAX_ROWS
-        if not 0 < M <= most:
-            return f"expected 1 to {most} rows"
-        ring = LinearRingTile(rows=self.rows)
-        if not (ring.fits(0, K) if self.rows else linear_digits_fit(M, K)):
+        if not 0 < M <= LINEAR_DIGITS_MAX_ROWS:
+            return f"expected 1 to {LINEAR_DIGITS_MAX_ROWS} rows"
+        if not linear_digits_fit(M, K):
             return f"expected digits that fit into {LINEAR_WORKSPACE_FLOATS} words"
         return None
 
@@ -61,17 +53,11 @@ class Digits:
         4 bits: k = 64 i + 32 (w / 2) + 8 (w % 2) + 2 t + {0, 16, 1, 17}
         8 bits: k = 64 (t % 2) + 16 w + 4 i + 2 (t / 2) + {0, 8, 1, 9}
 
-    As columns, digit d of row m is column (4 m + d) % 8 of tile m // 2:
+    Digit d of row m is column (4 m + d) % 8 of tile m // 2:
 
         words   int32 [K/128, T, 2 i, 8 columns, 4 t, 4 w]
         scales  float32 [K/128, T, 8]: 256^d scale; NaN where x has one, or an inf
         sums    int32 [K/128, T, 8]: of a column's digits; None without sums
-
-    As rows, for 4 bits:
-
-        words   int32 [K/128, 4 digits, R, 2 i, 4 w, 4 t]
-        scales  float32 [K/128, 4, R]: scale; sums of the low and of the high two digits in units of
-                the first, int32; nothing
     """
 
     form: DigitForm
@@ -79,7 +65,6 @@ class Digits:
     words: torch.Tensor
     scales: torch.Tensor
     sums: torch.Tensor | None
-    free: torch.Tensor  # float32: what is left of the workspace
 
     @property
     def in_features(self) -> int:
@@ -89,7 +74,7 @@ class Digits:
 def empty_digits(form: DigitForm, M: int, K: int, device: torch.device) -> Digits:
     """A place for M rows of K inputs, divisible by 128.
 
-    The caller has asked tiles.linear_digits_fit or LinearRingTile.fits.
+    The caller has asked tiles.linear_digits_fit.
     """
     steps = K // LINEAR_MAX_BLOCK_K
     free, _ = workspace(device)
@@ -100,14 +85,8 @@ def empty_digits(form: DigitForm, M: int, K: int, device: torch.device) -> Digit
         taken, free = free[:size].view(shape), free[size:]
         return taken
 
-    if form.rows:
-        words = take(steps, LINEAR_DIGITS, form.rows, 2, 4, 4)
-        scales, sums = take(steps, 4, form.rows), None
-    else:
-        tiles = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS)
-        words = take(steps, tiles, 2, LINEAR_DIGITS_COLUMNS, 4, 4)
-        scales = take(steps, tiles, LINEAR_DIGITS_COLUMNS)
-        sums = take(*scales.shape).view(torch.int32) if form.with_sums else None
-    return Digits(
-        form=form, num_rows=M, words=words.view(torch.int32), scales=scales, sums=sums, free=free
-    )
+    tiles = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS)
+    words = take(steps, tiles, 2, LINEAR_DIGITS_COLUMNS, 4, 4).view(torch.int32)
+    scales = take(steps, tiles, LINEAR_DIGITS_COLUMNS)
+    sums = take(*scales.shape).view(torch.int32) if form.with_sums else None
+    return Digits(form=form, num_rows=M, words=words, scales=scales, sums=sums)

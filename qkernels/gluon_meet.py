@@ -9,6 +9,8 @@ from triton.experimental.gluon import language as gl
 from qkernels.gluon_names import barrier
 from qkernels.gluon_registers import pieces_of
 
+NUMBERS_AT_ONCE = gl.constexpr(64 * 128)  # of other parts that a warpgroup has on their way
+
 
 @gluon.jit
 def _lines(sums):
@@ -83,22 +85,28 @@ def add_if_last(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constex
 
     `place` as in `meet`. No part waits for another, so they need not run at once.
     """
-    L: gl.constexpr = sums.type.layout
+    LAYOUT: gl.constexpr = sums.type.layout
     ROWS: gl.constexpr = sums.shape[0]
-    COLUMNS: gl.constexpr = sums.shape[1]
-    SIZE: gl.constexpr = ROWS * COLUMNS
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+    lines = _lines(sums)
+    LINES: gl.constexpr = lines.type.layout
+    SIZE: gl.constexpr = lines.shape[0] * lines.shape[1]
+    AT_ONCE: gl.constexpr = max(1, NUMBERS_AT_ONCE // SIZE)
+    inside = _inside(lines)
     slots = partials_ptr + place * (SPLIT * SIZE)
-    slots = slots + gl.expand_dims(rows, 1) * COLUMNS + gl.expand_dims(columns, 0)
-    gl.store(slots + part * SIZE, sums)
+    gl.store(slots + part * SIZE + inside, lines)
     # every thread's sums are out before one thread counts the warpgroup in
     barrier()
     last = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == SPLIT - 1
     if last:
-        # in order, so the bits do not depend on who came last; .cg: as in `meet`
-        sums = gl.load(slots, cache_modifier=".cg")
-        for i in gl.static_range(1, SPLIT):
-            sums += gl.load(slots + i * SIZE, cache_modifier=".cg")
+        # in order, so the bits do not depend on who came last
+        total = gl.zeros(lines.shape, lines.dtype, LINES)
+        for first in gl.static_range(0, SPLIT, AT_ONCE):
+            parts = ()
+            for i in gl.static_range(first, min(first + AT_ONCE, SPLIT)):
+                # .cg: as in `meet`
+                parts += (gl.load(slots + i * SIZE + inside, cache_modifier=".cg"),)
+            for i in gl.static_range(len(parts)):
+                total += parts[i]
         gl.store(counters_ptr + place, 0)
+        sums = _from_lines(total, ROWS, LAYOUT)
     return sums, last

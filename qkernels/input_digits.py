@@ -102,13 +102,20 @@ def store_digits(
     a, b = low.split()
     c, d = high.split()
     integers, scale = _integers((a, b, c, d))
-    if FORM.rows:
-        _store_rows(integers, scale, words_ptr, scales_ptr, m, first, steps, FORM)
-    else:
-        tiles = (M + 1) // 2
-        _store_columns(
-            integers, scale, words_ptr, scales_ptr, sums_ptr, m, first, steps, tiles, FORM
-        )
+    tiles = (M + 1) // 2
+    n = tl.arange(0, integers[0].shape[0])
+    lane = n % 32
+    i, w, t = lane // 16, lane // 4 % 4, lane % 4
+    step = first + n // 32
+    place = (step * tiles + m // 2) * 256 + i * 128 + m * 4 % 8 * 16 + t * 4 + w
+    words = _words(integers)
+    own_step = first + tl.arange(0, scale.shape[0])
+    own = (own_step * tiles + m // 2) * 8 + m * 4 % 8
+    for digit in tl.static_range(4):
+        tl.store(words_ptr + place + digit * 16, words[digit], mask=step < steps)
+        tl.store(scales_ptr + own + digit, scale * 256.0**digit, mask=own_step < steps)
+        if FORM.with_sums:
+            tl.store(sums_ptr + own + digit, _sum_of_bytes(words[digit]), mask=own_step < steps)
 
 
 @triton.jit
@@ -151,63 +158,6 @@ def _sum_of_bytes(word):
     """Of all signed bytes of a step: [BLOCK 32] to [BLOCK]."""
     sums = (word << 24 >> 24) + (word << 16 >> 24) + (word << 8 >> 24) + (word >> 24)
     return tl.sum(sums.reshape(word.shape[0] // 32, 32), 1)
-
-
-@triton.jit
-def _store_columns(
-    integers,
-    scale,
-    words_ptr,
-    scales_ptr,
-    sums_ptr,
-    m,
-    first,
-    steps,
-    tiles,
-    FORM: tl.constexpr,
-):
-    n = tl.arange(0, integers[0].shape[0])
-    lane = n % 32
-    i, w, t = lane // 16, lane // 4 % 4, lane % 4
-    step = first + n // 32
-    place = (step * tiles + m // 2) * 256 + i * 128 + m * 4 % 8 * 16 + t * 4 + w
-    words = _words(integers)
-    own_step = first + tl.arange(0, scale.shape[0])
-    own = (own_step * tiles + m // 2) * 8 + m * 4 % 8
-    for digit in tl.static_range(4):
-        tl.store(words_ptr + place + digit * 16, words[digit], mask=step < steps)
-        tl.store(scales_ptr + own + digit, scale * 256.0**digit, mask=own_step < steps)
-        if FORM.with_sums:
-            tl.store(sums_ptr + own + digit, _sum_of_bytes(words[digit]), mask=own_step < steps)
-
-
-@triton.jit
-def _store_rows(
-    integers,
-    scale,
-    words_ptr,
-    scales_ptr,
-    m,
-    first,
-    steps,
-    FORM: tl.constexpr,
-):
-    R: tl.constexpr = FORM.rows
-    n = tl.arange(0, integers[0].shape[0])
-    step = first + n // 32
-    words = _words(integers)
-    for digit in tl.static_range(4):
-        # as if a lane's word had no neighbours: to store four at once, lanes would trade all words
-        place = tl.max_contiguous((step * (4 * R) + digit * R + m) * 32 + n % 32, 1)
-        tl.store(words_ptr + place, words[digit], mask=step < steps)
-    own_step = first + tl.arange(0, scale.shape[0])
-    facts_ptrs = scales_ptr + own_step * (4 * R) + m
-    tl.store(facts_ptrs, scale, mask=own_step < steps)
-    if FORM.with_sums:
-        for pair in tl.static_range(2):
-            low, high = _sum_of_bytes(words[2 * pair]), _sum_of_bytes(words[2 * pair + 1])
-            fact = (low + (high << 8)).to(tl.float32, bitcast=True)
-            tl.store(facts_ptrs + (1 + pair) * R, fact, mask=own_step < steps)
 
 
 @triton.jit(do_not_specialize=["M"])

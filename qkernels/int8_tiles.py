@@ -7,7 +7,14 @@ inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096], gate_up [28672, 4096
 
 from dataclasses import dataclass, replace
 
-from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS, ceil_div, power_of_two
+from qkernels.tiles import (
+    HOPPER_SHARED_BYTES,
+    LINEAR_COUNTERS,
+    LINEAR_WORKSPACE_FLOATS,
+    CompiledIn,
+    ceil_div,
+    power_of_two,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +99,12 @@ INT8_HOPPER_BOX = 64  # weight rows that lie side by side, 8 KB of a step
 INT8_HOPPER_IDLE_ROWS = (0, 16, 32)
 INT8_HOPPER_SPLITS = (1, 2, 4)
 INT8_HOPPER_MAX_GROUP = 64  # left tiles beside each other
-_INT8_HOPPER_SHARED = 227 * 1024
 _INT8_HOPPER_LEAST_STAGES = 3
 _REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8HopperTile:
+class Int8HopperTile(CompiledIn):
     """How w8a8_hopper.py cuts one product. The grid is as many blocks as run at once."""
 
     parts: int  # warpgroups that multiply, each its own rows of the left operand
@@ -148,7 +154,7 @@ class Int8HopperTile:
         """As many as shared memory holds beside the pieces of the result and the barriers."""
         stores = self.parts * self.stores * self.part * self.store_width * 2
         stage = (self.block_left + self.block_right) * INT8_HOPPER_BLOCK_K + 16
-        shared = (_INT8_HOPPER_SHARED + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
+        shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
         factors = self.parts * self.column_factors * self.share * 4 * self.factors_in_shared
         return min(self.max_stages, (shared - 512 - stores - factors) // stage)
 

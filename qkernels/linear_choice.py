@@ -7,6 +7,7 @@ from qkernels.tiles import (
     LinearDigitsTile,
     LinearRingTile,
     LinearTile,
+    linear_digits_pay,
     linear_digits_tile,
     linear_ring_tile,
     linear_tile,
@@ -33,8 +34,10 @@ def chosen_linear_tile(
     """
     tile = None
     if gluon:
-        tile = linear_digits_tile(M, N, K, group, bits, sm_count)
-        tile = tile or linear_ring_tile(M, N, K, group, bits, sm_count, digits_made)
+        digits = linear_digits_tile(M, N, K, group, bits, sm_count)
+        if digits is not None and (digits_made or linear_digits_pay(M, N, K)):
+            return digits
+        tile = linear_ring_tile(M, N, K, group, bits, sm_count) or digits
         tile = tile or linear_hopper_tile(M, N, K, group, bits, sm_count)
     return tile or linear_tile(M, N, K, group, sm_count)
 

@@ -29,13 +29,6 @@ def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
     bytes_DMS = bytes_DMS[..., inputs_of_words(form.bits).to(x_MK.device)].to(torch.uint8)
     words = bytes_DMS.contiguous().view(torch.int32)[..., 0]  # [D, M, S, i, w, t]
     sums = bytes_DMS.view(torch.int8).sum((3, 4, 5, 6), dtype=torch.int32)  # [D, M, S]
-    if form.rows:
-        digits.words[:, :, :M] = words.permute(2, 0, 1, 3, 4, 5)
-        digits.scales[:, 0, :M] = scales.t()
-        if form.with_sums:
-            pairs = sums[0::2] + 256 * sums[1::2]
-            digits.scales[:, 1:3, :M] = pairs.permute(2, 0, 1).contiguous().view(torch.float32)
-        return digits
     for m in range(M):
         own = slice(4 * m % 8, 4 * m % 8 + 4)
         digits.words[:, m // 2, :, own] = words[:, m].permute(1, 2, 0, 4, 3)
@@ -49,15 +42,11 @@ def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
 def inputs_of(digits: Digits) -> torch.Tensor:
     """The inputs [M, K] that the digits stand for, in float64: 31 bits do not fit into float32."""
     M, form = digits.num_rows, digits.form
-    data = digits.words.view(torch.int8)
-    if form.rows:  # [S, D, R, i, w, t, b]
-        data = data.unflatten(5, (4, 4))[:, :, :M].permute(2, 0, 1, 3, 4, 5, 6)
-        scales = digits.scales[:, 0, :M].t().double()
-    else:  # [S, T, i, 8, t, w, b]
-        data = data.unflatten(5, (4, 4)).unflatten(3, (2, LINEAR_DIGITS))
-        data = data.permute(1, 3, 0, 4, 2, 6, 5, 7).flatten(0, 1)[:M]
-        scales = digits.scales.unflatten(2, (2, LINEAR_DIGITS))[..., 0]
-        scales = scales.permute(1, 2, 0).flatten(0, 1)[:M].double()
+    data = digits.words.view(torch.int8)  # [S, T, i, 8, t, w b]
+    data = data.unflatten(5, (4, 4)).unflatten(3, (2, LINEAR_DIGITS))
+    data = data.permute(1, 3, 0, 4, 2, 6, 5, 7).flatten(0, 1)[:M]
+    scales = digits.scales.unflatten(2, (2, LINEAR_DIGITS))[..., 0]
+    scales = scales.permute(1, 2, 0).flatten(0, 1)[:M].double()
     powers = 256.0 ** torch.arange(LINEAR_DIGITS, device=data.device, dtype=torch.float64)
     values = (
         torch.einsum("msdiwtb,d->msiwtb", data.double(), powers)

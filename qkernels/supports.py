@@ -105,10 +105,10 @@ def _note_weight_only_body(problem: Problem) -> str:
         lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
     if lacks is not None:
         return f"all rows take the portable body; those for Hopper: {lacks}"
-    digits = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
+    few = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
     if problem.spec.bits == 4:
-        digits += f" (of a large weight up to {LINEAR_RING_ROWS[-1]})"
-    return f"{digits}, many rows take the Hopper body"
+        few += f" or through the ring, up to {LINEAR_RING_ROWS[-1]} through the ring"
+    return f"{few}, many rows take the Hopper body"
 
 
 def note_weight_only(problem: Problem) -> str:

@@ -99,7 +99,10 @@ def linear_ring_tile_fault(
     if bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
         return f"takes 4 bits and groups divisible by 128, found {bits} and {group} of {K} inputs"
     if tile.rows not in LINEAR_RING_ROWS or tile.rows < M:
-        return f"rows must be 8 or 16 and at least the {M} of the problem, found {tile.rows}"
+        return (
+            f"rows must be of {LINEAR_RING_ROWS} and at least the {M} of the problem,"
+            f" found {tile.rows}"
+        )
     if tile.split < 1 or not 1 <= tile.stages <= MAX_STAGES:
         return (
             f"split must be at least 1 and stages 1 to {MAX_STAGES},"

@@ -22,6 +22,24 @@ LINEAR_MAX_ROWS = 1024
 LINEAR_WORKSPACE_FLOATS = 2**22
 LINEAR_COUNTERS = 4096  # output tiles that may be split
 
+HOPPER_SHARED_BYTES = 227 * 1024  # of a block on sm_90
+
+
+class CompiledIn:
+    """A tile that is a kernel's constant, with what is computed of it.
+
+    Triton's cache on disk knows a constant by its `cache_key`, or by its text, which for a
+    dataclass is its fields: what another version computes otherwise would not be told apart.
+    """
+
+    __slots__ = ()
+
+    @property
+    def cache_key(self) -> str:
+        of_type = type(self)
+        names = [name for name in dir(of_type) if isinstance(getattr(of_type, name), property)]
+        return f"{self} {[(name, getattr(self, name)) for name in names if name != 'cache_key']}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
@@ -50,32 +68,55 @@ class LinearDigitsTile:
     ahead: int = 2  # steps that a warp asks for at once
 
 
-LINEAR_RING_ROWS = (8, 16)  # of x that a tile has place for
+LINEAR_RING_ROWS = (8, 16, 32, 64)  # of x that a tile has place for
 LINEAR_RING_TILE_N = 2 * LINEAR_TILE_N
-LINEAR_RING_BLOCKS_OF_SM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRingTile:
-    """How one product of 5 to 16 rows is cut for the ring of digits (w4a16_digits_ring.py)."""
+class LinearRingTile(CompiledIn):
+    """How one product of up to 64 rows is cut for the ring (w4a16_ring.py)."""
 
-    rows: int  # of x that it has place for: 8 or 16
+    rows: int  # of x that it has place for
     split: int = 1  # parts of K
-    stages: int = 5  # steps of 128 inputs on their way
+    stages: int = 4  # steps of 128 inputs on their way
+    alone: bool = False  # one block on an SM, with twice the registers; else two
+    early: bool = False  # the next kernel is let in at the start, not when all is on its way
+
+    @property
+    def blocks_of_sm(self) -> int:
+        return 1 if self.alone else 2
+
+    @property
+    def piece(self) -> int:
+        """Inputs that are unpacked at once."""
+        return 32 if self.rows == 64 and not self.alone else 64
+
+    @property
+    def registers(self) -> int:
+        """Of a thread at launch, of 12 warps to a block."""
+        return 168 if self.alone else 80
+
+    @property
+    def copy_registers(self) -> int:
+        return 24 if self.alone or self.rows == 64 else 40
+
+    @property
+    def multiply_registers(self) -> int:
+        """Where the warp that copies gives up its own."""
+        return (3 * self.registers - self.copy_registers) // 2 // 8 * 8
 
     def tiles(self, N: int) -> int:
         return ceil_div(N, LINEAR_RING_TILE_N)
 
     def fits(self, N: int, K: int) -> bool:
-        """Whether each part of K has a step, and digits and sums a place in the workspace.
+        """Whether each part of K has a step, and sums a place in the workspace.
 
         Sums that have one have counters, too.
         """
-        steps = K // LINEAR_MAX_BLOCK_K
-        floats = steps * self.rows * (LINEAR_MAX_BLOCK_K + 4)
-        if self.split > 1:
-            floats += self.tiles(N) * self.split * LINEAR_RING_TILE_N * self.rows
-        return self.split <= steps and floats <= LINEAR_WORKSPACE_FLOATS
+        floats = self.tiles(N) * self.split * LINEAR_RING_TILE_N * self.rows
+        if self.split > 1 and floats > LINEAR_WORKSPACE_FLOATS:
+            return False
+        return self.split <= K // LINEAR_MAX_BLOCK_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,34 +228,71 @@ def linear_digits_fit(M: int, K: int) -> bool:
     )
 
 
-# The digits of a ring cost a kernel, and its parts of K another wait: small weights do not gain.
-_RING_LEAST = {8: 24 * 2**20, 16: 2**26}  # numbers of the weight, for each number of rows
-_RING_LEAST_MADE = {8: 2**24, 16: 2**26}  # where the operation before has made the digits
+# What the choice adds up, in microseconds: a step of an SM's blocks, by rows that there is place
+# for; how many times as much where a block is alone on its SM; a round of blocks after the first;
+# and a row of a part that the last one adds, of three parts more than there are.
+_RING_STEP = {8: 0.35, 16: 0.36, 32: 0.38, 64: 0.47}
+_RING_ALONE = 1.25
+_RING_ROUND = 3.0
+_RING_ADDED_ROW = 1 / 128
+_RING_MAX_SPLIT = 16
+_RING_EARLY_STEPS = 10  # of a block: shorter ones are in the way of the next kernel's
 
 
-# Measured, us for qkv / o / gate_up / down, in brackets the portable body:
-# M = 8    7.6 (7.9) / 7.0 (6.6) / 19.2 (23.9) / 11.8 (13.5)   split 4 / 8 / 1 / 8
-# M = 16   10.3 (8.3) / 9.6 (7.1) / 21.7 (23.7) / 15.8 (14.1)  split 5 / 8 / 1 / 8
-# stages of gate_up 4 to 8: 19.1 to 19.4 at 8 rows, 21.7 to 22.8 at 16; of down 11.8 to 13.0
+# Measured, us for qkv / o / gate_up / down, in brackets what was fastest before:
+# M = 8    6.3 (7.3) / 5.2 (6.5) / 18.6 (18.8) / 10.5 (11.8)     split 5 / 8 / 1 / 8
+# M = 16   6.7 (8.2) / 5.7 (7.0) / 19.8 (22.0) / 11.4 (14.1)     the same
+# M = 32   8.5 (10.6) / 7.1 (8.3) / 22.6 (29.7) / 14.5 (16.4)    split 5 / 4 / 1 / 8
+# M = 64   11.6 (12.4) / 8.7 (10.1) / 31.7 (33.9) / 18.1 (21.2)  split 2 / 4 / 1 / 4
+# Stages of gate_up 3 / 4 / 5: 19.6 / 18.6 / 18.4 at 8 rows, 20.9 / 19.8 / 19.8 at 16; of down 2 / 3
+# / 4: 12.0 / 10.6 / 10.5, 12.9 / 11.4 / 12.1; of o 5.4 / 5.2 / 5.7.
 @functools.lru_cache(maxsize=4096)
 def linear_ring_tile(
-    M: int, N: int, K: int, group: int, bits: int, sm_count: int, digits_made: bool = False
+    M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> LinearRingTile | None:
-    """The tile for 5 to 16 rows; None: another body is faster, or it cannot."""
+    """The tile for up to 64 rows; None: there are more, or it cannot."""
     rows = next((rows for rows in LINEAR_RING_ROWS if rows >= M), None)
-    if rows is None or M <= LINEAR_DIGITS_MAX_ROWS or bits != 4:
+    if rows is None or bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
         return None
-    least = _RING_LEAST_MADE if digits_made else _RING_LEAST
-    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or least[rows] > N * K:
-        return None
-    blocks = LINEAR_RING_BLOCKS_OF_SM * sm_count
-    for split in _SPLITS if rows == 8 else ():
-        tile = LinearRingTile(rows=rows, split=split)
-        if tile.fits(N, K) and tile.tiles(N) * split <= blocks:
-            return tile
-    tile = LinearRingTile(rows=rows, stages=5 if rows == 8 else 4)
-    # of 9 to 16 rows, parts of K take longer than they save
-    return tile if tile.fits(N, K) and tile.tiles(N) > sm_count else None
+    steps = K // LINEAR_MAX_BLOCK_K
+    tiles = ceil_div(N, LINEAR_RING_TILE_N)
+    # 64 rows want more registers than half of an SM's, and get them where no SM has two tiles
+    alone = rows == 64 and tiles <= sm_count
+
+    def tile(split: int) -> LinearRingTile:
+        early = split == 1 or steps // split >= _RING_EARLY_STEPS
+        many = alone or (rows < 64 and split == 1) or (rows == 8 and early)
+        return LinearRingTile(
+            rows=rows, split=split, stages=4 if many else 3, alone=alone, early=early
+        )
+
+    def is_sound(tile: LinearRingTile) -> bool:
+        return tile.fits(N, K) and (alone or tiles * tile.split <= tile.blocks_of_sm * sm_count)
+
+    def microseconds(tile: LinearRingTile) -> float:
+        units = tiles * tile.split
+        of_sm = ceil_div(units, sm_count)
+        steps_of_sm = of_sm * ceil_div(steps, tile.split)
+        rounds = ceil_div(units, tile.blocks_of_sm * sm_count)
+        added = (tile.split + 3) * rows if tile.split > 1 else 0
+        return (
+            steps_of_sm * _RING_STEP[rows] * (_RING_ALONE if of_sm == 1 else 1)
+            + (rounds - 1) * _RING_ROUND
+            + added * _RING_ADDED_ROW
+        )
+
+    parts = [tile(split) for split in range(2, _RING_MAX_SPLIT + 1)]
+    return min([tile(1), *filter(is_sound, parts)], key=microseconds)
+
+
+def linear_digits_pay(M: int, N: int, K: int) -> bool:
+    """Whether 4 bits gain by digits that have to be made first, by a kernel of their own.
+
+    Measured, us for qkv / o / gate_up / down, in brackets the ring, which takes x as it is:
+    M = 1  5.8 (6.4) / 4.8 (5.1) / 18.1 (18.4) / 11.0 to 11.8 (10.5), 128256 x 4096 65 (78)
+    M = 4  7.0 (6.3) / 5.1 (5.2) / 18.9 (18.5) / 12.3 (10.5)
+    """
+    return N * K > 2**27 or (M <= 2 and K // LINEAR_MAX_BLOCK_K <= 64)
 
 
 # Measured, us for qkv / o / gate_up / down, in brackets the portable body:

@@ -17,7 +17,7 @@ from qkernels.launch import lacks_gluon, sm_count, tile_table_of, workspace
 from qkernels.linear_choice import AnyLinearTile, chosen_linear_tile, tabled_linear_tile
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
-    LINEAR_RING_ROWS,
+    LINEAR_DIGITS_MAX_ROWS,
     LINEAR_TILE_N,
     LinearDigitsTile,
     LinearRingTile,
@@ -124,7 +124,11 @@ def linear(
         from qkernels import w4a16_hopper
 
         y_MN = w4a16_hopper.linear(aligned(x_MK), weight, bias, tile, offset=offset_of(weight))
-    elif isinstance(tile, LinearDigitsTile | LinearRingTile):
+    elif isinstance(tile, LinearRingTile):
+        from qkernels import w4a16_ring
+
+        y_MN = w4a16_ring.linear(aligned(x_MK), weight, bias, tile, offset=offset_of(weight))
+    elif isinstance(tile, LinearDigitsTile):
         digits = input_digits(x_MK, _digit_form(tile, weight))
         y_MN = _linear_digits(digits, weight, bias, tile)
     else:
@@ -134,7 +138,7 @@ def linear(
 
 def digit_form(weight: PreparedWeight, M: int) -> DigitForm | None:
     """How `linear_digits` takes M rows; None: as digits they would not be faster."""
-    if not 0 < M <= LINEAR_RING_ROWS[-1]:
+    if not 0 < M <= LINEAR_DIGITS_MAX_ROWS:
         return None
     return _digit_form(_tile_for_digits(weight, M), weight)
 
@@ -152,22 +156,17 @@ def linear_digits(
 
 def _digit_form(tile: AnyLinearTile | None, weight: PreparedWeight) -> DigitForm | None:
     """What a tile's body takes; None: no digits."""
-    if not isinstance(tile, LinearDigitsTile | LinearRingTile):
+    if not isinstance(tile, LinearDigitsTile):
         return None
-    rows = tile.rows if isinstance(tile, LinearRingTile) else 0
-    return DigitForm(bits=weight.spec.bits, rows=rows, with_sums=not weight.spec.symmetric)
+    return DigitForm(bits=weight.spec.bits, with_sums=not weight.spec.symmetric)
 
 
 def _linear_digits(
     digits: Digits,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearDigitsTile | LinearRingTile,
+    tile: LinearDigitsTile,
 ) -> torch.Tensor:
-    if isinstance(tile, LinearRingTile):
-        from qkernels import w4a16_digits_ring
-
-        return w4a16_digits_ring.linear(digits, weight, bias, tile, offset=offset_of(weight))
     from qkernels import w4a16_digits
 
     return w4a16_digits.linear(digits, weight, bias, tile, offset=offset_of(weight))

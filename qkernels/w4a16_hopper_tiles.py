@@ -9,10 +9,12 @@ import functools
 from dataclasses import dataclass, replace
 
 from qkernels.tiles import (
+    HOPPER_SHARED_BYTES,
     LINEAR_COUNTERS,
     LINEAR_MAX_BLOCK_K,
     LINEAR_TILE_N,
     LINEAR_WORKSPACE_FLOATS,
+    CompiledIn,
     ceil_div,
     linear_block_k,
     linear_padded_n,
@@ -21,12 +23,11 @@ from qkernels.tiles import (
 
 _REGISTERS = 65536  # of an SM
 _COPY_REGISTERS = 24  # of a thread of the warp that copies, where it gives its own to the others
-_SHARED = 227 * 1024  # bytes, of a block
 _MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearHopperTile:
+class LinearHopperTile(CompiledIn):
     """How one product is cut for the Hopper body: tiles of 64 parts outputs by block_m rows.
 
     A block makes several tiles, or with `split` one part of K of one tile.
@@ -83,7 +84,7 @@ class LinearHopperTile:
         def num_bytes(stages: int) -> int:
             return stages * x + ceil_div(stages, self.stages_of_step) * words + stores + 512
 
-        return max(n for n in range(1, _MAX_STAGES + 1) if num_bytes(n) <= _SHARED)
+        return max(n for n in range(1, _MAX_STAGES + 1) if num_bytes(n) <= HOPPER_SHARED_BYTES)
 
     @property
     def words_slots(self) -> int:

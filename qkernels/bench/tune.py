@@ -68,8 +68,10 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
     },
     LinearRingTile: {
         "rows": LINEAR_RING_ROWS,
-        "split": (1, 2, 3, 4, 5, 6, 8, 10),
-        "stages": (3, 4, 5, 6, 8),
+        "split": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12),
+        "stages": (2, 3, 4, 5, 6),
+        "alone": (False, True),
+        "early": (False, True),
     },
     Int8Tile: {
         "split": (1, 2, 3, 4),
@@ -207,10 +209,12 @@ def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | No
             found.append(choose(sm_count=sm_count, **problem | {"M": other}))
     if op == "w4a16":
         found.append(linear_tile(M, problem["N"], problem["K"], problem["group"], sm_count))
-        if _has_gluon() and M > LINEAR_DIGITS_MAX_ROWS:
-            block_m = 64 if M <= 64 else 128
-            found.append(LinearHopperTile(blocks=sm_count, bits=problem["bits"], block_m=block_m))
-            found += [LinearRingTile(rows=rows) for rows in LINEAR_RING_ROWS if rows >= M]
+        if _has_gluon():
+            found += [LinearRingTile(rows=rows) for rows in LINEAR_RING_ROWS if rows >= M][:1]
+            if M > LINEAR_DIGITS_MAX_ROWS:
+                block_m = 64 if M <= 64 else 128
+                bits = problem["bits"]
+                found.append(LinearHopperTile(blocks=sm_count, bits=bits, block_m=block_m))
         if M >= 256:
             found.append(None)
     if op == "w8a8" and _has_gluon():

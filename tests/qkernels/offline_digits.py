@@ -6,14 +6,18 @@ from triton import language as tl
 from qkernels import attention_merge, fused_digits, input_digits
 from qkernels.digits import DigitForm
 
-COLUMNS = DigitForm(bits=4)
-ROWS = DigitForm(bits=4, rows=8, with_sums=True)
+SYMMETRIC = DigitForm(bits=4)
+ASYMMETRIC = DigitForm(bits=4, with_sums=True)
 
 
 def making(kernel, form: DigitForm, inputs: dict, num_warps: int, **constants) -> dict:
     sums = "digit_sums_ptr" if "digit_sums_ptr" in kernel.arg_names else "sums_ptr"
     pointers = inputs | {"words_ptr": "*i32", "scales_ptr": "*fp32"}
-    constants |= {"FORM": form, "EARLY": True, sums: None}
+    if form.with_sums:
+        pointers[sums] = "*i32"
+    else:
+        constants[sums] = None
+    constants |= {"FORM": form, "EARLY": True}
     floats = {"eps": "fp32"}
     scalars = {name: floats.get(name, "i32") for name in ("M", "R", "T", "steps", "eps")}
     options = {"num_warps": num_warps, "launch_pdl": True}
@@ -38,8 +42,8 @@ def merge(form: DigitForm) -> dict:
 
 
 DIGITS = {
-    f"{what}, {where}": make
-    for where, form in (("columns", COLUMNS), ("rows", ROWS))
+    f"{what}, {which}": make
+    for which, form in (("symmetric", SYMMETRIC), ("asymmetric", ASYMMETRIC))
     for what, make in {
         "making digits": lambda form=form: of_steps(input_digits._input_digits, form),
         "norm to digits": lambda form=form: norm(form),

@@ -1,9 +1,11 @@
 """Weight-only products to compile: W4A16 and W8A16, each body."""
 
+from dataclasses import replace
+
 from offline import BF16, boxes, compile_kernel, compiled_kernel, dump, facts
 from sass import overlapped, overwritten_in_flight
 
-from qkernels import w4a16_digits, w4a16_digits_ring, w4a16_hopper, w4a16_portable
+from qkernels import w4a16_digits, w4a16_hopper, w4a16_portable, w4a16_ring
 from qkernels.linear_format import LinearFormat
 from qkernels.tiles import (
     LINEAR_DIGITS,
@@ -128,13 +130,15 @@ def digits_linear_case(
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
-def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True) -> dict:
-    """W4A16 of 5 to 16 rows."""
+def ring_linear_case(
+    M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, stages: int = 0
+) -> dict:
+    """W4A16 of up to 64 rows."""
     tile = linear_ring_tile(M, N, K, 128, 4, 132)
+    tile = replace(tile, stages=stages or tile.stages)
     pointers = {
-        "words_desc": boxes("i8", w4a16_digits_ring.WORDS_BOX),
-        "digits_desc": boxes("i8", [4 * tile.rows, 128]),
-        "facts_desc": boxes("fp32", [4 * tile.rows]),
+        "words_desc": boxes("i32", w4a16_ring.WORDS_BOX),
+        "x_desc": boxes(dtype, [tile.rows, w4a16_ring.SLICE]),
         "scales_desc": boxes("fp16", [64]),
         "offsets_desc": boxes(dtype, [64]),
         "bias_ptr": f"*{dtype}",
@@ -143,14 +147,20 @@ def ring_linear_case(M: int, N: int, K: int, dtype: str = "bf16", symmetric: boo
         "counters_ptr": "*i32",
     }
     format = LinearFormat(
-        bits=4, steps_of_group=1, offset=136, has_offsets=not symmetric, has_bias=True
+        bits=4,
+        steps_of_group=1,
+        offset=136 if dtype == "bf16" else 1032,
+        has_offsets=not symmetric,
+        has_bias=True,
     )
     scalars = dict.fromkeys(("M", "N", "steps", "tiles"), "i32")
-    registers = w4a16_digits_ring.REGISTERS
-    options = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-    kernel = w4a16_digits_ring._w4a16_digits_ring
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     constants = {"TILE": tile, "FORMAT": format}
-    return compile_kernel(kernel, pointers, scalars, constants, options)
+    kernel = w4a16_ring._w4a16_ring
+    compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
+    sass = dump(compiled, "--dump-sass")
+    in_flight = {} if sass is None else {"overwritten_in_flight": overwritten_in_flight(sass)}
+    return facts(compiled) | in_flight | {"blocks": tile.blocks_of_sm}
 
 
 def dequantize_case() -> dict:
@@ -190,6 +200,9 @@ LINEAR = {
     "ring M=8": lambda: ring_linear_case(8, 28672, 4096),
     "ring in parts, float16 asymmetric": lambda: ring_linear_case(5, 4096, 14336, "fp16", False),
     "ring M=16 asymmetric": lambda: ring_linear_case(16, 28672, 4096, symmetric=False),
+    "ring M=32 in parts": lambda: ring_linear_case(32, 4096, 4096),
+    "ring M=64": lambda: ring_linear_case(64, 28672, 4096),
+    "ring M=64 alone": lambda: ring_linear_case(64, 6144, 4096, symmetric=False, stages=8),
     "digits 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),
     "dequantize": dequantize_case,
 }

@@ -52,6 +52,10 @@ def test_no_kernel_spills_or_overfills_shared_memory(compiled):
             # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
             assert facts.get("spill_stores", 0) <= 4, name
             continue
+        if name == "ring M=64":
+            # two blocks on an SM leave 104 registers, 64 of them for sums
+            assert facts.get("loop_spills", 0) <= 8 and facts.get("spill_stores", 0) <= 24, name
+            continue
         spilled = {k: facts.get(k, 0) for k in ("local", "stack", "spill_stores")}
         assert not any(spilled.values()), f"{name}: {spilled}"
 
@@ -83,14 +87,15 @@ def test_digits_go_from_memory_to_registers(compiled):
         assert facts.get("registers", 0) <= (168 if "wide" in name else 80), name
 
 
-def test_two_blocks_of_a_ring_fit_on_an_sm(compiled):
+def test_as_many_blocks_of_a_ring_fit_on_an_sm_as_are_started(compiled):
     found = {name: facts for name, facts in compiled.items() if name.startswith("ring")}
-    assert len(found) == 3
+    assert len(found) == 6
     for name, facts in found.items():
-        # 128 inputs in 4 products of the tensor core, in each of two warpgroups
-        assert facts["wgmma"] and facts.get("hgmma", 8) == 8, name
-        assert facts["shared"] <= (SHARED_MEMORY - 1024) // 2, name
-        assert facts.get("registers", 80) == 80, "384 threads"
+        # 128 inputs in 8 products of the tensor core, in each of two warpgroups
+        assert facts["wgmma"] and facts.get("hgmma", 16) == 16, name
+        assert not facts.get("overwritten_in_flight"), name
+        assert facts["shared"] <= (SHARED_MEMORY + 1024) // facts["blocks"] - 1024, name
+        assert facts.get("registers", 0) * 384 * facts["blocks"] <= 65536, "384 threads"
 
 
 def test_the_products_of_attention_do_not_wait_for_each_other(compiled):

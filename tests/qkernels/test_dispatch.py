@@ -42,7 +42,7 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
         return next(each.reason for each in explain("linear", **problem) if each.taken)
 
     monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
-    assert note(128).endswith("(of a large weight up to 16), many rows take the Hopper body")
+    assert note(128).endswith("up to 64 through the ring, many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
     assert note(128, bits=8).endswith("up to 4 rows go as digits, many rows take the Hopper body")
     assert note(64).endswith("takes groups divisible by 128, not 64")

@@ -54,15 +54,13 @@ def test_heads_that_use_different_parts(parts, assert_close, tolerance, device, 
 
 @pytest.mark.parametrize("S", [4, 32])
 @pytest.mark.parametrize("H, D", [(4, 32), (8, 80), (3, 128), (2, 256)])
-@pytest.mark.parametrize("rows", [0, 8])
-def test_the_result_as_digits(parts, assert_close, tolerance, device, half, H, D, S, rows):
+def test_the_result_as_digits(parts, assert_close, tolerance, device, half, H, D, S):
     """A step of 128 channels lies in one head or in several, which use different parts."""
     used = torch.tensor([[1], [S], [S // 2]]).expand(3, H).clone()
     used[0, -1] = S
     partials, sums, want = parts(3, H, S, D, used)
     out = torch.empty(3, H, D, dtype=half, device=device)
-    form = DigitForm(bits=4, rows=rows)
-    digits = merge_parts(partials, sums, starts_of(3, device), out, form)
+    digits = merge_parts(partials, sums, starts_of(3, device), out, DigitForm(bits=4))
     assert_close("digits", want.flatten(1), inputs_of(digits), tolerance(half))
 
 

@@ -10,6 +10,7 @@ from qkernels.digits import DigitForm
 from qkernels.errors import KernelError
 from qkernels.linear_choice import chosen_linear_tile
 from qkernels.tiles import LinearDigitsTile, LinearRingTile, LinearTile
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 
@@ -22,27 +23,30 @@ def kind(M, N, K, made, gluon=True, bits=4, group=128):
 
 
 @pytest.mark.parametrize("M", [1, 4])
+def test_few_rows_take_digits_that_are_there(M):
+    for N, K in ((4096, 4096), (4096, 14336), (128256, 4096)):
+        assert kind(M, N, K, made=True) == (LinearDigitsTile, None)
+
+
+def test_digits_that_have_to_be_made_are_for_two_rows_or_very_large_weights():
+    assert kind(2, 4096, 4096, made=False) == (LinearDigitsTile, None)
+    assert kind(3, 4096, 4096, made=False) == (LinearRingTile, 8)
+    assert kind(1, 4096, 14336, made=False) == (LinearRingTile, 8), "a long kernel makes them"
+    for M in (1, 4):
+        assert kind(M, 128256, 4096, made=False) == (LinearDigitsTile, None)
+        assert kind(M, 4096, 14336, made=False, bits=8) == (LinearDigitsTile, None)
+
+
+@pytest.mark.parametrize("M, rows", [(5, 8), (9, 16), (17, 32), (33, 64), (64, 64)])
 @pytest.mark.parametrize("made", [False, True])
-def test_few_rows_are_columns_of_digits(M, made):
-    assert kind(M, 4096, 4096, made) == (LinearDigitsTile, None)
-    assert kind(M, 4096, 4096, made, bits=8) == (LinearDigitsTile, None)
+def test_up_to_64_rows_take_the_ring(M, rows, made):
+    for N, K in ((896, 896), (4096, 4096), (128256, 4096)):
+        assert kind(M, N, K, made) == (LinearRingTile, rows)
+    assert kind(M, 4096, 4096, made, bits=8)[0] is not LinearRingTile
+    assert kind(65, 4096, 4096, made)[0] is LinearHopperTile
 
 
-@pytest.mark.parametrize("M", [5, 8])
-def test_a_ring_takes_smaller_weights_where_its_digits_cost_nothing(M):
-    assert kind(M, 4096, 4096, made=False) == (LinearTile, None)
-    assert kind(M, 4096, 4096, made=True) == (LinearRingTile, 8)
-    assert kind(M, 6144, 4096, made=False) == kind(M, 6144, 4096, made=True)
-    assert kind(M, 2048, 4096, made=True) == (LinearTile, None)
-
-
-def test_more_rows_pay_from_the_same_size_on():
-    for made in (False, True):
-        assert kind(16, 28672, 4096, made) == (LinearRingTile, 16)
-        assert kind(16, 4096, 14336, made) == (LinearTile, None)
-
-
-def test_without_gluon_or_in_other_groups_no_digits_are_asked_for():
+def test_without_gluon_or_in_other_groups_the_portable_body_stays():
     for M in (1, 8):
         assert kind(M, 28672, 4096, made=True, gluon=False) == (LinearTile, None)
         assert kind(M, 28672, 4096, made=True, group=64) == (LinearTile, None)
@@ -52,7 +56,7 @@ def test_without_gluon_or_in_other_groups_no_digits_are_asked_for():
     "tile, form",
     [
         (LinearDigitsTile(), DigitForm(bits=4, with_sums=True)),
-        (LinearRingTile(rows=8), DigitForm(bits=4, rows=8, with_sums=True)),
+        (LinearRingTile(rows=8), None),
         (LinearTile(block_m=16, block_n=64, split=1), None),
         (None, None),
     ],
@@ -66,9 +70,9 @@ def test_a_weight_takes_the_digits_of_its_body_and_no_other(monkeypatch, make_we
     handed = []
     monkeypatch.setattr(w4a16, "_linear_digits", lambda *given: handed.append(given))
     assert digit_ops.digit_form(weight, 3) == form
-    assert digit_ops.digit_form(weight, 17) is None
+    assert digit_ops.digit_form(weight, 5) is None
     x = torch.zeros(3, 256, dtype=torch.float16)
-    for asked in (DigitForm(bits=4, with_sums=True), DigitForm(bits=4, rows=8, with_sums=True)):
+    for asked in (DigitForm(bits=4, with_sums=True), DigitForm(bits=4)):
         digits = digit_ops.input_digits(x, asked, kernel="reference")
         if asked == form:
             digit_ops.linear_digits(digits, weight)

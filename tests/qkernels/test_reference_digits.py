@@ -10,12 +10,7 @@ from qkernels.digits import DigitForm, empty_digits
 from qkernels.errors import KernelError
 from qkernels.reference_digits import input_digits, inputs_of, inputs_of_words
 
-FORMS = [
-    *((M, DigitForm(bits=bits)) for M in (1, 2, 3, 4) for bits in (4, 8)),
-    (5, DigitForm(bits=4, rows=8)),
-    (8, DigitForm(bits=4, rows=8)),
-    (16, DigitForm(bits=4, rows=16)),
-]
+FORMS = [(M, DigitForm(bits=bits)) for M in (1, 2, 3, 4) for bits in (4, 8)]
 
 
 def random_inputs(M, K, dtype=torch.float16, spread=0):
@@ -39,7 +34,7 @@ def test_digits_are_the_inputs(M, form, half_dtype, spread):
     assert torch.equal(got[exact], want[exact]), "11 bits at most: nothing is lost there"
 
 
-def test_a_word_of_columns_by_hand():
+def test_a_word_by_hand():
     """Input 0 is 1, so 2^29 in steps of 2^-29: digit 3 is 32. Input 17 is byte 3 of its word."""
     x = torch.zeros(2, 128, dtype=torch.float16)
     x[1, 0], x[1, 17], x[1, 9] = 1, -1, 0.5
@@ -50,19 +45,6 @@ def test_a_word_of_columns_by_hand():
     assert words.count_nonzero() == 2
     assert digits.scales[0, 0].tolist()[4:] == [2.0**-29 * 256**d for d in range(4)]
     assert digits.sums[0, 0].tolist() == [0] * 7 + [16]
-
-
-def test_a_word_of_rows_by_hand():
-    x = torch.zeros(3, 256, dtype=torch.float16)
-    x[2, 128 + 64 + 2], x[2, 128] = 3, 1
-    digits = input_digits(x, DigitForm(bits=4, rows=8, with_sums=True))
-    assert digits.words[0, :, :3].count_nonzero() == 0
-    # 3 is 1.5 2^1: steps of 2^-28, digit 3 of 3 is 48, of 1 is 16
-    assert digits.words[1, 3, 2, 1, 0, 1] == 48  # i = 1, w = 0, t = 1
-    assert digits.words[1, 3, 2, 0, 0, 0] == 16
-    assert digits.scales[1, 0, 2] == 2.0**-28
-    sums = digits.scales.view(torch.int32)
-    assert (sums[1, 1, 2], sums[1, 2, 2]) == (0, 64 * 256)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -80,12 +62,11 @@ def test_zeros_and_what_is_no_number(M, form):
 
 
 def test_parts_of_the_workspace_do_not_overlap():
-    for form, M in ((DigitForm(bits=4, with_sums=True), 3), (DigitForm(bits=4, rows=16), 9)):
-        digits = empty_digits(form, M, 512, torch.device("cpu"))
-        parts = [digits.words, digits.scales, digits.sums, digits.free]
-        spans = [(p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parts if p is not None]
-        for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
-            assert end == begin
+    digits = empty_digits(DigitForm(bits=4, with_sums=True), 3, 512, torch.device("cpu"))
+    parts = [digits.words, digits.scales, digits.sums]
+    spans = [(p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parts]
+    for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+        assert end == begin
 
 
 @pytest.mark.parametrize(
@@ -94,11 +75,7 @@ def test_parts_of_the_workspace_do_not_overlap():
         ((1, 100), DigitForm(bits=4), "inputs divisible by 128"),
         ((0, 128), DigitForm(bits=4), "1 to 4 rows"),
         ((5, 128), DigitForm(bits=4), "1 to 4 rows"),
-        ((9, 128), DigitForm(bits=4, rows=8), "1 to 8 rows"),
-        ((1, 128), DigitForm(bits=4, rows=5), "8 or 16 rows"),
-        ((1, 128), DigitForm(bits=8, rows=8), "8 or 16 rows"),
         ((4, 2**21), DigitForm(bits=4), "digits that fit"),
-        ((16, 2**18), DigitForm(bits=4, rows=16), "digits that fit"),
     ],
 )
 def test_what_cannot_be_digits_is_refused(shape, form, found):

@@ -2,15 +2,18 @@
 
 import pytest
 
+from qkernels.int8_tiles import Int8HopperTile
 from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
+    LinearRingTile,
     ceil_div,
     linear_block_k,
     linear_padded_n,
     linear_tile,
 )
+from qkernels.w4a16_hopper_tiles import LinearHopperTile
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
@@ -66,3 +69,15 @@ def test_many_rows_go_to_the_library():
 def test_a_step_lies_in_one_group(group, block_k):
     assert linear_block_k(group) == block_k
     assert group % block_k == 0
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [LinearRingTile(rows=8), LinearHopperTile(blocks=1), Int8HopperTile(parts=1, block_right=16)],
+)
+def test_a_kernel_is_compiled_anew_where_a_tile_computes_otherwise(tile, monkeypatch):
+    """Triton's cache on disk outlives a version: fields alone would find the old kernel."""
+    before = tile.cache_key
+    assert "registers" in before and str(tile) in before
+    monkeypatch.setattr(type(tile), "registers", property(lambda self: 1))
+    assert tile.cache_key != before
