@@ -48,13 +48,16 @@ def attention_tile(
     split = 1
     if few_rows:
         visible = min(max_context_len, window or max_context_len)
-        # split by work: up to two blocks for each SM, as long as each part is worth a block
+        # split by work: up to two blocks for each SM, as long as each part is worth a block, and
+        # once there are parts, until each has one step
+        least = 2 * ATTENTION_MIN_KEYS_OF_PART
         while (
             2 * split <= ATTENTION_MAX_SPLIT
             and 2 * split * programs <= 2 * sm_count
-            and 2 * split * ATTENTION_MIN_KEYS_OF_PART <= visible
+            and least <= visible
         ):
             split *= 2
+            least = split * ATTENTION_MIN_KEYS_OF_PART + 1
     # 16 rows is the least that a tensor core takes; 64 fill one warpgroup's wgmma. float32 has no
     # tensor core: more than 16 rows or 16 keys spill registers (compiled for sm_90).
     most_rows = 16 if element_size == 4 else 64

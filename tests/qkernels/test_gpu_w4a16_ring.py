@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from formats.bits import pack
-from qkernels import ops
+from qkernels import launch, ops
 from qkernels.tiles import LINEAR_RING_ROWS, LinearRingTile, linear_ring_tile
 from tests.qkernels.digit_products import check_product, random_x
 
@@ -27,14 +27,14 @@ def check(assert_close, tolerance):
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
-@pytest.mark.parametrize("group", [128, 256, 384, -1])
+@pytest.mark.parametrize("group", [128, 384, -1])
 @pytest.mark.parametrize("M", [1, 5, 8, 9, 16, 17, 33, 64])
 def test_every_group_length(check, make_weight, half, poison, M, group, symmetric):
     check(make_weight(200, 768, group, symmetric, spread=8), random_x(M, 768, half))
 
 
-@pytest.mark.parametrize("split", [1, 2, 3, 8, 9])
-@pytest.mark.parametrize("stages", [1, 2, 5, 8])
+@pytest.mark.parametrize("split", [1, 2, 9])
+@pytest.mark.parametrize("stages", [1, 3, 8])
 @pytest.mark.parametrize("alone", [False, True], ids=["two blocks", "alone"])
 @pytest.mark.parametrize("rows", LINEAR_RING_ROWS)
 def test_every_tile(check, make_weight, half, poison, rows, alone, stages, split):
@@ -51,14 +51,25 @@ def test_more_tiles_than_blocks(check, make_weight, half, M):
     check(packed, random_x(M, 384, half))
 
 
-def test_many_times_the_same(make_weight, half):
-    """Who comes last at the meeting of parts changes nothing."""
+@pytest.mark.parametrize("rows, split", [(8, 10), (32, 8), (64, 16)])
+def test_many_times_the_same(make_weight, half, rows, split):
+    """Who comes last changes nothing, and leaves no counter behind."""
     weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="triton_w4a16")
-    x = random_x(7, 4096, half)
-    tile = LinearRingTile(rows=8, split=10)
+    x = random_x(rows - 1, 4096, half)
+    tile = LinearRingTile(rows=rows, split=split)
     want = w4a16.linear(x, weight, tile=tile)
-    for _ in range(200):
-        assert torch.equal(w4a16.linear(x, weight, tile=tile), want)
+    results = [w4a16.linear(x, weight, tile=tile) for _ in range(200)]
+    assert all(torch.equal(each, want) for each in results)
+    assert not launch.workspace(x.device)[1].any()
+
+
+def test_parts_that_are_no_number_are_added(make_weight, half):
+    weight = ops.prepare_weight(make_weight(136, 1024, 128), half, kernel="triton_w4a16")
+    x = random_x(2, 1024, half)
+    x.view(torch.int16)[1, 0] = -1
+    x[1, 1000] = float("inf")
+    got = w4a16.linear(x, weight, tile=LinearRingTile(rows=8, split=8))
+    assert got[1].isnan().all() and got[0].isfinite().all()
 
 
 @pytest.mark.parametrize("K", [128, 256, 1024, 2176])
