@@ -1,6 +1,6 @@
-"""A W4A16 product of few rows with the operation before it, which makes its digits.
+"""A W4A16 product of few rows with the operation before it, which may make its digits.
 
-Baseline "apart": the same two operations, the input between them as a tensor.
+Baseline "apart", where it does: the same two operations, the input between them as a tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_need
 from qkernels.input_forms import LinearInput
 from qkernels.prepared import PreparedWeight
 
-FED_M = (1, 2, 4, 8, 16)
+FED_M = (1, 2, 4, 8, 16, 32)
 FED_SHAPES = {name: LINEAR_SHAPES[name] for name in ("qkv", "gate_up", "down")}
 # in a form: what comes before the product, its rows of K or 2 K inputs given
 Feed = Callable[[torch.Tensor, input_forms.InputForm], LinearInput]
@@ -55,7 +55,7 @@ def _fed(
     for m in ms:
         x = torch.randn(m, widths * K, device="cuda", dtype=torch.bfloat16)
         form = input_forms.input_form(weights[0], m)
-        apart = [call(x, weight, None) for weight in weights] if "apart" in baselines else []
+        apart = form is not None and "apart" in baselines
         yield Case(
             op=op,
             shape=shape,
@@ -65,7 +65,7 @@ def _fed(
             calls=[call(x, weight, form) for weight in weights],
             want=feed(x, None).double() @ weight_NK.t(),
             allowed_error=5e-3,
-            baselines={"apart": apart} if apart else {},
+            baselines={"apart": [call(x, w, None) for w in weights]} if apart else {},
         )
 
 
