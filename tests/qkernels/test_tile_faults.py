@@ -231,31 +231,53 @@ def test_what_a_ring_needs():
 
 
 def test_rings_cut_what_would_leave_sms_idle():
-    llama = {
+    """(split, stages, alone, early) as measured."""
+    shapes = {
         "qkv": (6144, 4096),
         "o": (4096, 4096),
         "gate_up": (28672, 4096),
         "down": (4096, 14336),
+        "short": (8192, 1024),
     }
     chosen = {
-        (name, M): (tile.rows, tile.split, tile.alone)
-        for name, shape in llama.items()
-        for M in (8, 32, 64)
-        if (tile := linear_ring_tile(M, *shape, 128, 4, 132))
+        name: {
+            tile.rows: (tile.split, tile.stages, tile.alone, tile.early)
+            for M in (8, 16, 32, 64)
+            if (tile := linear_ring_tile(M, *shape, 128, 4, 132))
+        }
+        for name, shape in shapes.items()
     }
     assert chosen == {
-        ("qkv", 8): (8, 5, False),
-        ("qkv", 32): (32, 5, False),
-        ("qkv", 64): (64, 2, True),
-        ("o", 8): (8, 8, False),
-        ("o", 32): (32, 4, False),
-        ("o", 64): (64, 4, True),
-        ("gate_up", 8): (8, 1, False),
-        ("gate_up", 32): (32, 1, False),
-        ("gate_up", 64): (64, 1, False),
-        ("down", 8): (8, 8, False),
-        ("down", 32): (32, 8, False),
-        ("down", 64): (64, 4, True),
+        "qkv": {
+            8: (5, 3, False, False),
+            16: (5, 3, False, False),
+            32: (5, 3, False, False),
+            64: (2, 4, True, True),
+        },
+        "o": {
+            8: (8, 3, False, False),
+            16: (8, 3, False, False),
+            32: (4, 3, False, False),
+            64: (4, 4, True, False),
+        },
+        "gate_up": {
+            8: (1, 4, False, True),
+            16: (1, 4, False, True),
+            32: (1, 4, False, True),
+            64: (1, 3, False, True),
+        },
+        "down": {
+            8: (8, 4, False, True),
+            16: (8, 3, False, True),
+            32: (8, 3, False, True),
+            64: (4, 4, True, True),
+        },
+        "short": {
+            8: (4, 3, False, False),
+            16: (4, 3, False, False),
+            32: (2, 3, False, False),
+            64: (1, 4, True, True),
+        },
     }
     for M, kind in ((8, LinearRingTile), (64, LinearRingTile), (65, LinearHopperTile)):
         tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=True)
