@@ -73,7 +73,7 @@ def linear(
     *,
     offset: int,
 ) -> torch.Tensor:
-    """Digits of M rows, as columns, to [M, N]. For groups of 128 n, and few rows.
+    """Digits of M rows to [M, N]. For groups of 128 n, and few rows.
 
     `offset`: what w4a16.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
     """

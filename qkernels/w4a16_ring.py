@@ -1,9 +1,9 @@
 """W4A16 of up to 64 rows on sm_90, in Gluon: y^T = W x^T on wgmma. Knows no file format.
 
-One warp copies words, scales and x into a ring in shared memory, a step ahead of the other. Two
-warpgroups multiply 64 outputs each: codes less their zero, exact in 16 bits, from registers, x from
-shared memory. The scale multiplies the sum of a step. So few rows make that cheaper than to scale
-each weight, as w4a16_hopper.py does.
+One warp copies words, scales and x of some steps ahead into a ring in shared memory. Two warpgroups
+multiply 64 outputs each: codes less their zero, exact in 16 bits, from registers, x from shared
+memory. The scale multiplies the sum of a step, which for few rows is cheaper than to scale each
+weight, as w4a16_hopper.py does.
 
 Legend: M rows of x, R rows that a tile has place for; K inputs, N outputs, G groups; a step is 128
 inputs, a tile 128 outputs; a unit is a part of a tile's steps.
