@@ -29,12 +29,12 @@ from qkernels.attention_hopper_load import (
     WORDS,
     load_pages,
     load_queries,
-    new_barriers,
 )
 from qkernels.attention_merge import merge_parts, whole
 from qkernels.attention_tiles import CHUNK_ROWS, chunk_split
 from qkernels.descriptors import describe
 from qkernels.digits import DigitForm, Digits
+from qkernels.gluon_ring import new_barriers
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.paged_attention import LOG2_E
 from qkernels.tiles import ceil_div, power_of_two

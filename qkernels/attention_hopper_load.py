@@ -54,16 +54,6 @@ def release(ring, n, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def new_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
-    return full, empty
-
-
-@gluon.jit
 def zero_tail(v_ring, n, length, B: gl.constexpr):
     """Zero the values after the context's last key: zero weights times NaN would be NaN.
 

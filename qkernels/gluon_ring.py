@@ -1,7 +1,19 @@
-"""Steps of a ring of stages in shared memory, in Gluon. Knows no operation."""
+"""A ring of stages in shared memory, in Gluon: its barriers and its steps. Knows no operation."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def new_barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty) of each slot: one warp fills it, and each of its readers gives it back."""
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    return full, empty
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qkernels.gluon_launch import wait_for_kernel_before
 from qkernels.gluon_meet import meet
 from qkernels.gluon_names import descriptor
-from qkernels.gluon_ring import advance, after
+from qkernels.gluon_ring import advance, after, new_barriers
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
@@ -277,11 +277,7 @@ def _w4a16_hopper(
     xs = gl.allocate_shared_memory(DTYPE, [BOXES, BM, 64], x_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 8 * FORMAT.bits, 32], words_desc.layout)
     y_bufs = gl.allocate_shared_memory(DTYPE, [STORES, TILE.store_rows, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
+    full, empty = new_barriers(STAGES, READERS=PARTS)
     fence_async_shared()
     descs = (x_desc, half_desc, words_desc, y_desc)
     rings = (xs, words, y_bufs, full, empty)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_meet import add_if_last
 from qkernels.gluon_names import descriptor, load_box
-from qkernels.gluon_ring import advance
+from qkernels.gluon_ring import advance, new_barriers
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
@@ -255,11 +255,7 @@ def _w4a16_ring(
         )
     else:
         offsets = scales
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
+    full, empty = new_barriers(STAGES, READERS=PARTS)
     fence_async_shared()
     descs = (words_desc, x_desc, scales_desc, offsets_desc)
     rings = (words, xs, scales, offsets, full, empty)

@@ -31,6 +31,7 @@ from qkernels.gluon_launch import let_kernel_after_start, wait_for_kernel_before
 from qkernels.gluon_meet import add_if_last, meet
 from qkernels.gluon_names import descriptor, load_box
 from qkernels.gluon_registers import pieces_of
+from qkernels.gluon_ring import new_barriers
 from qkernels.int8_tiles import (
     INT8_HOPPER_BLOCK_K,
     INT8_HOPPER_BOX,
@@ -417,11 +418,7 @@ def _w8a8_hopper(
     PIECE: gl.constexpr = y.block_type.shape[-2:]
     PIECES: gl.constexpr = IDLE_PIECES if TILE.idle_rows else y.layout
     y_bufs = gl.allocate_shared_memory(y.dtype, [PARTS * TILE.stores, PIECE[0], PIECE[1]], PIECES)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
+    full, empty = new_barriers(STAGES, READERS=PARTS)
     fence_async_shared()
     operands = (weight, x, y)
     # scales and biases of a tile's columns, for each warpgroup

@@ -1,4 +1,4 @@
-"""What the tests of products by digits share: inputs, and one product held to its bounds."""
+"""What the tests of products of few rows share: inputs, and one product held to its bounds."""
 
 import torch
 
@@ -26,8 +26,8 @@ def check_product(
     weight_NK = packed.dequantize(torch.float64)
     want = x.double() @ weight_NK.t() + added
     assert_close(type(tile).__name__, want, got, min(4e-3, tolerance(got.dtype)))
-    # inputs have 30 bits and the codes none to lose: what is left is the sum in float32, and
-    # what rounding it to the dtype costs, which has a smallest number
+    # inputs keep 30 bits or all of theirs, and codes have none to lose: what is left is the sum in
+    # float32, and what rounding it to the dtype costs, which has a smallest number
     info = torch.finfo(got.dtype)
     bound = info.eps * want.abs().clamp(min=info.smallest_normal) + 2**-20 * (
         x.double().abs() @ weight_NK.abs().t()
