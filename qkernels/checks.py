@@ -10,29 +10,36 @@ import torch
 from formats.scheme import ActivationSpec
 from qkernels.digits import DigitForm
 from qkernels.errors import KernelError
+from qkernels.partial_sums import LinearOutput, PartialSums
+from qkernels.prepared import PreparedWeight
 from qkernels.supports import FLOAT_DTYPES, HALF_DTYPES
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 CODE_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
 
 
-def expect_ndim(name: str, tensor: torch.Tensor, ndim: int) -> torch.Size:
+def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
     if tensor.ndim != ndim:
         raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
     return tensor.shape
 
 
-def check_float(name: str, tensor: torch.Tensor) -> None:
+def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:
+    """`parts`: the operation adds parts of K itself."""
+    if isinstance(tensor, PartialSums) and not parts:
+        raise KernelError(
+            name, "expected a tensor, found parts of one to be added", "take its total()"
+        )
     if tensor.dtype not in FLOAT_DTYPES:
         raise KernelError(name, f"expected float16, bfloat16 or float32, found {tensor.dtype}")
 
 
 def check_tensor(
     name: str,
-    tensor: torch.Tensor,
+    tensor: LinearOutput,
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
-    beside: torch.Tensor,
+    beside: LinearOutput,
 ) -> None:
     """Raise KernelError unless shape (None: any), dtype and device (`beside`'s) are as expected."""
     found = tensor.shape
@@ -55,15 +62,36 @@ def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:
     return True
 
 
+def check_linear(x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> None:
+    """Raise KernelError unless x [..., K] and bias [N] or None fit a weight."""
+    check_float("linear x", x)
+    if x.ndim == 0 or x.shape[-1] != weight.in_features:
+        raise KernelError(
+            "linear x", f"expected [..., {weight.in_features}], found {list(x.shape)}"
+        )
+    if x.dtype != weight.dtype or x.device != weight.device:
+        raise KernelError(
+            "linear x",
+            f"expected {weight.dtype} on {weight.device}, found {x.dtype} on {x.device}",
+            "prepare the weight for this dtype and device",
+        )
+    if bias is not None:
+        check_tensor("linear bias", bias, (weight.out_features,), (x.dtype,), x)
+
+
 def check_dense_heads(name: str, pages: torch.Tensor) -> None:
     if pages.stride(-1) != 1:
         raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")
 
 
 def check_quantized(
-    op: str, x: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None
+    op: str,
+    x: LinearOutput,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None,
+    parts: bool = False,
 ) -> None:
-    check_float(f"{op} x", x)
+    check_float(f"{op} x", x, parts)
     expect_ndim(f"{op} x", x, 2)
     if (scale is None) != activation.dynamic:
         expected = "None" if activation.dynamic else "one number"
@@ -82,6 +110,7 @@ def check_digits(op: str, x: torch.Tensor, form: DigitForm, halves: int = 1) -> 
 
 def check_digit_rows(name: str, x: torch.Tensor, inputs: int, form: DigitForm) -> None:
     """Raise KernelError unless rows of so many inputs, made of x's, can become digits."""
+    check_float(name, x)
     if x.dtype not in HALF_DTYPES:
         raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")
     reason = form.refuses(x.shape[0], inputs)
@@ -89,14 +118,27 @@ def check_digit_rows(name: str, x: torch.Tensor, inputs: int, form: DigitForm) -
         raise KernelError(name, f"{reason}, found {list(x.shape)}")
 
 
+def check_heads_in_parts(op: str, *heads: LinearOutput) -> None:
+    """Raise KernelError unless q, k and v are all tensors, or all in parts of one product."""
+    in_parts = [x.parts for x in heads if isinstance(x, PartialSums)]
+    places = {(parts.shape[0], parts.stride(0), parts.stride(-1)) for parts in in_parts}
+    if in_parts and (len(in_parts) < len(heads) or len(places) > 1 or in_parts[0].stride(-1) != 1):
+        raise KernelError(
+            f"{op} q, k, v",
+            "expected tensors, or all in parts of one product",
+            "make them by split_heads",
+        )
+
+
 def check_rope(
     op: str,
-    q_THD: torch.Tensor,
-    k_TJD: torch.Tensor,
+    q_THD: LinearOutput,
+    k_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
+    parts: bool = False,
 ) -> None:
-    check_float(f"{op} q", q_THD)
+    check_float(f"{op} q", q_THD, parts)
     tokens, _, head_dim = expect_ndim(f"{op} q", q_THD, 3)
     check_tensor(f"{op} k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
     check_tensor(f"{op} cos_sin", cos_sin, (None, None), (torch.float32,), q_THD)
@@ -109,13 +151,14 @@ def check_rope(
 
 def check_kv_write(
     op: str,
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
     k_pages_PBJD: torch.Tensor,
     v_pages_PBJD: torch.Tensor,
     slots_T: torch.Tensor,
+    parts: bool = False,
 ) -> None:
-    check_float(f"{op} k", k_TJD)
+    check_float(f"{op} k", k_TJD, parts)
     tokens, heads, head_dim = expect_ndim(f"{op} k", k_TJD, 3)
     check_tensor(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
     dtypes = (k_TJD.dtype, *CODE_DTYPES.values())
@@ -128,7 +171,7 @@ def check_kv_write(
 
 def check_scales(
     op: str,
-    x: torch.Tensor,
+    x: LinearOutput,
     pages_PBJD: torch.Tensor,
     k_scales_PBJ: torch.Tensor | None,
     v_scales_PBJ: torch.Tensor | None,

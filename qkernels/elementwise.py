@@ -10,6 +10,8 @@ import triton.language as tl
 
 from qkernels.dependent_launch import early, start_early
 from qkernels.launch import launch, on_device
+from qkernels.load_sums import contiguous, load_sum, sum_source, sum_warps
+from qkernels.partial_sums import LinearOutput
 from qkernels.tiles import ceil_div, power_of_two
 
 
@@ -25,27 +27,28 @@ def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ops.add_rms_norm."""
     return _norm(x, residual.contiguous(), weight_C, eps)
 
 
 def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight_C: torch.Tensor, eps: float
+    x: LinearOutput, residual: torch.Tensor | None, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     C = x.shape[-1]
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
+    source, stride_part, format = sum_source(contiguous(x))
+    out = torch.empty_like(source, dtype=x.dtype)
+    total = None if residual is None else torch.empty_like(out)
     block = power_of_two(C)
-    if x.numel():
-        with on_device(x):
-            rows = x.numel() // C
+    if out.numel():
+        with on_device(out):
+            rows = out.numel() // C
             launch(
                 _rms_norm,
                 (rows,),
-                x,
+                source,
+                stride_part,
                 residual,
                 weight_C,
                 out,
@@ -53,25 +56,28 @@ def _norm(
                 C,
                 eps,
                 BLOCK=block,
-                num_warps=_warps(block),
-                **early(x, rows),
+                num_warps=sum_warps(block) if format.parts else _warps(block),
+                SUM=format,
+                **early(out, rows),
             )
     return out, total
 
 
 @triton.jit
 def _rms_norm(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    total_ptr,
+    x_ptr,  # [M, C], or parts of it (load_sums.py)
+    stride_part,
+    residual_ptr,  # [M, C] or None
+    weight_ptr,  # [C]
+    out_ptr,  # [M, C]
+    total_ptr,  # [M, C] or None
     C,
     eps,
     BLOCK: tl.constexpr,
+    SUM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = SUM.dtype
     row = tl.program_id(0).to(tl.int64) * C
     c = tl.arange(0, BLOCK)
     mask = c < C
@@ -79,7 +85,7 @@ def _rms_norm(
     if EARLY:
         # after the weight, which never changes; x is the previous kernel's until it ends
         start_early()
-    x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+    x = load_sum(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded

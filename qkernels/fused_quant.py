@@ -22,6 +22,8 @@ from qkernels.act_quant import (
 )
 from qkernels.dependent_launch import start_early
 from qkernels.launch import INTERPRETED, launch, on_device, sm_count
+from qkernels.load_sums import contiguous, load_sum, sum_source, sum_warps
+from qkernels.partial_sums import LinearOutput
 from qkernels.tiles import power_of_two
 
 
@@ -38,7 +40,7 @@ def rms_norm_quantize(
 
 
 def add_rms_norm_quantize(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
@@ -50,7 +52,7 @@ def add_rms_norm_quantize(
 
 
 def _norm(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor | None,
     weight_C: torch.Tensor,
     eps: float,
@@ -58,16 +60,17 @@ def _norm(
     scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     M, C = x_MC.shape
-    x_MC = x_MC.contiguous()
+    source, stride_part, format = sum_source(contiguous(x_MC))
     codes_MC, scales_M1 = _empty_codes(M, C, activation, x_MC.device)
-    total_MC = None if residual_MC is None else torch.empty_like(x_MC)
+    total_MC = None if residual_MC is None else torch.empty_like(residual_MC)
     if M:
         block = power_of_two(C)
-        with on_device(x_MC):
+        with on_device(source):
             launch(
                 _rms_norm_quantize,
                 (M,),
-                x_MC,
+                source,
+                stride_part,
                 residual_MC,
                 weight_C,
                 total_MC,
@@ -77,7 +80,8 @@ def _norm(
                 C,
                 eps,
                 BLOCK=block,
-                num_warps=row_warps(block),
+                num_warps=sum_warps(block) if format.parts else row_warps(block),
+                SUM=format,
                 **_rounding(activation),
                 **dependent_launch(M, C, x_MC.device),
             )
@@ -137,7 +141,8 @@ def _rounding(activation: ActivationSpec) -> dict[str, object]:
 
 @triton.jit
 def _rms_norm_quantize(
-    x_ptr,  # [M, C]
+    x_ptr,  # [M, C], or parts of it (load_sums.py)
+    stride_part,
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C]
     total_ptr,  # [M, C] or None
@@ -147,6 +152,7 @@ def _rms_norm_quantize(
     C,
     eps,
     BLOCK: tl.constexpr,
+    SUM: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -154,7 +160,7 @@ def _rms_norm_quantize(
     SIGNAL_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = SUM.dtype
     place = tl.program_id(0).to(tl.int64)
     row = place * C
     c = tl.arange(0, BLOCK)
@@ -162,7 +168,7 @@ def _rms_norm_quantize(
     weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
     if EARLY:
         start_early(SIGNAL_FIRST)
-    x = tl.load(x_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
+    x = load_sum(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded

@@ -1,13 +1,15 @@
 """What comes before a linear, in the form that the linear takes. Knows no kernel.
 
 A form is how a weight takes so many rows: as 8-bit codes (InputRounding), as digits (DigitForm), or
-as they are (None). Legend as in ops.py.
+as they are (None). What a linear before it leaves in parts of K is added on the way. Legend as in
+ops.py.
 """
 
 import torch
 
-from qkernels import digit_ops, ops
+from qkernels import digit_ops, ops, part_ops
 from qkernels.digits import DigitForm, Digits
+from qkernels.partial_sums import LinearOutput, PartReader
 from qkernels.prepared import Codes, InputRounding, PreparedWeight
 
 InputForm = InputRounding | DigitForm | None
@@ -19,12 +21,19 @@ def input_form(weight: PreparedWeight, rows: int) -> InputForm:
     return weight.input_rounding or digit_ops.digit_form(weight, rows)
 
 
-def linear(x: LinearInput, weight: PreparedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product, whatever the form."""
+def linear(
+    x: LinearInput,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    reader: PartReader | None = None,
+) -> LinearOutput:
+    """The product, whatever the form; with a reader, parts of K may be left to it."""
     if isinstance(x, Codes):
         return ops.linear_codes(*x, weight, bias)
     if isinstance(x, Digits):
         return digit_ops.linear_digits(x, weight, bias)
+    if reader is not None:
+        return part_ops.linear_for(reader, x, weight, bias)
     return ops.linear(x, weight, bias)
 
 
@@ -40,7 +49,7 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,

@@ -13,6 +13,8 @@ from formats.activation import MIN_INPUT_SCALE
 from qkernels.act_quant import CODE_RANGE, encode, magnitude_bits, scale_of
 from qkernels.dependent_launch import early, start_early
 from qkernels.launch import INTERPRETED, launch, on_device
+from qkernels.load_sums import load_sum, sum_source
+from qkernels.partial_sums import LinearOutput
 from qkernels.tiles import ceil_div, power_of_two
 
 ELEMENTS_OF_PROGRAM = 1024  # 8 for each thread
@@ -35,9 +37,9 @@ def write_kv_(
 
 
 def rope_write_kv_(
-    q_THD: torch.Tensor,
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
+    q_THD: LinearOutput,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
     k_pages_PBJD: torch.Tensor,
@@ -59,9 +61,9 @@ def rope_write_kv_(
 
 
 def _launch(
-    q_THD: torch.Tensor | None,
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
+    q_THD: LinearOutput | None,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
     cos_sin: torch.Tensor | None,
     positions_T: torch.Tensor | None,
     slots_T: torch.Tensor,
@@ -74,18 +76,24 @@ def _launch(
     q_norm_D, k_norm_D, eps = norms
     T, J, D = k_TJD.shape
     H = 0 if q_THD is None else q_THD.shape[1]
-    k_TJD, v_TJD = _dense_heads(k_TJD), _dense_heads(v_TJD)
     q_out = None
     if q_THD is not None:
-        q_THD, cos_sin = _dense_heads(q_THD), cos_sin.contiguous()
         q_out = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
+        q_THD, cos_sin = _dense_heads(sum_source(q_THD)[0]), cos_sin.contiguous()
+    k_TJD, stride_part, format = sum_source(k_TJD)
+    k_TJD, v_TJD = _dense_heads(k_TJD), _dense_heads(sum_source(v_TJD)[0])
     if T == 0:
         return q_out
     smallest, largest = CODE_RANGE.get(k_pages_PBJD.dtype, (0.0, 0.0))
     scales = (k_scales_PBJ, v_scales_PBJ)
     scale_strides = [n for s in scales for n in ((0, 0, 0) if s is None else s.stride())]
     padded_d = power_of_two(D)
-    heads = max(1, min(ELEMENTS_OF_PROGRAM // padded_d, power_of_two(max(H, J))))
+    if format.parts:
+        # many small programs wait for less each. A product of 6144 outputs in parts and this, us
+        # with 1 / 2 heads: 8 rows 7.2 / 7.6, 32 rows 9.4 / 9.6, 64 rows 13.9 / 12.6
+        heads = 1 if T <= 32 else 2
+    else:
+        heads = max(1, min(ELEMENTS_OF_PROGRAM // padded_d, power_of_two(max(H, J))))
     with on_device(k_TJD):
         launch(
             _rope_write_kv,
@@ -93,6 +101,7 @@ def _launch(
             q_THD,
             k_TJD,
             v_TJD,
+            stride_part,
             cos_sin,
             None if positions_T is None else positions_T.contiguous(),
             slots_T.contiguous(),
@@ -124,6 +133,7 @@ def _launch(
             MIN_SCALE=MIN_INPUT_SCALE,
             INTERPRETED=INTERPRETED,
             num_warps=max(1, heads * padded_d // 256),
+            SUM=format,
             **early(k_TJD, T),
         )
     return q_out
@@ -135,9 +145,10 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _rope_write_kv(
-    q_ptr,  # [T, H, D], or None: no rotation
-    k_ptr,  # [T, J, D]
-    v_ptr,  # [T, J, D]
+    q_ptr,  # [T, H, D], or parts of it (load_sums.py); None: no rotation
+    k_ptr,  # [T, J, D], or parts
+    v_ptr,  # [T, J, D], or parts
+    stride_part,  # of q, k and v
     cos_sin_ptr,  # [max position, WIDTH]
     positions_ptr,  # [T]
     slots_ptr,  # [T]
@@ -180,6 +191,7 @@ def _rope_write_kv(
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    SUM: tl.constexpr,  # of q, k and v
     EARLY: tl.constexpr,
 ):
     """A program does HEADS heads of one token: queries, then keys, then values."""
@@ -199,7 +211,7 @@ def _rope_write_kv(
         head = block * HEADS + n
         real = (head < H)[:, None] & (d < D)[None, :]
         rows = q_ptr + token * stride_qt + head * stride_qh
-        q = _rotated(rows, real, d, cos, sin, q_norm_ptr, eps, D, WIDTH)
+        q = _rotated(rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, SUM)
         tl.store(q_out_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=real)
         return
     if slot < 0:
@@ -210,14 +222,14 @@ def _rope_write_kv(
         real = (head < J)[:, None] & (d < D)[None, :]
         rows = k_ptr + token * stride_kt + head * stride_kj
         if q_ptr is not None:
-            k = _rotated(rows, real, d, cos, sin, k_norm_ptr, eps, D, WIDTH)
+            k = _rotated(rows, real, stride_part, d, cos, sin, k_norm_ptr, eps, D, WIDTH, SUM)
         else:
-            k = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0)
+            k = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
         if k_scales_ptr is not None:
             scales = k_scales_ptr + page * stride_ksp + offset * stride_ksb + head * stride_ksj
-            DTYPE: tl.constexpr = k_pages_ptr.dtype.element_ty
+            CODE: tl.constexpr = k_pages_ptr.dtype.element_ty
             k = _encoded(
-                k, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, DTYPE, INTERPRETED
+                k, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED
             )
         out = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
         tl.store(out[:, None] + d[None, :], k, mask=real)
@@ -225,11 +237,11 @@ def _rope_write_kv(
     head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + n
     real = (head < J)[:, None] & (d < D)[None, :]
     rows = v_ptr + token * stride_vt + head * stride_vj
-    v = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0)
+    v = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
     if v_scales_ptr is not None:
         scales = v_scales_ptr + page * stride_vsp + offset * stride_vsb + head * stride_vsj
-        DTYPE: tl.constexpr = v_pages_ptr.dtype.element_ty
-        v = _encoded(v, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, DTYPE, INTERPRETED)
+        CODE: tl.constexpr = v_pages_ptr.dtype.element_ty
+        v = _encoded(v, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED)
     out = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
     tl.store(out[:, None] + d[None, :], v, mask=real)
 
@@ -247,13 +259,26 @@ def _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rotated(rows, real, d, cos, sin, norm_ptr, eps, D: tl.constexpr, WIDTH: tl.constexpr):
+def _rotated(
+    rows,
+    real,
+    stride_part,
+    d,
+    cos,
+    sin,
+    norm_ptr,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SUM: tl.constexpr,
+):
     """Heads [HEADS, D], normed where a norm is given, rotated by one token's angles."""
-    DTYPE: tl.constexpr = rows.dtype.element_ty
+    DTYPE: tl.constexpr = SUM.dtype
     HALF: tl.constexpr = WIDTH // 2
     partner = tl.where(d < HALF, d + HALF, tl.where(d < WIDTH, d - HALF, d))
-    x = tl.load(rows[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
-    other = tl.load(rows[:, None] + partner[None, :], mask=real, other=0.0).to(tl.float32)
+    x = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
+    other = load_sum(rows[:, None] + partner[None, :], real, stride_part, SUM)
+    x, other = x.to(tl.float32), other.to(tl.float32)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = _scaled(x, shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)

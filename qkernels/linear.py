@@ -18,6 +18,7 @@ from formats.weights import Weight
 from qkernels import input_forms, ops
 from qkernels.errors import KernelError
 from qkernels.input_forms import InputForm, LinearInput
+from qkernels.partial_sums import LinearOutput, PartReader
 from qkernels.prepared import PreparedWeight
 
 
@@ -138,14 +139,18 @@ class QuantLinear(nn.Module):
         """The form besides a tensor in which `forward` takes so many rows; None: none now."""
         return None if self._prepared is None else input_forms.input_form(self._prepared, rows)
 
-    def forward(self, x: LinearInput) -> torch.Tensor:
-        """x [..., K] to [..., N], in x's dtype; or Codes or Digits to [M, N], in the weight's."""
+    def forward(self, x: LinearInput, reader: PartReader | None = None) -> LinearOutput:
+        """x [..., K] to [..., N], in x's dtype; or Codes or Digits to [M, N], in the weight's.
+
+        With a reader, the one operation that takes the result, it may come in parts of K
+        (part_ops.linear_for).
+        """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
             prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
         ):
             prepared = self.prepare(x.dtype, x.device)._prepared
-        return input_forms.linear(x, prepared, self._prepared_bias)
+        return input_forms.linear(x, prepared, self._prepared_bias, reader)
 
     def prepare(
         self,

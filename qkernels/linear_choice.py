@@ -5,14 +5,13 @@ Legend: M rows of x, N outputs, K inputs.
 
 from qkernels.tiles import (
     LinearDigitsTile,
-    LinearRingTile,
     LinearTile,
     linear_digits_pay,
     linear_digits_tile,
-    linear_ring_tile,
     linear_tile,
 )
 from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
+from qkernels.w4a16_ring_tiles import LinearRingTile, linear_ring_tile
 
 # one for each body
 AnyLinearTile = LinearTile | LinearDigitsTile | LinearRingTile | LinearHopperTile

@@ -22,7 +22,9 @@ from qkernels.checks import (
     check_dense_heads,
     check_digit_rows,
     check_float,
+    check_heads_in_parts,
     check_kv_write,
+    check_linear,
     check_quantized,
     check_rope,
     check_scales,
@@ -31,6 +33,7 @@ from qkernels.checks import (
 )
 from qkernels.digits import DigitForm, Digits
 from qkernels.errors import KernelError
+from qkernels.partial_sums import LinearOutput
 from qkernels.prepared import PreparedWeight
 from qkernels.sample_settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
 from qkernels.supports import FLOAT_DTYPES, Problem
@@ -71,21 +74,8 @@ def linear(
     x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N]."""
-    if x.ndim == 0 or x.shape[-1] != weight.in_features:
-        raise KernelError(
-            "linear x", f"expected [..., {weight.in_features}], found {list(x.shape)}"
-        )
-    if x.dtype != weight.dtype or x.device != weight.device:
-        raise KernelError(
-            "linear x",
-            f"expected {weight.dtype} on {weight.device}, found {x.dtype} on {x.device}",
-            "prepare the weight for this dtype and device",
-        )
-    if bias is not None:
-        check_tensor("linear bias", bias, (weight.out_features,), (x.dtype,), x)
-    if weight.input_order is not None:
-        x = x.index_select(-1, weight.input_order)
-    return dispatch.linear_module(weight.kernel).linear(x, weight, bias)
+    check_linear(x, weight, bias)
+    return dispatch.linear_module(weight.kernel).linear(weight.sorted_inputs(x), weight, bias)
 
 
 def quantize_input(
@@ -142,7 +132,7 @@ def rms_norm_quantize(
 
 
 def add_rms_norm_quantize(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
@@ -152,7 +142,7 @@ def add_rms_norm_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (*quantize_input(rms_norm(x + residual)), x + residual), all new."""
     op = "add_rms_norm_quantize"
-    check_quantized(op, x_MC, activation, scale)
+    check_quantized(op, x_MC, activation, scale, parts=True)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
     check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
     run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
@@ -204,10 +194,8 @@ def linear_codes(
         if weight.activation.type != "int":
             raise KernelError("linear_codes zeros", "expected None for float8 codes")
         check_tensor("linear_codes zeros", zeros_M1, (rows, 1), (torch.int32,), codes_MK)
-    if weight.input_order is not None:
-        codes_MK = codes_MK.index_select(-1, weight.input_order)
     module = dispatch.linear_module(weight.kernel)
-    return module.linear_codes(codes_MK, scales_M1, weight, bias, zeros_M1)
+    return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias, zeros_M1)
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
@@ -218,10 +206,10 @@ def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual), both new."""
-    check_float("add_rms_norm x", x)
+    check_float("add_rms_norm x", x, parts=True)
     check_tensor("add_rms_norm residual", residual, x.shape, (x.dtype,), x)
     check_tensor("add_rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
     return _run("add_rms_norm", x)(x, residual, weight_C, eps)
@@ -287,9 +275,9 @@ def write_kv_(
 
 
 def rope_write_kv_(
-    q_THD: torch.Tensor,
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
+    q_THD: LinearOutput,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
     k_pages_PBJD: torch.Tensor,
@@ -311,8 +299,9 @@ def rope_write_kv_(
     they may be read while it still runs.
     """
     op = "rope_write_kv_"
-    check_rope(op, q_THD, k_TJD, cos_sin, positions_T)
-    check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
+    check_heads_in_parts(op, q_THD, k_TJD, v_TJD)
+    check_rope(op, q_THD, k_TJD, cos_sin, positions_T, parts=True)
+    check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T, parts=True)
     check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
     if (q_norm_D is None) != (k_norm_D is None):
         raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
@@ -470,12 +459,12 @@ def sample_(
     return run(logits_SV, settings, history_WV)
 
 
-def _run(op: str, x: torch.Tensor):
+def _run(op: str, x: LinearOutput):
     return dispatch.implementation(op, device=x.device.type, dtype=x.dtype)
 
 
 def _run_quantized(
-    op: str, x: torch.Tensor, inputs: int, activation: ActivationSpec, kernel: str | None
+    op: str, x: LinearOutput, inputs: int, activation: ActivationSpec, kernel: str | None
 ):
     return dispatch.implementation(
         op,
@@ -487,7 +476,7 @@ def _run_quantized(
     )
 
 
-def _run_pages(op: str, x_THD: torch.Tensor, pages_PBJD: torch.Tensor):
+def _run_pages(op: str, x_THD: LinearOutput, pages_PBJD: torch.Tensor):
     return dispatch.implementation(
         op,
         device=x_THD.device.type,

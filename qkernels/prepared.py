@@ -55,6 +55,10 @@ class PreparedWeight:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def sorted_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] with its inputs in the order of the weight's columns."""
+        return x if self.input_order is None else x.index_select(-1, self.input_order)
+
     def to(self, device: torch.device | str) -> "PreparedWeight":
         """The same on another device of the same type."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}

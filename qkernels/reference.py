@@ -19,6 +19,7 @@ from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec
 from formats.weights import Weight
 from qkernels.digits import DigitForm, Digits
+from qkernels.partial_sums import LinearOutput, added
 from qkernels.prepared import PreparedWeight, linear_by_codes
 from qkernels.reference_digits import input_digits, inputs_of
 
@@ -176,10 +177,10 @@ def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual); the sum is rounded before it is normed."""
-    total = x + residual
+    total = added(x) + residual
     return rms_norm(total, weight_C, eps), total
 
 
@@ -201,7 +202,7 @@ def rms_norm_quantize(
 
 
 def add_rms_norm_quantize(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
@@ -311,9 +312,9 @@ def _quantize_kv(
 
 
 def rope_write_kv_(
-    q_THD: torch.Tensor,
-    k_TJD: torch.Tensor,
-    v_TJD: torch.Tensor,
+    q_THD: LinearOutput,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
     k_pages_PBJD: torch.Tensor,
@@ -329,6 +330,7 @@ def rope_write_kv_(
     settled: bool = False,  # nothing is read ahead
 ) -> torch.Tensor:
     """Norm q and k where norms are given, rotate them, write k and v; returns q."""
+    q_THD, k_TJD, v_TJD = added(q_THD), added(k_TJD), added(v_TJD)
     if q_norm_D is not None:
         q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
     q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T)

@@ -14,9 +14,9 @@ from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_BLOCK_K,
     LINEAR_MIN_BLOCK_K,
-    LINEAR_RING_ROWS,
     linear_block_k,
 )
+from qkernels.w4a16_ring_tiles import LINEAR_RING_ROWS
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)

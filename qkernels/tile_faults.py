@@ -17,11 +17,9 @@ from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_BLOCK_K,
-    LINEAR_RING_ROWS,
     LINEAR_TILE_N,
     LINEAR_WORKSPACE_FLOATS,
     LinearDigitsTile,
-    LinearRingTile,
     LinearTile,
     ceil_div,
     linear_block_k,
@@ -34,6 +32,7 @@ from qkernels.w4a16_hopper_tiles import (
     LINEAR_HOPPER_SPLITS,
     LinearHopperTile,
 )
+from qkernels.w4a16_ring_tiles import LINEAR_RING_ROWS, LinearRingTile
 
 MAX_STAGES = 8
 WARPGROUP_ROWS = 64  # of the left operand of one product

@@ -19,8 +19,9 @@ from qkernels.attention_tiles import AttentionTile
 from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8HopperTile, Int8Tile
 from qkernels.linear_choice import AnyLinearTile
-from qkernels.tiles import LinearDigitsTile, LinearRingTile, LinearTile, power_of_two
+from qkernels.tiles import LinearDigitsTile, LinearTile, power_of_two
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
+from qkernels.w4a16_ring_tiles import LinearRingTile
 
 FORMAT = 1
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"

@@ -68,57 +68,6 @@ class LinearDigitsTile:
     ahead: int = 2  # steps that a warp asks for at once
 
 
-LINEAR_RING_ROWS = (8, 16, 32, 64)  # of x that a tile has place for
-LINEAR_RING_TILE_N = 2 * LINEAR_TILE_N
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRingTile(CompiledIn):
-    """How one product of up to 64 rows is cut for the ring (w4a16_ring.py)."""
-
-    rows: int  # of x that it has place for
-    split: int = 1  # parts of K
-    stages: int = 4  # steps of 128 inputs on their way
-    alone: bool = False  # one block on an SM, with twice the registers; else two
-    early: bool = False  # the next kernel is let in at the start, not when all is on its way
-
-    @property
-    def blocks_of_sm(self) -> int:
-        return 1 if self.alone else 2
-
-    @property
-    def piece(self) -> int:
-        """Inputs that are unpacked at once."""
-        return 32 if self.rows == 64 and not self.alone else 64
-
-    @property
-    def registers(self) -> int:
-        """Of a thread at launch, of 12 warps to a block."""
-        return 168 if self.alone else 80
-
-    @property
-    def copy_registers(self) -> int:
-        return 24 if self.alone or self.rows == 64 else 40
-
-    @property
-    def multiply_registers(self) -> int:
-        """Where the warp that copies gives up its own."""
-        return (3 * self.registers - self.copy_registers) // 2 // 8 * 8
-
-    def tiles(self, N: int) -> int:
-        return ceil_div(N, LINEAR_RING_TILE_N)
-
-    def fits(self, N: int, K: int) -> bool:
-        """Whether each part of K has a step, and sums a place in the workspace.
-
-        Sums that have one have counters, too.
-        """
-        floats = self.tiles(N) * self.split * LINEAR_RING_TILE_N * self.rows
-        if self.split > 1 and floats > LINEAR_WORKSPACE_FLOATS:
-            return False
-        return self.split <= K // LINEAR_MAX_BLOCK_K
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinearRow:
     max_m: int
@@ -226,63 +175,6 @@ def linear_digits_fit(M: int, K: int) -> bool:
     return K // LINEAR_MAX_BLOCK_K * columns * (LINEAR_MAX_BLOCK_K // 4 + 2) <= (
         LINEAR_WORKSPACE_FLOATS
     )
-
-
-# What the choice adds up, in microseconds: a step of an SM's blocks, by rows that there is place
-# for; how many times as much where a block is alone on its SM; a round of blocks after the first;
-# and a row of a part that the last one adds, of three parts more than there are.
-_RING_STEP = {8: 0.35, 16: 0.36, 32: 0.38, 64: 0.47}
-_RING_ALONE = 1.25
-_RING_ROUND = 3.0
-_RING_ADDED_ROW = 1 / 128
-_RING_MAX_SPLIT = 16
-_RING_EARLY_STEPS = 10  # of a block: shorter ones are in the way of the next kernel's
-
-
-# Measured, us for qkv / o / gate_up / down, in brackets what was fastest before:
-# M = 8    6.3 (7.3) / 5.2 (6.5) / 18.6 (18.8) / 10.5 (11.8)     split 5 / 8 / 1 / 8
-# M = 16   6.7 (8.2) / 5.7 (7.0) / 19.8 (22.0) / 11.4 (14.1)     the same
-# M = 32   8.5 (10.6) / 7.1 (8.3) / 22.6 (29.7) / 14.5 (16.4)    split 5 / 4 / 1 / 8
-# M = 64   11.6 (12.4) / 8.7 (10.1) / 31.7 (33.9) / 18.1 (21.2)  split 2 / 4 / 1 / 4
-# Stages of gate_up 3 / 4 / 5: 19.6 / 18.6 / 18.4 at 8 rows, 20.9 / 19.8 / 19.8 at 16; of down 2 / 3
-# / 4: 12.0 / 10.6 / 10.5, 12.9 / 11.4 / 12.1; of o 5.4 / 5.2 / 5.7.
-@functools.lru_cache(maxsize=4096)
-def linear_ring_tile(
-    M: int, N: int, K: int, group: int, bits: int, sm_count: int
-) -> LinearRingTile | None:
-    """The tile for up to 64 rows; None: there are more, or it cannot."""
-    rows = next((rows for rows in LINEAR_RING_ROWS if rows >= M), None)
-    if rows is None or bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
-        return None
-    steps = K // LINEAR_MAX_BLOCK_K
-    tiles = ceil_div(N, LINEAR_RING_TILE_N)
-    # 64 rows want more registers than half of an SM's, and get them where no SM has two tiles
-    alone = rows == 64 and tiles <= sm_count
-
-    def tile(split: int) -> LinearRingTile:
-        early = split == 1 or steps // split >= _RING_EARLY_STEPS
-        many = alone or (rows < 64 and split == 1) or (rows == 8 and early)
-        return LinearRingTile(
-            rows=rows, split=split, stages=4 if many else 3, alone=alone, early=early
-        )
-
-    def is_sound(tile: LinearRingTile) -> bool:
-        return tile.fits(N, K) and (alone or tiles * tile.split <= tile.blocks_of_sm * sm_count)
-
-    def microseconds(tile: LinearRingTile) -> float:
-        units = tiles * tile.split
-        of_sm = ceil_div(units, sm_count)
-        steps_of_sm = of_sm * ceil_div(steps, tile.split)
-        rounds = ceil_div(units, tile.blocks_of_sm * sm_count)
-        added = (tile.split + 3) * rows if tile.split > 1 else 0
-        return (
-            steps_of_sm * _RING_STEP[rows] * (_RING_ALONE if of_sm == 1 else 1)
-            + (rounds - 1) * _RING_ROUND
-            + added * _RING_ADDED_ROW
-        )
-
-    parts = [tile(split) for split in range(2, _RING_MAX_SPLIT + 1)]
-    return min([tile(1), *filter(is_sound, parts)], key=microseconds)
 
 
 def linear_digits_pay(M: int, N: int, K: int) -> bool:

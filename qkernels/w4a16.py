@@ -15,17 +15,18 @@ from qkernels.errors import KernelError
 from qkernels.input_digits import input_digits
 from qkernels.launch import lacks_gluon, sm_count, tile_table_of, workspace
 from qkernels.linear_choice import AnyLinearTile, chosen_linear_tile, tabled_linear_tile
+from qkernels.partial_sums import LinearOutput, PartialSums, PartReader
 from qkernels.prepared import PreparedWeight
 from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_TILE_N,
     LinearDigitsTile,
-    LinearRingTile,
     linear_block_k,
     linear_padded_n,
 )
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
 from qkernels.w4a16_portable import VALUE_OF_ZERO, aligned, dequantize, offset_of
+from qkernels.w4a16_ring_tiles import LinearRingTile, linear_parts_tile
 
 
 def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
@@ -134,6 +135,37 @@ def linear(
     else:
         y_MN = w4a16_portable.linear(x_MK, weight, bias, tile)
     return y_MN if x.ndim == 2 else y_MN.view(*x.shape[:-1], N)
+
+
+def linear_for(
+    reader: PartReader, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> LinearOutput:
+    """`linear` of x [M, K], or its parts of K, where `reader` adds them faster.
+
+    Where a table's tile is the ring's, w4a16_ring_tiles.py says in how many parts all the same.
+    """
+    tile = None
+    if x.ndim == 2 and not (torch.is_grad_enabled() and x.requires_grad):
+        tile = _parts_tile(reader, x.device, x.shape[0], weight)
+    if tile is None:
+        return linear(x, weight, bias)
+    from qkernels import w4a16_ring
+
+    x_MK = aligned(x.contiguous())
+    parts = w4a16_ring.linear_parts(x_MK, weight, bias, tile, offset=offset_of(weight))
+    return PartialSums(parts=parts, dtype=x.dtype)
+
+
+def _parts_tile(
+    reader: PartReader, device: torch.device, M: int, weight: PreparedWeight
+) -> LinearRingTile | None:
+    N, K, spec = weight.out_features, weight.in_features, weight.spec
+    group = spec.group_length(K)
+    tile = linear_parts_tile(reader, M, N, K, group, spec.bits, sm_count(device))
+    if tile is None:
+        return None
+    usual = _chosen_tile(device, M, N, K, group, spec.bits)
+    return tile if isinstance(usual, LinearRingTile) else None
 
 
 def digit_form(weight: PreparedWeight, M: int) -> DigitForm | None:

@@ -26,9 +26,10 @@ from qkernels.gluon_ring import advance, new_barriers
 from qkernels.launch import launch, on_device, sm_count, workspace
 from qkernels.linear_format import linear_format
 from qkernels.prepared import PreparedWeight
-from qkernels.tiles import LINEAR_TILE_N, LinearRingTile
+from qkernels.tiles import LINEAR_TILE_N
 from qkernels.w4a16_hopper_nibbles import codes_in_full, exact_codes, zeros_to_subtract
 from qkernels.w4a16_hopper_unpack import load_pieces, rows_layout
+from qkernels.w4a16_ring_tiles import LinearRingTile
 
 SLICE = 64  # inputs of one copy of x: 128 bytes, the widest swizzle
 WORDS_BOX = [32, 32]  # a stored tile's words of a step, in rows of 128 bytes
@@ -47,9 +48,38 @@ def linear(
 
     `offset`: what w4a16.py subtracts where symmetric.
     """
+    y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
+    _launch(x_MK, weight, bias, tile, y_MN, offset, parts_apart=False)
+    return y_MN
+
+
+def linear_parts(
+    x_MK: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    tile: LinearRingTile,
+    *,
+    offset: int,
+) -> torch.Tensor:
+    """`linear` before its parts of K are added: float32 [split, M, N], to be added in order."""
+    parts_SMN = torch.empty(
+        (tile.split, x_MK.shape[0], weight.out_features), dtype=torch.float32, device=x_MK.device
+    )
+    _launch(x_MK, weight, bias, tile, parts_SMN, offset, parts_apart=True)
+    return parts_SMN
+
+
+def _launch(
+    x_MK: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    tile: LinearRingTile,
+    y: torch.Tensor,
+    offset: int,
+    parts_apart: bool,
+) -> None:
     M, K = x_MK.shape
     N = weight.out_features
-    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     partials, counters = workspace(x_MK.device)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
     units = tile.tiles(N) * tile.split
@@ -62,7 +92,7 @@ def linear(
             descriptor(scales.view(-1), [LINEAR_TILE_N]),
             descriptor((scales if offsets is None else offsets).view(-1), [LINEAR_TILE_N]),
             scales if bias is None else bias,
-            y_MN,
+            y,
             partials,
             counters,
             M,
@@ -71,11 +101,11 @@ def linear(
             tile.tiles(N),
             TILE=tile,
             FORMAT=linear_format(weight, bias, offset),
+            APART=parts_apart,
             num_warps=4,
             maxnreg=tile.registers,
             launch_pdl=True,
         )
-    return y_MN
 
 
 @gluon.jit
@@ -118,7 +148,13 @@ def _product(
 
 @gluon.jit
 def _multiply(
-    rings, pointers, sizes, WHICH: gl.constexpr, TILE: gl.constexpr, FORMAT: gl.constexpr
+    rings,
+    pointers,
+    sizes,
+    WHICH: gl.constexpr,
+    TILE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    APART: gl.constexpr,
 ):
     """One warpgroup: its 64 outputs of each tile, and their results."""
     _, xs, scales, _, full, empty = rings
@@ -139,23 +175,49 @@ def _multiply(
             mbarrier.arrive(empty.index(stage), count=1)
             sums += product * scale[:, None]
             stage, phase = advance(stage, phase, TILE.stages)
-        _finish(sums, pointers, sizes, tile * PARTS + WHICH, part, TILE, FORMAT)
+        if FORMAT.has_bias:
+            sums += _bias(pointers, sizes, tile * PARTS + WHICH, part, SUMS)[:, None]
+        if APART:
+            _store_part(sums, pointers, sizes, tile * PARTS + WHICH, part)
+        else:
+            _finish(sums, pointers, sizes, tile * PARTS + WHICH, part, TILE)
 
 
 @gluon.jit
-def _finish(sums, pointers, sizes, place, part, TILE: gl.constexpr, FORMAT: gl.constexpr):
-    """A warpgroup's sums [64, R] to y. Of parts of K, the last to come adds all in order."""
-    bias_ptr, y_ptr, partials_ptr, counters_ptr = pointers
+def _bias(pointers, sizes, place, part, SUMS: gl.constexpr):
+    """Of the 64 outputs of a place, in float32, for the first part; 0 for others."""
+    bias_ptr, _, _, _ = pointers
+    _, N, _, _ = sizes
+    n = place * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    bias = gl.load(bias_ptr + gl.minimum(n, N - 1)).to(gl.float32)
+    return gl.where(part == 0, bias, 0.0)
+
+
+@gluon.jit
+def _store_part(sums, pointers, sizes, place, part):
+    """A warpgroup's sums [64, R] as they are: 8 outputs of a row, 32 bytes, at a time.
+
+    Through shared memory it would be 16 bytes of a lane, and 0.1 to 1.3 us later.
+    """
+    _, y_ptr, _, _ = pointers
     M, N, _, _ = sizes
-    SPLIT: gl.constexpr = TILE.split
     SUMS: gl.constexpr = sums.type.layout
+    n = place * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    m = gl.arange(0, sums.shape[1], gl.SliceLayout(0, SUMS))
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    rows = (y_ptr + part * M * N) + n
+    gl.store(rows[:, None] + (m * N)[None, :], sums, mask=inside)
+
+
+@gluon.jit
+def _finish(sums, pointers, sizes, place, part, TILE: gl.constexpr):
+    """A warpgroup's sums [64, R] to y. Of parts of K, the last to come adds all in order."""
+    _, y_ptr, partials_ptr, counters_ptr = pointers
+    M, N, _, _ = sizes
     last = True
-    if SPLIT > 1:
-        sums, last = add_if_last(sums, place, part, partials_ptr, counters_ptr, SPLIT)
+    if TILE.split > 1:
+        sums, last = add_if_last(sums, place, part, partials_ptr, counters_ptr, TILE.split)
     if last:
-        if FORMAT.has_bias:
-            n = place * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-            sums += gl.load(bias_ptr + gl.minimum(n, N - 1)).to(gl.float32)[:, None]
         _store(sums.to(y_ptr.dtype.element_ty), y_ptr, place * 64, M, N)
 
 
@@ -234,7 +296,7 @@ def _w4a16_ring(
     scales_desc,  # [N/64 G 64]
     offsets_desc,  # [N/64 G 64], read if has_offsets
     bias_ptr,  # [N], read if has_bias
-    y_ptr,  # [M, N]
+    y_ptr,  # [M, N]; of parts that stay apart float32 [split, M, N]
     partials_ptr,  # sums of parts of K
     counters_ptr,  # zero, one for each 64 outputs
     M,
@@ -243,6 +305,7 @@ def _w4a16_ring(
     tiles,
     TILE: gl.constexpr,  # a LinearRingTile
     FORMAT: gl.constexpr,  # a LinearFormat
+    APART: gl.constexpr,  # parts of K are left to whoever reads y
 ):
     STAGES: gl.constexpr = TILE.stages
     R: gl.constexpr = TILE.rows
@@ -265,8 +328,8 @@ def _w4a16_ring(
     COPY: gl.constexpr = TILE.copy_registers
     gl.warp_specialize(
         [
-            (_multiply, (rings, pointers, sizes, 0, TILE, FORMAT)),
-            (_multiply, (rings, pointers, sizes, 1, TILE, FORMAT)),
+            (_multiply, (rings, pointers, sizes, 0, TILE, FORMAT, APART)),
+            (_multiply, (rings, pointers, sizes, 1, TILE, FORMAT, APART)),
             (_copy, (descs, rings, sizes, TILE, FORMAT)),
         ],
         [4, 1],

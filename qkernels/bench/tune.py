@@ -33,13 +33,12 @@ from qkernels.tile_table import Tile, TileRow, TileTable
 from qkernels.tiles import (
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_MAX_ROWS,
-    LINEAR_RING_ROWS,
     LinearDigitsTile,
-    LinearRingTile,
     LinearTile,
     linear_tile,
 )
 from qkernels.w4a16_hopper_tiles import LINEAR_HOPPER_SPLITS, LinearHopperTile
+from qkernels.w4a16_ring_tiles import LINEAR_RING_ROWS, LinearRingTile
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5

@@ -8,6 +8,7 @@ import torch
 from qkernels import ops
 from qkernels.digits import DigitForm, Digits
 from qkernels.input_forms import LinearInput
+from qkernels.partial_sums import LinearOutput, split_heads
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
 
@@ -66,10 +67,13 @@ class Attention(torch.nn.Module):
 
     def forward(
         self, x_TC: LinearInput, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        """Attend from the step's tokens [T, C] to all of their requests'; writes their keys."""
-        heads = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+    ) -> LinearOutput:
+        """Attend from the step's tokens [T, C] to all of their requests'; writes their keys.
+
+        The result is for the norm that follows.
+        """
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = split_heads(self.qkv_proj(x_TC, "rope"), heads, self.head_dim)
         q = ops.rope_write_kv_(
             q,
             k,
@@ -104,4 +108,4 @@ class Attention(torch.nn.Module):
             digits=form if isinstance(form, DigitForm) else None,
             settled=True,
         )
-        return self.o_proj(out if isinstance(out, Digits) else out.flatten(1))
+        return self.o_proj(out if isinstance(out, Digits) else out.flatten(1), "norm")

@@ -8,23 +8,24 @@ from torch.nn import functional
 
 from qkernels import input_forms, ops
 from qkernels.input_forms import LinearInput
+from qkernels.partial_sums import LinearOutput
 from qserve.model.attention import Attention, LayerCache, StepInputs
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
 
 
 class Mlp(torch.nn.Module):
-    """SiLU-gated feed-forward; gate and up come from one merged matrix."""
+    """SiLU-gated feed-forward, for the norm that follows; gate and up come from one matrix."""
 
     def __init__(self, gate_up_proj: Linear, down_proj: Linear) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def forward(self, x_TC: LinearInput) -> torch.Tensor:
+    def forward(self, x_TC: LinearInput) -> LinearOutput:
         hidden_T2I = self.gate_up_proj(x_TC)
         form = self.down_proj.input_form(hidden_T2I.shape[0])
-        return self.down_proj(input_forms.silu_and_mul(hidden_T2I, form))
+        return self.down_proj(input_forms.silu_and_mul(hidden_T2I, form), "norm")
 
 
 class Layer(torch.nn.Module):
@@ -48,12 +49,12 @@ class Layer(torch.nn.Module):
 
     def forward(
         self,
-        x_TC: torch.Tensor,
+        x_TC: LinearOutput,
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: LayerCache,
         cos_sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[LinearOutput, torch.Tensor]:
         """Returns what this layer adds, and the residual it is to be added to."""
         attention, mlp = self.attention, self.mlp
         x_TC, residual_TC = self._norm(x_TC, residual_TC, self.input_norm, attention.qkv_proj)
@@ -63,7 +64,7 @@ class Layer(torch.nn.Module):
 
     def _norm(
         self,
-        x_TC: torch.Tensor,
+        x_TC: LinearOutput,
         residual_TC: torch.Tensor | None,
         weight_C: torch.Tensor,
         linear: Linear,

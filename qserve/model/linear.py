@@ -1,10 +1,14 @@
-"""Linear layers of the decoder: float, or quantized and prepared for their kernel."""
+"""Linear layers of the decoder: float, or quantized and prepared for their kernel.
+
+`reader` names the operation that takes the result. Only QuantLinear has a use for it.
+"""
 
 import torch
 from torch.nn import functional
 
 from qkernels import QuantLinear
 from qkernels.input_forms import InputForm, LinearInput
+from qkernels.partial_sums import PartReader
 from qkernels.prepared import InputRounding
 
 
@@ -20,7 +24,7 @@ class FloatLinear(torch.nn.Module):
         """It takes no other form than a tensor."""
         return None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, reader: PartReader | None = None) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -41,7 +45,7 @@ class SplitLinear(torch.nn.Module):
             return None
         return first if all(each == first for each in others) else None
 
-    def forward(self, x: LinearInput) -> torch.Tensor:
+    def forward(self, x: LinearInput, reader: PartReader | None = None) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from qkernels import elementwise, kv_cache, reference, reference_sampling, sampling
+from qkernels.partial_sums import added as added_up
 from qkernels.sample_settings import SampleRow, SampleSettings
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
@@ -10,21 +11,24 @@ from tests.qkernels.fuzz_values import (
     DEVICE,
     EPS,
     FLOAT,
+    PARTS,
     ROWS,
     WIDTHS,
     assert_near,
     generator,
+    in_parts,
     rows,
 )
 
 
-def fuzz_rms_norm(*, M, C, added, dtype, strided, seed):
+def fuzz_rms_norm(*, M, C, added, parts, dtype, strided, seed):
     x, weight = rows((M, C), dtype, seed, strided, 3), rows((C,), dtype, seed + 1)
     if added:
         residual = rows((M, C), dtype, seed + 2, strided)
-        got, total = elementwise.add_rms_norm(x, residual, weight, 1e-5)
-        assert torch.equal(total, x + residual), "the sum differs from torch's"
-        x = total
+        given = in_parts(x, parts, seed)
+        got, total = elementwise.add_rms_norm(given, residual, weight, 1e-5)
+        x = added_up(given) + residual
+        assert torch.equal(total, x), "the sum differs from torch's"
     else:
         got = elementwise.rms_norm(x, weight, 1e-5)
     want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -99,9 +103,16 @@ def fuzz_sample(*, S, V, temperature, top_k, top_p, min_p, spread, dtype, seed):
 OTHERS: dict[str, FuzzedOp] = {
     "rms_norm": FuzzedOp(
         run=fuzz_rms_norm,
-        fields={"M": ROWS, "C": WIDTHS, "added": BOOLS, "dtype": FLOAT, "strided": BOOLS},
+        fields={
+            "M": ROWS,
+            "C": WIDTHS,
+            "added": BOOLS,
+            "parts": PARTS,
+            "dtype": FLOAT,
+            "strided": BOOLS,
+        },
         dynamic=("M", "strided"),
-        cost=lambda *, M, C, **_: M * C * 10,
+        cost=lambda *, M, C, parts, **_: M * C * (10 + parts),
     ),
     "silu_and_mul": FuzzedOp(
         run=fuzz_silu_and_mul,

@@ -9,10 +9,12 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import launch, ops, tile_table, w4a16, w8a8
+from qkernels import launch, ops, part_ops, tile_table, w4a16, w8a8
 from qkernels.bench.tune import OPTIONS
 from qkernels.int8_tiles import Int8Tile
-from qkernels.tiles import LINEAR_MAX_ROWS, LinearDigitsTile, LinearRingTile, LinearTile
+from qkernels.partial_sums import added
+from qkernels.tiles import LINEAR_MAX_ROWS, LinearDigitsTile, LinearTile
+from qkernels.w4a16_ring_tiles import LinearRingTile
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
     BOOLS,
@@ -28,6 +30,7 @@ from tests.qkernels.fuzz_values import (
     rows,
 )
 
+READERS = ("norm", "rope")
 HOPPER = ON_GPU and launch.lacks_gluon(DEVICE) is None
 LINEAR_TILES = (LinearTile, *((LinearDigitsTile, LinearRingTile) if HOPPER else ()))
 
@@ -93,6 +96,11 @@ def fuzz_linear(
     rounded_weight = chosen is None and (M > LINEAR_MAX_ROWS or kernel == "reference")
     slack = EPS[dtype] if rounded_weight else 2**-14
     assert_near("linear", want, got, EPS[dtype] * want.abs() + slack * magnitude)
+    if M <= LINEAR_MAX_ROWS:
+        for reader in READERS:
+            got = added(part_ops.linear_for(reader, x, weight, offset))
+            bound = EPS[dtype] * want.abs() + slack * magnitude
+            assert_near(f"linear for {reader}", want, got, bound)
     again = ops.linear(x, weight, offset)
     assert torch.equal(again, ops.linear(x, weight, offset)), "equal inputs, other bits"
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from qkernels.partial_sums import LinearOutput, PartialSums
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 # the interpreter has no bfloat16 arithmetic
@@ -13,6 +15,7 @@ ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 64, 65, 118, 130, 257, 600, 1025)
 OUTPUTS = (8, 16, 24, 64, 72, 128, 136, 200, 1000, 4096)
 WIDTHS = (8, 64, 24, 200, 1000, 1025, 4096, 5120, 14336)
 BOOLS = (False, True)
+PARTS = (0, 1, 2, 3, 5, 8, 16)  # of K, still to be added; 0: none
 
 
 def generator(seed: int) -> torch.Generator:
@@ -24,6 +27,15 @@ def rows(shape, dtype: str, seed: int, strided: bool = False, spread: float = 0)
     made = torch.randn(*shape[:-1], shape[-1] * (1 + strided), generator=generator(seed))
     made = made * 2 ** (torch.rand(*shape[:-1], 1, generator=generator(seed + 1)) * spread)
     return made.to(DEVICE, getattr(torch, dtype))[..., :: 1 + strided]
+
+
+def in_parts(x: torch.Tensor, parts: int, seed: int) -> LinearOutput:
+    """As many parts of about x's size, whose sum is about x; 0: x itself."""
+    if not parts:
+        return x
+    made = torch.randn(parts, *x.shape, generator=generator(seed + 3)).to(DEVICE) * x.float().abs()
+    made[-1] = x.float() - made[:-1].sum(0)
+    return PartialSums(parts=made, dtype=x.dtype)
 
 
 def assert_near(name: str, want: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> None:

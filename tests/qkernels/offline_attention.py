@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import triton.language as tl
 from offline import (
     BF16,
     compile_kernel,
@@ -15,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from qkernels import attention_hopper, coded_decode, kv_cache, paged_attention
 from qkernels.attention_tiles import attention_tile
+from qkernels.load_sums import SumFormat
 
 
 def attention_case(
@@ -158,12 +160,16 @@ def chunk_attention_case(
     return facts(compiled) | waits
 
 
-def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128) -> dict:
-    kernel, heads = kv_cache._rope_write_kv, max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
-    pointers = {"k_ptr": BF16, "v_ptr": BF16, "slots_ptr": "*i64"}
+def kv_case(
+    pages: str = BF16, rotate: bool = True, norm: bool = False, D: int = 128, parts: int = 0
+) -> dict:
+    kernel = kv_cache._rope_write_kv
+    heads = 2 if parts else max(1, kv_cache.ELEMENTS_OF_PROGRAM // D)
+    read = "*fp32" if parts else BF16
+    pointers = {"k_ptr": read, "v_ptr": read, "slots_ptr": "*i64"}
     pointers |= {"k_pages_ptr": pages, "v_pages_ptr": pages}
     if rotate:
-        pointers |= {"q_ptr": BF16, "q_out_ptr": BF16}
+        pointers |= {"q_ptr": read, "q_out_ptr": BF16}
         pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64"}
     if norm:
         pointers |= {"q_norm_ptr": BF16, "k_norm_ptr": BF16}
@@ -183,6 +189,7 @@ def kv_case(pages: str = BF16, rotate: bool = True, norm: bool = False, D: int =
         "LARGEST": 127.0,
         "MIN_SCALE": 1e-10,
         "INTERPRETED": False,
+        "SUM": SumFormat(parts=parts, dtype=tl.bfloat16),
         "EARLY": True,
     }
     constants |= {
@@ -198,6 +205,8 @@ ATTENTION = {
     "kv write int8": lambda: kv_case("*i8", rotate=False),
     "rope and kv write": kv_case,
     "rope and kv write int8, norms": lambda: kv_case("*i8", norm=True),
+    "rope of parts and kv write int8, norms": lambda: kv_case("*i8", norm=True, parts=5),
+    "rope of most parts and kv write": lambda: kv_case(parts=16),
     "rope and kv write float8": lambda: kv_case("*fp8e4nv"),
     "rope and kv write int8, widest": lambda: kv_case("*i8", D=1024),
     "attention decode, split": lambda: attention_case(1, 1, 128, 4),

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import triton.language as tl
 from offline import BF16, LAUNCH, boxes, compile_kernel
 
 from qkernels import act_quant, fused_quant, w8a8, w8a8_hopper
 from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
+from qkernels.load_sums import SumFormat, sum_warps
 
 
 def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
@@ -82,18 +84,21 @@ def quantize_case(K: int, dtype: str = "i8") -> dict:
     return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
 
 
-def fused_case(kernel, C: int, **options) -> dict:
-    pointers = {"x_ptr": BF16, "residual_ptr": BF16, "weight_ptr": BF16, "total_ptr": BF16}
+def fused_case(kernel, C: int, parts: int = 0, **options) -> dict:
+    pointers = {"x_ptr": "*fp32" if parts else BF16}
+    pointers |= {"residual_ptr": BF16, "weight_ptr": BF16, "total_ptr": BF16}
     pointers |= {"codes_ptr": "*i8", "scales_ptr": "*fp32"}
     pointers = {name: pointers[name] for name in kernel.arg_names if name in pointers}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
     constants |= LAUNCH
-    warps = act_quant.row_warps(C)
+    if "SUM" in kernel.arg_names:
+        constants["SUM"] = SumFormat(parts=parts, dtype=tl.bfloat16)
+    warps = sum_warps(C) if parts else act_quant.row_warps(C)
     if "CHUNK" in kernel.arg_names:
         constants["CHUNK"], constants["CHUNKS"], warps = act_quant.row_chunks(C, 2)
     else:
         constants["BLOCK"] = C
-    scalars = {"C": "i32", "I": "i32", "eps": "fp32"}
+    scalars = {"stride_part": "i32", "C": "i32", "I": "i32", "eps": "fp32"}
     scalars = {name: scalars[name] for name in kernel.arg_names if name in scalars}
     options |= {"num_warps": warps, "launch_pdl": True}
     return compile_kernel(kernel, pointers, scalars, constants, options)
@@ -126,6 +131,7 @@ INT8 = {
     "quantize float8": lambda: quantize_case(2**14, "fp8e4nv"),
     "norm and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**13),
     "norm and quantize, widest": lambda: fused_case(fused_quant._rms_norm_quantize, 2**14),
+    "norm of parts and quantize": lambda: fused_case(fused_quant._rms_norm_quantize, 2**12, 7),
     "silu and quantize": lambda: fused_case(fused_quant._silu_and_mul_quantize, 14336, maxnreg=80),
     "silu and quantize, few rows": lambda: fused_case(
         fused_quant._silu_and_mul_quantize, 14336, maxnreg=96

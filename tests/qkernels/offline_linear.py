@@ -7,14 +7,9 @@ from sass import overlapped, overwritten_in_flight
 
 from qkernels import w4a16_digits, w4a16_hopper, w4a16_portable, w4a16_ring
 from qkernels.linear_format import LinearFormat
-from qkernels.tiles import (
-    LINEAR_DIGITS,
-    LINEAR_DIGITS_COLUMNS,
-    linear_digits_tile,
-    linear_ring_tile,
-    linear_tile,
-)
+from qkernels.tiles import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS, linear_digits_tile, linear_tile
 from qkernels.w4a16_hopper_tiles import linear_hopper_tile
+from qkernels.w4a16_ring_tiles import linear_ring_tile
 
 
 def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int = 4) -> dict:
@@ -131,7 +126,13 @@ def digits_linear_case(
 
 
 def ring_linear_case(
-    M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, stages: int = 0
+    M: int,
+    N: int,
+    K: int,
+    dtype: str = "bf16",
+    symmetric: bool = True,
+    stages: int = 0,
+    apart: bool = False,
 ) -> dict:
     """W4A16 of up to 64 rows."""
     tile = linear_ring_tile(M, N, K, 128, 4, 132)
@@ -142,7 +143,7 @@ def ring_linear_case(
         "scales_desc": boxes("fp16", [64]),
         "offsets_desc": boxes(dtype, [64]),
         "bias_ptr": f"*{dtype}",
-        "y_ptr": f"*{dtype}",
+        "y_ptr": "*fp32" if apart else f"*{dtype}",
         "partials_ptr": "*fp32",
         "counters_ptr": "*i32",
     }
@@ -155,7 +156,7 @@ def ring_linear_case(
     )
     scalars = dict.fromkeys(("M", "N", "steps", "tiles"), "i32")
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
-    constants = {"TILE": tile, "FORMAT": format}
+    constants = {"TILE": tile, "FORMAT": format, "APART": apart}
     kernel = w4a16_ring._w4a16_ring
     compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
     sass = dump(compiled, "--dump-sass")
@@ -201,6 +202,8 @@ LINEAR = {
     "ring in parts, float16 asymmetric": lambda: ring_linear_case(5, 4096, 14336, "fp16", False),
     "ring M=16 asymmetric": lambda: ring_linear_case(16, 28672, 4096, symmetric=False),
     "ring M=32 in parts": lambda: ring_linear_case(32, 4096, 4096),
+    "ring of parts that stay apart": lambda: ring_linear_case(32, 4096, 4096, apart=True),
+    "ring M=64 of parts that stay apart": lambda: ring_linear_case(64, 4096, 4096, apart=True),
     "ring M=64": lambda: ring_linear_case(64, 28672, 4096),
     "ring M=64 alone": lambda: ring_linear_case(64, 6144, 4096, symmetric=False, stages=8),
     "digits 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),

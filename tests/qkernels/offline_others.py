@@ -1,8 +1,10 @@
 """Sampling and norms to compile."""
 
+import triton.language as tl
 from offline import BF16, compile_kernel
 
 from qkernels import elementwise, sampling
+from qkernels.load_sums import SumFormat, sum_warps
 
 
 def sampling_case(kernel) -> dict:
@@ -23,11 +25,13 @@ def sampling_case(kernel) -> dict:
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
-def norm_case(block: int) -> dict:
+def norm_case(block: int, parts: int = 0) -> dict:
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "total_ptr"), BF16)
-    options = {"num_warps": 8, "launch_pdl": True}
-    constants = {"BLOCK": block, "EARLY": True}
-    scalars = {"C": "i32", "eps": "fp32"}
+    if parts:
+        pointers["x_ptr"] = "*fp32"
+    options = {"num_warps": sum_warps(block) if parts else 8, "launch_pdl": True}
+    constants = {"BLOCK": block, "EARLY": True, "SUM": SumFormat(parts=parts, dtype=tl.bfloat16)}
+    scalars = {"stride_part": "i32", "C": "i32", "eps": "fp32"}
     return compile_kernel(elementwise._rms_norm, pointers, scalars, constants, options)
 
 
@@ -35,4 +39,7 @@ OTHERS = {
     "sampling, first": lambda: sampling_case(sampling._scan_chunks),
     "sampling, second": lambda: sampling_case(sampling._pick),
     "norm, early": lambda: norm_case(4096),
+    "norm of parts": lambda: norm_case(4096, parts=7),
+    "norm of parts, widest": lambda: norm_case(8192, parts=4),
+    "norm of most parts": lambda: norm_case(2048, parts=16),
 }

@@ -52,6 +52,10 @@ def test_no_kernel_spills_or_overfills_shared_memory(compiled):
             # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
             assert facts.get("spill_stores", 0) <= 4, name
             continue
+        if name == "ring of parts that stay apart":
+            # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
+            assert facts.get("spill_stores", 0) <= 12 and not facts.get("loop_spills"), name
+            continue
         if name == "ring M=64":
             # two blocks on an SM leave 104 registers, 64 of them for sums
             assert facts.get("loop_spills", 0) <= 8 and facts.get("spill_stores", 0) <= 24, name
@@ -89,7 +93,7 @@ def test_digits_go_from_memory_to_registers(compiled):
 
 def test_as_many_blocks_of_a_ring_fit_on_an_sm_as_are_started(compiled):
     found = {name: facts for name, facts in compiled.items() if name.startswith("ring")}
-    assert len(found) == 6
+    assert len(found) == 8
     for name, facts in found.items():
         # 128 inputs in 8 products of the tensor core, in each of two warpgroups
         assert facts["wgmma"] and facts.get("hgmma", 16) == 16, name

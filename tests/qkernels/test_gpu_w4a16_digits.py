@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from formats.bits import pack
 from qkernels import ops
 from qkernels.tiles import LINEAR_DIGITS_MAX_ROWS, LinearDigitsTile, linear_digits_tile
 from tests.qkernels.digit_products import check_product, random_x
@@ -44,13 +43,6 @@ def test_every_tile(check, make_weight, half, poison, bits, warps, ahead, block_
     check(packed, random_x(3, 1152, half), tile=tile)
 
 
-@pytest.mark.parametrize("K", [128, 256, 1024, 2176])
-@pytest.mark.parametrize("N", [8, 24, 72, 136, 1000])
-def test_padded_outputs_are_not_written(check, make_weight, half, poison, N, K):
-    bias = torch.randn(N, device="cuda").to(half)
-    check(make_weight(N, K, 128, symmetric=False), random_x(2, K, half), bias)
-
-
 def test_extreme_codes_and_inputs(check, make_weight, half, poison):
     """The largest sum of a step that there is: every code and every digit at its end."""
     for bits in (4, 8):
@@ -64,38 +56,6 @@ def test_extreme_codes_and_inputs(check, make_weight, half, poison):
             check(packed, x)
 
 
-@pytest.mark.parametrize("M", [1, 4])
-def test_inputs_of_very_different_sizes(check, make_weight, half, poison, M):
-    """Of one group, too: a digit less would show in the sums of the small ones."""
-    x = random_x(M, 512, half, spread=12) * 2.0**-8  # sums stay in the range of float16
-    check(make_weight(136, 512, 128, spread=8), x)
-
-
-def test_a_large_input_under_a_code_of_zero_hides_nothing(make_weight, half):
-    """Codes of 8 are zero: the sum is of inputs 2^-12 as large as the group's largest."""
-    packed = make_weight(64, 256, 128)
-    codes = packed.codes()
-    codes[:, [5, 200]] = 8
-    packed.words_NW.copy_(pack(codes, 4))
-    x = random_x(2, 256, half) / 4
-    x[:, [5, 200]] = 2.0**12
-    weight = ops.prepare_weight(packed, half, kernel=f"triton_w{packed.spec.bits}a16")
-    got = w4a16.linear(x, weight, tile=TILE).double()
-    want = x.double() @ packed.dequantize(torch.float64).t()
-    assert (got - want).norm() < 2 * torch.finfo(half).eps * want.norm()
-
-
-@pytest.mark.parametrize("power", [None, -60, -6, 14, 100])
-def test_any_size(check, make_weight, half, poison, power):
-    """Within what outputs in the dtype can hold; a row of zeros among them."""
-    if half == torch.float16 and power in (-60, 100):
-        pytest.skip("float16 has no such numbers")
-    x = random_x(3, 256, half)
-    x = (x / x.abs().amax() * (0 if power is None else 2.0**power)).to(half)
-    x[1] = 0
-    check(make_weight(72, 256, 128), x)
-
-
 def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
     weight = ops.prepare_weight(packed, half, kernel=f"triton_w{packed.spec.bits}a16")
@@ -105,13 +65,6 @@ def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
     got = w4a16.linear(x, weight, tile=TILE)
     assert got[1:3].isnan().all()
     assert torch.equal(got[[0, 3]], want[[0, 3]]), "rows do not touch each other"
-
-
-def test_strides_and_an_odd_address(make_weight, half):
-    weight = ops.prepare_weight(make_weight(136, 128, 128), half, kernel="triton_w4a16")
-    x = random_x(1, 2 * 3 * 128 + 1, half)[0, 1:].view(3, 256)
-    want = w4a16.linear(x[:, ::2].clone(), weight, tile=TILE)
-    assert torch.equal(w4a16.linear(x[:, ::2], weight, tile=TILE), want)
 
 
 def test_chosen_and_captured_among_others(make_weight, half):

@@ -9,8 +9,9 @@ from qkernels import digit_ops, ops
 from qkernels.digits import DigitForm
 from qkernels.errors import KernelError
 from qkernels.linear_choice import chosen_linear_tile
-from qkernels.tiles import LinearDigitsTile, LinearRingTile, LinearTile
+from qkernels.tiles import LinearDigitsTile, LinearTile
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
+from qkernels.w4a16_ring_tiles import LinearRingTile
 
 w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
 

@@ -7,23 +7,21 @@ import pytest
 from qkernels import tile_faults
 from qkernels.attention_tiles import AttentionTile, attention_tile
 from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile, int8_tile
-from qkernels.linear_choice import chosen_linear_tile
 from qkernels.tile_table import OPS
 from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_DIGITS_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
     LinearDigitsTile,
-    LinearRingTile,
     LinearTile,
     linear_digits_tile,
-    linear_ring_tile,
     linear_tile,
 )
 from qkernels.w4a16_hopper_tiles import (
     LinearHopperTile,
     linear_hopper_tile,
 )
+from qkernels.w4a16_ring_tiles import LinearRingTile, linear_ring_tile
 
 
 def test_faults_of_int8_and_attention_tiles():
@@ -228,62 +226,6 @@ def test_what_a_ring_needs():
     assert fault({"split": 2}, N=N) is None and fault({"split": 2}, N=N + 128) is not None
     assert LINEAR_WORKSPACE_FLOATS // (2 * 128 * 8) * 2 <= LINEAR_COUNTERS, "two for each tile"
     assert fault(N=2 * N) is None, "a tile in one part has none"
-
-
-def test_rings_cut_what_would_leave_sms_idle():
-    """(split, stages, alone, early) as measured."""
-    shapes = {
-        "qkv": (6144, 4096),
-        "o": (4096, 4096),
-        "gate_up": (28672, 4096),
-        "down": (4096, 14336),
-        "short": (8192, 1024),
-    }
-    chosen = {
-        name: {
-            tile.rows: (tile.split, tile.stages, tile.alone, tile.early)
-            for M in (8, 16, 32, 64)
-            if (tile := linear_ring_tile(M, *shape, 128, 4, 132))
-        }
-        for name, shape in shapes.items()
-    }
-    assert chosen == {
-        "qkv": {
-            8: (5, 3, False, False),
-            16: (5, 3, False, False),
-            32: (5, 3, False, False),
-            64: (2, 4, True, True),
-        },
-        "o": {
-            8: (8, 3, False, False),
-            16: (8, 3, False, False),
-            32: (4, 3, False, False),
-            64: (4, 4, True, False),
-        },
-        "gate_up": {
-            8: (1, 4, False, True),
-            16: (1, 4, False, True),
-            32: (1, 4, False, True),
-            64: (1, 3, False, True),
-        },
-        "down": {
-            8: (8, 4, False, True),
-            16: (8, 3, False, True),
-            32: (8, 3, False, True),
-            64: (4, 4, True, True),
-        },
-        "short": {
-            8: (4, 3, False, False),
-            16: (4, 3, False, False),
-            32: (2, 3, False, False),
-            64: (1, 4, True, True),
-        },
-    }
-    for M, kind in ((8, LinearRingTile), (64, LinearRingTile), (65, LinearHopperTile)):
-        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=True)
-        assert isinstance(tile, kind)
-        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=False)
-        assert isinstance(tile, LinearTile)
 
 
 def test_a_tile_must_fit_the_whole_bucket():

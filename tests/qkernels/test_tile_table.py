@@ -12,15 +12,12 @@ from qkernels.errors import KernelError
 from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile
 from qkernels.linear_choice import tabled_linear_tile
 from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
-from qkernels.tiles import (
-    LinearDigitsTile,
-    LinearRingTile,
-    LinearTile,
-)
+from qkernels.tiles import LinearDigitsTile, LinearTile
 from qkernels.w4a16_hopper_tiles import (
     LINEAR_HOPPER_SIZES,
     LinearHopperTile,
 )
+from qkernels.w4a16_ring_tiles import LinearRingTile
 
 GPU = "NVIDIA H200"
 

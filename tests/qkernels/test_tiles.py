@@ -7,13 +7,13 @@ from qkernels.tiles import (
     LINEAR_COUNTERS,
     LINEAR_MAX_ROWS,
     LINEAR_WORKSPACE_FLOATS,
-    LinearRingTile,
     ceil_div,
     linear_block_k,
     linear_padded_n,
     linear_tile,
 )
 from qkernels.w4a16_hopper_tiles import LinearHopperTile
+from qkernels.w4a16_ring_tiles import LinearRingTile
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132

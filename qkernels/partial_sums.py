@@ -1,0 +1,58 @@
+"""A linear's output whose parts of K the next operation adds as it reads them. Knows no kernel."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from qkernels.errors import KernelError
+
+# The operation that takes the sums and adds them: ops.add_rms_norm, plain or with its result
+# rounded, or ops.rope_write_kv_.
+PartReader = Literal["norm", "rope"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSums:
+    """Stands for a tensor: the sum over S of float32 [S, *shape], in order, rounded to dtype."""
+
+    parts: torch.Tensor
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.parts.dtype != torch.float32 or self.parts.ndim < 2 or not self.parts.shape[0]:
+            found = f"{self.parts.dtype} {list(self.parts.shape)}"
+            raise KernelError("partial sums", f"expected float32 [parts, ...], found {found}")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.parts.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.parts.ndim - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.device
+
+    def total(self) -> torch.Tensor:
+        """The tensor."""
+        first, *others = self.parts.unbind(0)
+        return sum(others, first).to(self.dtype)
+
+
+LinearOutput = torch.Tensor | PartialSums
+
+
+def added(x: LinearOutput) -> torch.Tensor:
+    """x as a tensor, in plain torch."""
+    return x.total() if isinstance(x, PartialSums) else x
+
+
+def split_heads(x: LinearOutput, heads: Iterable[int], head_dim: int) -> tuple[LinearOutput, ...]:
+    """x [T, sum(heads) D] to views [T, heads, D], one for each number of heads."""
+    if isinstance(x, PartialSums):
+        return tuple(replace(x, parts=each) for each in split_heads(x.parts, heads, head_dim))
+    return x.unflatten(-1, (-1, head_dim)).split(list(heads), dim=-2)

@@ -1,0 +1,135 @@
+"""Parts of K that the next operation adds: what they stand for, and who takes them."""
+
+import pytest
+import torch
+
+from formats.packed import PackedWeight
+from formats.scheme import ActivationSpec, QuantSpec
+from qkernels import input_forms, ops, part_ops
+from qkernels.digits import DigitForm
+from qkernels.errors import KernelError
+from qkernels.partial_sums import PartialSums, added, split_heads
+from qkernels.prepared import Codes, InputRounding
+
+H, J, D = 4, 2, 8
+
+
+def random_parts(*shape, dtype=torch.bfloat16, parts=3) -> PartialSums:
+    generator = torch.Generator().manual_seed(0)
+    return PartialSums(parts=torch.randn(parts, *shape, generator=generator), dtype=dtype)
+
+
+def test_parts_are_added_in_order_and_rounded_once():
+    """In any other order the small ones would count: 2^24 + 1 + 1 is 2^24 in float32."""
+    parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None, None].expand(4, 1, 2)
+    assert PartialSums(parts=parts, dtype=torch.float32).total().tolist() == [[0.0, 0.0]]
+    parts = torch.tensor([1.0, 2.0**-8, 2.0**-8])[:, None, None].expand(3, 1, 1)
+    total = PartialSums(parts=parts, dtype=torch.bfloat16).total()
+    assert total.dtype == torch.bfloat16
+    assert total.item() == 1 + 2**-7, "rounded between, it would be 1"
+
+
+def test_they_have_the_shape_of_what_they_stand_for():
+    x = random_parts(5, 16)
+    assert (x.shape, x.ndim, x.dtype, x.device) == ((5, 16), 2, torch.bfloat16, x.parts.device)
+    assert added(x).shape == x.shape
+    tensor = torch.zeros(3)
+    assert added(tensor) is tensor
+
+
+@pytest.mark.parametrize(
+    "parts", [torch.zeros(2, 3, 4).half(), torch.zeros(0, 3, 4), torch.zeros(3)]
+)
+def test_what_cannot_be_parts_is_refused(parts):
+    with pytest.raises(KernelError, match="partial sums: expected float32 .*found"):
+        PartialSums(parts=parts, dtype=torch.float16)
+
+
+def test_heads_are_views_of_all_parts():
+    x = random_parts(5, (H + 2 * J) * D)
+    whole = split_heads(added(x), (H, J, J), D)
+    for part, want in zip(split_heads(x, (H, J, J), D), whole, strict=True):
+        assert torch.equal(added(part), want) and part.shape == want.shape
+        assert part.parts.untyped_storage().data_ptr() == x.parts.untyped_storage().data_ptr()
+
+
+def rope(q, k, v):
+    pages = [torch.zeros(2, 16, J, D, dtype=v.dtype) for _ in range(2)]
+    cos_sin = torch.rand(9, D, generator=torch.Generator().manual_seed(1))
+    positions, slots = torch.arange(5), torch.arange(5) * 3
+    return (ops.rope_write_kv_(q, k, v, cos_sin, positions, *pages, slots), *pages)
+
+
+def test_every_reader_adds_them():
+    x, residual = random_parts(5, 16), torch.ones(5, 16, dtype=torch.bfloat16)
+    norm = torch.rand(16).bfloat16()
+    for rounding in ((), (ActivationSpec(),)):
+        add = ops.add_rms_norm_quantize if rounding else ops.add_rms_norm
+        for got, want in zip(
+            add(x, residual, norm, 1e-5, *rounding),
+            add(added(x), residual, norm, 1e-5, *rounding),
+            strict=True,
+        ):
+            assert torch.equal(got, want)
+    qkv = random_parts(5, (H + 2 * J) * D)
+    got = rope(*split_heads(qkv, (H, J, J), D))
+    want = rope(*split_heads(added(qkv), (H, J, J), D))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_forms_are_made_of_parts():
+    x, norm = random_parts(5, 16), torch.ones(16).bfloat16()
+    form = InputRounding(ActivationSpec(), None)
+    codes, total = input_forms.add_rms_norm(x, added(x), norm, 1e-5, form)
+    assert isinstance(codes, Codes) and torch.equal(total, added(x) + added(x))
+    with pytest.raises(KernelError, match="add_rms_norm_digits x: .*parts"):
+        input_forms.add_rms_norm(x, added(x), norm, 1e-5, DigitForm(bits=4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ops.rms_norm(x, torch.ones(16).bfloat16(), 1e-5),
+        lambda x: ops.rms_norm_quantize(x, torch.ones(16).bfloat16(), 1e-5, ActivationSpec()),
+        lambda x: ops.quantize_input(x, ActivationSpec()),
+        lambda x: ops.silu_and_mul(x),
+        lambda x: ops.silu_and_mul_quantize(x, ActivationSpec()),
+        lambda x: input_forms.silu_and_mul(x, DigitForm(bits=4)),
+        lambda x: ops.quantize_input_asymmetric(x),
+        lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
+        lambda x: ops.write_kv_(x, x, x.parts, x.parts, torch.arange(5)),
+        lambda x: ops.linear(x, weight_of(16)),
+        lambda x: part_ops.linear_for("norm", x, weight_of(16)),
+    ],
+)
+def test_what_does_not_add_them_says_so(call):
+    with pytest.raises(KernelError, match=r"expected a tensor, found parts.*total\(\)"):
+        call(random_parts(5, 16))
+
+
+def test_heads_of_different_products_are_refused():
+    qkv, other = random_parts(5, (H + 2 * J) * D), random_parts(5, (H + 2 * J) * D, parts=2)
+    q, k, v = split_heads(qkv, (H, J, J), D)
+    strided = PartialSums(parts=v.parts.transpose(2, 3).contiguous().transpose(2, 3), dtype=v.dtype)
+    for wrong in ((q, added(k), v), (added(q), added(k), v), (q, k, strided)):
+        with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
+            rope(*wrong)
+    with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
+        rope(q, k, split_heads(other, (H, J, J), D)[2])
+
+
+def weight_of(K: int):
+    generator = torch.Generator().manual_seed(2)
+    spec = QuantSpec(bits=4, symmetric=True, group_size=K)
+    packed = PackedWeight.from_float(torch.randn(24, K, generator=generator), spec)
+    return ops.prepare_weight(packed, torch.bfloat16)
+
+
+def test_a_row_that_leaves_no_parts_adds_them_itself():
+    weight, bias = weight_of(64), torch.randn(24).bfloat16()
+    x = torch.randn(17, 64).bfloat16()
+    for reader in ("norm", "rope"):
+        got = input_forms.linear(x, weight, bias, reader)
+        assert torch.equal(got, ops.linear(x, weight, bias))
+    with pytest.raises(KernelError, match="linear bias"):
+        part_ops.linear_for("norm", x, weight, bias[:8])
