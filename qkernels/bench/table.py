@@ -19,6 +19,7 @@ from qkernels.bench import (
     fused_quant,
     host,
     linear,
+    read_linear,
     sampling,
 )
 from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Case, Result, measure
@@ -28,6 +29,7 @@ from qkernels.errors import KernelError
 OPS: dict[str, BenchedOp] = (
     linear.OPS
     | fed_linear.OPS
+    | read_linear.OPS
     | float8.OPS
     | attention.OPS
     | elementwise.OPS

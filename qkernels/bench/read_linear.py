@@ -1,0 +1,123 @@
+"""A W4A16 product with the operation after it, which may add its parts of K.
+
+Baseline "apart": the same two operations, the parts added before the second.
+"""
+
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+
+import torch
+
+from qkernels import input_forms, ops
+from qkernels.bench.linear import GROUP, LINEAR_SHAPES, random_weight
+from qkernels.bench.measure import (
+    Baselines,
+    BenchedOp,
+    Call,
+    Case,
+    copies_needed,
+    itself,
+    read_shape,
+)
+from qkernels.partial_sums import LinearOutput, PartReader, split_heads
+from qkernels.prepared import PreparedWeight
+from qkernels.reference import apply_rope
+
+READ_M = (8, 16, 32, 64)
+SMALL_SHAPES = {  # of Qwen2.5-0.5B, [N, K]
+    "small_qkv": (1152, 896),
+    "small_o": (896, 896),
+    "small_down": (896, 4864),
+}
+READ_SHAPES: dict[PartReader, dict[str, tuple[int, int]]] = {
+    reader: {name: (LINEAR_SHAPES | SMALL_SHAPES)[name] for name in names}
+    for reader, names in {
+        "rope": ("qkv", "small_qkv"),
+        "norm": ("o", "down", "small_o", "small_down"),
+    }.items()
+}
+# outputs [M, N] of the product -> what the operation makes of them
+Read = Callable[[LinearOutput], torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+def _norm(M: int, N: int) -> tuple[Read, Read]:
+    norm = torch.rand(N, device="cuda", dtype=torch.bfloat16) + 0.5
+    residual = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+
+    def exact(y: torch.Tensor) -> torch.Tensor:
+        total = y + residual.double()
+        return total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+
+    return lambda y: ops.add_rms_norm(y, residual, norm, 1e-5), exact
+
+
+def _rope(M: int, N: int) -> tuple[Read, Read]:
+    """A sixth of the heads are keys', and as many values'."""
+    D = 128 if N % 128 == 0 and N > 2048 else 64
+    J = N // D // 6
+    H = N // D - 2 * J
+    cos_sin = torch.rand(4096, D, device="cuda")
+    positions, slots = torch.arange(M, device="cuda"), torch.arange(M, device="cuda") * 16
+    pages = [torch.zeros(M, 16, J, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+    def run(y: LinearOutput) -> torch.Tensor:
+        heads = split_heads(y, (H, J, J), D)
+        return ops.rope_write_kv_(*heads, cos_sin, positions, *pages, slots, settled=True)
+
+    def exact(y: torch.Tensor) -> torch.Tensor:
+        q, k, _ = split_heads(y, (H, J, J), D)
+        return apply_rope(q, k, cos_sin, positions)[0]
+
+    return run, exact
+
+
+def _read(
+    reader: PartReader,
+    make: Callable[[int, int], tuple[Read, Read]],
+    shape: str,
+    ms: tuple[int, ...],
+    baselines: Baselines,
+) -> Iterator[Case]:
+    N, K = read_shape(READ_SHAPES[reader], shape)
+    num_bytes = N * K // 2
+    packed = [random_weight(N, K, seed=i) for i in range(copies_needed(num_bytes))]
+    weight_NK = packed[0].dequantize(torch.float64)
+    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+
+    def call(x: torch.Tensor, weight: PreparedWeight, read: Read, by: PartReader | None) -> Call:
+        return lambda: read(input_forms.linear(x, weight, None, by))
+
+    for m in ms:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        run, exact = make(m, N)
+        left = not isinstance(input_forms.linear(x, weights[0], None, reader), torch.Tensor)
+        apart = left and "apart" in baselines
+        yield Case(
+            op=f"w4a16_{reader}",
+            shape=shape,
+            m=m,
+            num_bytes=num_bytes + 2 * N * K // GROUP + 2 * m * (K + 3 * N),
+            operations=2 * m * N * K,
+            calls=[call(x, weight, run, reader) for weight in weights],
+            want=exact(x.double() @ weight_NK.t()),
+            values=itemgetter(0) if reader == "norm" else itself,
+            allowed_error=8e-3,  # rounded twice
+            baselines={"apart": [call(x, w, run, None) for w in weights]} if apart else {},
+        )
+
+
+def _benched(reader: PartReader, make: Callable[[int, int], tuple[Read, Read]]) -> BenchedOp:
+    shapes = READ_SHAPES[reader]
+    return BenchedOp(
+        cases=lambda shape, ms, baselines: _read(reader, make, shape, ms, baselines),
+        shapes=shapes,
+        default_m=dict.fromkeys(shapes, READ_M),
+        baselines=("apart",),
+        dims=2,
+    )
+
+
+OPS: dict[str, BenchedOp] = {
+    "w4a16_norm": _benched("norm", _norm),
+    "w4a16_rope": _benched("rope", _rope),
+}
