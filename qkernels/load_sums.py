@@ -29,7 +29,7 @@ def sum_source(x: LinearOutput) -> tuple[torch.Tensor, int, SumFormat]:
 
 
 def sum_warps(block: int) -> int:
-    """Of a program that adds the parts of a row of `block` channels: 8 channels for each thread."""
+    """Of a program that adds the parts of a row of `block` channels: 2 for each thread, or more."""
     return min(16, max(1, block // 64))
 
 

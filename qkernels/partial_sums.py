@@ -24,6 +24,11 @@ class PartialSums:
         if self.parts.dtype != torch.float32 or self.parts.ndim < 2 or not self.parts.shape[0]:
             found = f"{self.parts.dtype} {list(self.parts.shape)}"
             raise KernelError("partial sums", f"expected float32 [parts, ...], found {found}")
+        if self.parts.numel() >= 2**31:  # kernels go from part to part by 32-bit numbers
+            found = list(self.parts.shape)
+            raise KernelError(
+                "partial sums", f"expected less than 2^31 numbers, found {found}", "add them first"
+            )
 
     @property
     def shape(self) -> torch.Size:

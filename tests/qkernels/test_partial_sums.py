@@ -45,6 +45,12 @@ def test_what_cannot_be_parts_is_refused(parts):
         PartialSums(parts=parts, dtype=torch.float16)
 
 
+def test_parts_beyond_32_bits_are_refused():
+    PartialSums(parts=torch.zeros(1).expand(2, 2**15, 2**15 - 1), dtype=torch.float16)
+    with pytest.raises(KernelError, match=r"less than 2\^31.*add them first"):
+        PartialSums(parts=torch.zeros(1).expand(2, 2**15, 2**15), dtype=torch.float16)
+
+
 def test_heads_are_views_of_all_parts():
     x = random_parts(5, (H + 2 * J) * D)
     whole = split_heads(added(x), (H, J, J), D)
