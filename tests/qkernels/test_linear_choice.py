@@ -81,3 +81,17 @@ def test_a_weight_takes_the_digits_of_its_body_and_no_other(monkeypatch, make_we
         else:
             with pytest.raises(KernelError, match="linear_digits digits: expected"):
                 digit_ops.linear_digits(digits, weight)
+
+
+@pytest.mark.parametrize(
+    "tile", [LinearRingTile(rows=8), LinearTile(block_m=16, block_n=64, split=1)]
+)
+def test_parts_are_left_only_where_the_ring_takes_the_product(monkeypatch, make_weight, tile):
+    """A table may say that another body is faster on this GPU."""
+    cpu = torch.device("cpu")
+    packed = make_weight(256, 512, 128).to("cpu")
+    weight = ops.prepare_weight(packed, torch.float16, cpu, kernel="reference")
+    monkeypatch.setattr(w4a16, "_chosen_tile", lambda *problem: tile)
+    found = w4a16._parts_tile("norm", cpu, 8, weight)
+    assert isinstance(found, LinearRingTile) == isinstance(tile, LinearRingTile)
+    assert w4a16._parts_tile("norm", cpu, 0, weight) is None

@@ -1,5 +1,7 @@
 """Parts of K that the next operation adds: what they stand for, and who takes them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -120,6 +122,10 @@ def test_heads_of_different_products_are_refused():
     for wrong in ((q, added(k), v), (added(q), added(k), v), (q, k, strided)):
         with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
             rope(*wrong)
+    apart = torch.zeros(3, 5, D, 2 * (H + 2 * J)).transpose(2, 3)[:, :, ::2]
+    heads = [PartialSums(parts=x, dtype=v.dtype) for x in apart.split([H, J, J], 2)]
+    with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
+        rope(*heads)
     with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
         rope(q, k, split_heads(other, (H, J, J), D)[2])
 
@@ -137,5 +143,8 @@ def test_a_row_that_leaves_no_parts_adds_them_itself():
     for reader in ("norm", "rope"):
         got = input_forms.linear(x, weight, bias, reader)
         assert torch.equal(got, ops.linear(x, weight, bias))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    sorting = replace(weight, input_order=order)
+    assert torch.equal(part_ops.linear_for("norm", x, sorting), ops.linear(x[:, order], weight))
     with pytest.raises(KernelError, match="linear bias"):
         part_ops.linear_for("norm", x, weight, bias[:8])
