@@ -20,7 +20,7 @@ from formats.errors import InputError
 from formats.inspect import inspect_checkpoint
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec, Scheme
-from qkernels.linear import QuantLinear
+from qkernels.quant_linear import QuantLinear
 
 SCHEME = "w4a16-sym"
 

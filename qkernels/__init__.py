@@ -2,7 +2,7 @@
 
 import importlib
 
-_LAZY = {"QuantLinear": "qkernels.linear", "explain": "qkernels.dispatch"}
+_LAZY = {"QuantLinear": "qkernels.quant_linear", "explain": "qkernels.dispatch"}
 
 
 def __getattr__(name: str) -> object:

@@ -8,17 +8,26 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
-from qkernels import supports
+from qkernels import problem
+from qkernels.attention import supports as attention
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import Int8HopperTile, Int8Tile
-from qkernels.supports import Problem
+from qkernels.linear import supports as linear
+from qkernels.problem import Problem
+from qkernels.rowwise import supports as rowwise
+from qkernels.w8a8 import supports as w8a8
+from qkernels.w8a8.config import Int8HopperTile, Int8Tile
+from qkernels.wna16 import supports as wna16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One way to do one operation. `module` has a function named like the operation."""
+    """One way to do one operation.
+
+    `module`, inside this package, has a function named like the operation.
+    """
 
     op: str
     name: str
@@ -46,20 +55,17 @@ class Explanation(list[Choice]):
 
 
 def _rows(
-    op: str,
-    module: str,
-    refuses: Callable[[Problem], str | None],
-    reference: str = "qkernels.reference",
+    folder: str, op: str, module: str, refuses: Callable[[Problem], str | None]
 ) -> tuple[Kernel, ...]:
-    """A triton row and the plain torch row under it."""
+    """An operation's triton row, and under it that of its folder's plain torch reference."""
     return (
-        Kernel(op=op, name="triton", module=module, priority=20, supports=refuses),
+        Kernel(op=op, name="triton", module=f"{folder}.{module}", priority=20, supports=refuses),
         Kernel(
             op=op,
             name="reference",
-            module=reference,
+            module=f"{folder}.reference",
             priority=10,
-            supports=supports.anything,
+            supports=problem.anything,
         ),
     )
 
@@ -69,86 +75,84 @@ KERNELS: tuple[Kernel, ...] = (
         Kernel(
             op="linear",
             name=f"triton_w{bits}a16",
-            module="qkernels.w4a16",
+            module="wna16.gemm",
             priority=30,
-            supports=functools.partial(supports.triton_weight_only, bits=bits),
-            note=supports.note_weight_only,
+            supports=functools.partial(wna16.triton_weight_only, bits=bits),
+            note=wna16.note_weight_only,
         )
         for bits in (4, 8)
     ),
     Kernel(
         op="linear",
         name="hopper_w8a8",
-        module="qkernels.w8a8_hopper",
+        module="w8a8.sm90",
         priority=30,
-        supports=supports.hopper_w8a8,
-        note=functools.partial(supports.note_int8, tile=Int8HopperTile),
+        supports=w8a8.hopper_w8a8,
+        note=functools.partial(w8a8.note_int8, tile=Int8HopperTile),
     ),
     Kernel(
         op="linear",
         name="triton_w8a8",
-        module="qkernels.w8a8",
+        module="w8a8.triton_gemm",
         priority=30,
-        supports=supports.triton_w8a8,
-        note=functools.partial(supports.note_int8, tile=Int8Tile),
+        supports=w8a8.triton_w8a8,
+        note=functools.partial(w8a8.note_int8, tile=Int8Tile),
     ),
     *(
         Kernel(
             op="linear",
             name=f"cpu_w{bits}a16",
-            module="qkernels.cpu_w4a16",
+            module="wna16.cpu",
             priority=25,
-            supports=functools.partial(supports.cpu_weight_only, bits=bits),
+            supports=functools.partial(wna16.cpu_weight_only, bits=bits),
         )
         for bits in (4, 8)
     ),
     Kernel(
         op="linear",
         name="cpu_w8a8",
-        module="qkernels.cpu_w8a8",
+        module="w8a8.cpu",
         priority=25,
-        supports=supports.cpu_w8a8,
+        supports=w8a8.cpu_w8a8,
     ),
     Kernel(
         op="linear",
         name="dense",
-        module="qkernels.dense",
+        module="linear.dense",
         priority=20,
-        supports=supports.dense,
+        supports=linear.dense,
     ),
     Kernel(
         op="linear",
         name="reference",
-        module="qkernels.reference",
+        module="linear.reference",
         priority=10,
-        supports=supports.anything,
+        supports=problem.anything,
     ),
     Kernel(
         op="paged_attention",
         name="triton_hopper",
-        module="qkernels.attention_hopper",
+        module="attention.sm90_prefill",
         priority=30,
-        supports=supports.hopper_attention,
+        supports=attention.hopper_attention,
     ),
-    *_rows("paged_attention", "qkernels.paged_attention", supports.triton_attention),
-    *_rows("quantize_input", "qkernels.act_quant", supports.triton_quantize),
-    *_rows("quantize_input_asymmetric", "qkernels.act_quant", supports.triton_quantize_asymmetric),
-    *_rows("rms_norm_quantize", "qkernels.fused_quant", supports.triton_norm_quantize),
-    *_rows("add_rms_norm_quantize", "qkernels.fused_quant", supports.triton_norm_quantize),
-    *_rows("silu_and_mul_quantize", "qkernels.fused_quant", supports.triton_silu_quantize),
-    *_rows("input_digits", "qkernels.input_digits", supports.triton_digits),
-    *_rows("rms_norm_digits", "qkernels.fused_digits", supports.triton_digits),
-    *_rows("add_rms_norm_digits", "qkernels.fused_digits", supports.triton_digits),
-    *_rows("silu_and_mul_digits", "qkernels.fused_digits", supports.triton_digits),
-    *_rows("rms_norm", "qkernels.elementwise", supports.needs_triton_on_gpu),
-    *_rows("add_rms_norm", "qkernels.elementwise", supports.needs_triton_on_gpu),
-    *_rows("silu_and_mul", "qkernels.elementwise", supports.needs_triton_on_gpu),
-    *_rows("apply_rope", "qkernels.elementwise", supports.needs_triton_on_gpu),
-    *_rows("write_kv_", "qkernels.kv_cache", supports.triton_kv_write),
-    *_rows("rope_write_kv_", "qkernels.kv_cache", supports.triton_kv_write),
-    *_rows(
-        "sample_", "qkernels.sampling", supports.needs_triton_on_gpu, "qkernels.reference_sampling"
-    ),
+    *_rows("attention", "paged_attention", "triton_paged", attention.triton_attention),
+    *_rows("attention", "apply_rope", "rope", problem.needs_triton_on_gpu),
+    *_rows("attention", "write_kv_", "rope_write_kv", attention.triton_kv_write),
+    *_rows("attention", "rope_write_kv_", "rope_write_kv", attention.triton_kv_write),
+    *_rows("rowwise", "quantize_input", "quantize", rowwise.triton_quantize),
+    *_rows("rowwise", "quantize_input_asymmetric", "quantize", rowwise.triton_quantize_asymmetric),
+    *_rows("rowwise", "rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
+    *_rows("rowwise", "add_rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
+    *_rows("rowwise", "silu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
+    *_rows("rowwise", "input_digits", "limbs", rowwise.triton_digits),
+    *_rows("rowwise", "rms_norm_digits", "norm_act_limbs", rowwise.triton_digits),
+    *_rows("rowwise", "add_rms_norm_digits", "norm_act_limbs", rowwise.triton_digits),
+    *_rows("rowwise", "silu_and_mul_digits", "norm_act_limbs", rowwise.triton_digits),
+    *_rows("rowwise", "rms_norm", "norm_act", problem.needs_triton_on_gpu),
+    *_rows("rowwise", "add_rms_norm", "norm_act", problem.needs_triton_on_gpu),
+    *_rows("rowwise", "silu_and_mul", "norm_act", problem.needs_triton_on_gpu),
+    *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )
 
 
@@ -204,11 +208,15 @@ def choose(op: str, problem: Problem) -> Kernel:
 @functools.lru_cache(maxsize=4096)
 def implementation(op: str, **problem: object) -> Callable[..., object]:
     """The function that does `op`, imported. `problem`: the fields of Problem."""
-    return getattr(importlib.import_module(choose(op, Problem(**problem)).module), op)
+    return getattr(_import(choose(op, Problem(**problem))), op)
 
 
 @functools.cache
-def linear_module(name: str) -> object:
+def linear_module(name: str) -> ModuleType:
     """The module of one row of `linear`: it has `prepare_weight` and `linear`."""
     row = next(row for row in rows("linear") if row.name == name)
-    return importlib.import_module(row.module)
+    return _import(row)
+
+
+def _import(row: Kernel) -> ModuleType:
+    return importlib.import_module(f"qkernels.{row.module}")

@@ -30,7 +30,7 @@ MUST_NOT_LOAD = {
     "formats": {"triton", "transformers", "fastapi"},
     "formats.checkpoint": {"triton", "transformers", "fastapi"},
     "qkernels": {"triton", "transformers", "fastapi"},
-    "qkernels.linear": {"triton", "transformers", "fastapi", "qserve"},
+    "qkernels.quant_linear": {"triton", "transformers", "fastapi", "qserve"},
     "calibrate.pipeline": {"qkernels", "qserve", "fastapi"},
     "qserve": {"torch", "transformers", "fastapi"},
     "qserve.cli": {"torch", "transformers", "fastapi"},

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from qkernels import input_forms, ops
+from qkernels import ops
 from qkernels.bench.linear import GROUP, LINEAR_SHAPES, random_weight
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
-from qkernels.input_forms import LinearInput
-from qkernels.prepared import PreparedWeight
+from qkernels.linear import input_forms
+from qkernels.linear.input_forms import LinearInput
+from qkernels.linear.prepared import PreparedWeight
 
 FED_M = (1, 2, 4, 8, 16, 32)
 FED_SHAPES = {name: LINEAR_SHAPES[name] for name in ("qkv", "gate_up", "down")}

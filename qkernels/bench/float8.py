@@ -11,10 +11,11 @@ import torch
 
 from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.scheme import Scheme
-from qkernels import ops, reference
+from qkernels import ops
 from qkernels.bench.linear import LINEAR_M, LINEAR_SHAPES
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
-from qkernels.prepared import PreparedWeight
+from qkernels.linear import reference as linear_reference
+from qkernels.linear.prepared import PreparedWeight
 
 
 def _weights(scheme: Scheme, N: int, K: int) -> list[Fp8Weight]:
@@ -83,9 +84,9 @@ def _fp8_block(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterato
         codes, scales = ops.quantize_input(x, scheme.activation)
         others: dict[str, list[Call]] = {}
         if "torch" in baselines:
-            plain = reference.prepare_weight(packed[0], torch.bfloat16)
+            plain = linear_reference.prepare_weight(packed[0], torch.bfloat16)
             plain = replace(plain, activation=scheme.activation)
-            others["torch"] = [lambda x=x, w=plain: reference.linear(x, w)]
+            others["torch"] = [lambda x=x, w=plain: linear_reference.linear(x, w)]
         x_rounded = codes.double().unflatten(1, (-1, 128)) * scales.double()[..., None]
         yield _case("w8a8_fp8_block", shape, m, x, x_rounded.flatten(1), packed[0], weights, others)
 

@@ -8,7 +8,8 @@ from operator import itemgetter
 
 import torch
 
-from qkernels import input_forms, ops
+from qkernels import ops
+from qkernels.attention.reference import apply_rope
 from qkernels.bench.linear import GROUP, LINEAR_SHAPES, random_weight
 from qkernels.bench.measure import (
     Baselines,
@@ -19,9 +20,9 @@ from qkernels.bench.measure import (
     itself,
     read_shape,
 )
-from qkernels.partial_sums import LinearOutput, PartReader, split_heads
-from qkernels.prepared import PreparedWeight
-from qkernels.reference import apply_rope
+from qkernels.linear import input_forms
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.split_k import LinearOutput, PartReader, split_heads
 
 READ_M = (8, 16, 32, 64)
 SMALL_SHAPES = {  # of Qwen2.5-0.5B, [N, K]

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from qkernels import ops, reference_sampling
+from qkernels import ops
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
-from qkernels.sample_settings import SampleRow, SampleSettings
+from qkernels.sampling import reference as reference_sampling
+from qkernels.sampling.settings import SampleRow, SampleSettings
 
 VOCABULARY = 128256
 SAMPLING_M = (1, 8, 32, 128, 256)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from qkernels import launch
 from qkernels.bench import (
     attention,
     elementwise,
@@ -25,6 +24,7 @@ from qkernels.bench import (
 from qkernels.bench.measure import CEILINGS, Baselines, BenchedOp, Case, Result, measure
 from qkernels.bench.tune import Tuned, tune
 from qkernels.errors import KernelError
+from qkernels.tuning import table as tuning_table
 
 OPS: dict[str, BenchedOp] = (
     linear.OPS
@@ -142,7 +142,7 @@ def _check_gpu() -> None:
 
 def versions() -> str:
     """The line that every table of times starts with."""
-    tuned = launch.tile_table_of(torch.device("cuda", torch.cuda.current_device()))
+    tuned = tuning_table.tile_table_of(torch.device("cuda", torch.cuda.current_device()))
     return f"{_software()}, bf16" + (f", {len(tuned.rows)} tiles from --tune" if tuned.rows else "")
 
 

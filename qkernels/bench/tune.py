@@ -1,6 +1,6 @@
 """`qserve bench kernels --tune`: measure other tiles on this GPU and keep what is faster.
 
-A search starts from the choice of tiles.py, changes one field at a time and moves to what is
+A search starts from the choice of the config, changes one field at a time and moves to what is
 faster, until nothing is or the time is over. Every tile is tried through the table that the kernels
 read, so what is timed is what will run; a wrong result is never timed. Compiling takes most of the
 time: a tile that another shape has used costs milliseconds.
@@ -15,11 +15,15 @@ from pathlib import Path
 
 import torch
 
-from qkernels import launch, tile_table
-from qkernels.attention_tiles import AttentionTile, attention_tile
+from qkernels.attention.config import AttentionTile, attention_tile
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import (
+from qkernels.gpu import device
+from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS
+from qkernels.tuning import table as tile_table
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.table import Tile, TileRow, TileTable
+from qkernels.w8a8.config import (
     INT8_HOPPER_IDLE_ROWS,
     INT8_HOPPER_SPLITS,
     Int8HopperTile,
@@ -28,17 +32,11 @@ from qkernels.int8_tiles import (
     int8_hopper_tile,
     int8_tile,
 )
-from qkernels.linear_choice import chosen_linear_tile
-from qkernels.tile_table import Tile, TileRow, TileTable
-from qkernels.tiles import (
-    LINEAR_DIGITS_MAX_ROWS,
-    LINEAR_MAX_ROWS,
-    LinearDigitsTile,
-    LinearTile,
-    linear_tile,
-)
-from qkernels.w4a16_hopper_tiles import LINEAR_HOPPER_SPLITS, LinearHopperTile
-from qkernels.w4a16_ring_tiles import LINEAR_RING_ROWS, LinearRingTile
+from qkernels.wna16.configs import chosen_linear_tile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_large_m_config import LINEAR_HOPPER_SPLITS, LinearHopperTile
+from qkernels.wna16.sm90_small_m_config import LINEAR_RING_ROWS, LinearRingTile
+from qkernels.wna16.triton_config import LINEAR_MAX_ROWS, LinearTile, linear_tile
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5
@@ -105,7 +103,7 @@ OPTIONS: dict[type, dict[str, tuple[object, ...]]] = {
 
 
 def _has_gluon() -> bool:
-    return torch.cuda.is_available() and launch.lacks_gluon(torch.device("cuda")) is None
+    return torch.cuda.is_available() and device.lacks_gluon(torch.device("cuda")) is None
 
 
 def _linear_default(sm_count: int, **problem: int) -> Tile | None:
@@ -122,7 +120,7 @@ def _int8_default(sm_count: int, M: int, N: int, K: int, integers: bool) -> Tile
     return int8_tile(M, N, K, sm_count, integers)
 
 
-# What the search starts from: the choice of tiles.py.
+# What the search starts from: the choice of the config.
 DEFAULTS: dict[str, Callable[..., Tile | None]] = {
     "w4a16": _linear_default,
     "w8a8": _int8_default,
@@ -194,10 +192,10 @@ def runs_here(op: str, tile: Tile, problem: dict[str, object], sm_count: int) ->
 
 
 def starts(op: str, problem: dict[str, object], sm_count: int) -> list[Tile | None]:
-    """The default choice first, then what tiles.py chooses for twice and half as many rows.
+    """The default choice first, then what the config chooses for twice and half as many rows.
 
     Of W4A16 also a tile of each body that takes many rows, and the library's product where they
-    are very many; of W8A8 on sm_90 a tile of each size: what is slower on the GPU of tiles.py may
+    are very many; of W8A8 on sm_90 a tile of each size: what is slower on the GPU of the config may
     be faster on this one.
     """
     choose = DEFAULTS[op]
@@ -256,7 +254,7 @@ def tune_case(
     case: Case, table: TileTable, sm_count: int, versions: str, out_of_time: Callable[[], bool]
 ) -> Tuned:
     """Search one case. `table` is the one that the kernels read; its row of this case is replaced
-    by the fastest tile, or removed where the choice of tiles.py is as fast.
+    by the fastest tile, or removed where the choice of the config is as fast.
     """
     op, problem = case.tuned
     first = starts(op, problem, sm_count)
@@ -340,7 +338,7 @@ def tune(
         if case.tuned is None:
             untuned.append(f"{case.op} {case.shape} m={case.m}")
             continue
-        sm_count = launch.sm_count(device)
+        sm_count = device.sm_count(device)
         try:
             show(tune_case(case, table, sm_count, versions, lambda: time.monotonic() > end))
         except NotTaken:
@@ -359,10 +357,10 @@ def own_table(device: torch.device) -> tuple[TileTable, Path]:
     """The table that the kernels read, and its file. A damaged file is set aside."""
     path = tile_table.default_path(torch.cuda.get_device_name(device))
     try:
-        return launch.tile_table_of(device), path
+        return tuning_table.tile_table_of(device), path
     except KernelError:
         path.replace(path.with_suffix(".damaged"))
-        return launch.tile_table_of(device), path
+        return tuning_table.tile_table_of(device), path
 
 
 def format_tuned(tuned: Tuned) -> str:

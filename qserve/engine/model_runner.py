@@ -12,7 +12,7 @@ import torch
 
 from formats.errors import InputError
 from qkernels import ops
-from qkernels.sample_settings import INVALID_TOKEN, SampleSettings
+from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch, HostBatch, build
 from qserve.engine.cuda_graphs import StepGraphs

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from qkernels.sample_settings import SampleRow
+from qkernels.sampling.settings import SampleRow
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduler import Chunk
 from qserve.engine.transfer import to_device

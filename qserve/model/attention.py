@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 
 from qkernels import ops
-from qkernels.digits import DigitForm, Digits
-from qkernels.input_forms import LinearInput
-from qkernels.partial_sums import LinearOutput, split_heads
+from qkernels.linear.input_forms import LinearInput
+from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.split_k import LinearOutput, split_heads
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
 

@@ -6,9 +6,10 @@ Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V v
 import torch
 from torch.nn import functional
 
-from qkernels import input_forms, ops
-from qkernels.input_forms import LinearInput
-from qkernels.partial_sums import LinearOutput
+from qkernels import ops
+from qkernels.linear import input_forms
+from qkernels.linear.input_forms import LinearInput
+from qkernels.operands.split_k import LinearOutput
 from qserve.model.attention import Attention, LayerCache, StepInputs
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig

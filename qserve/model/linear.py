@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from qkernels import QuantLinear
-from qkernels.input_forms import InputForm, LinearInput
-from qkernels.partial_sums import PartReader
-from qkernels.prepared import InputRounding
+from qkernels.linear.input_forms import InputForm, LinearInput
+from qkernels.operands.codes import InputRounding
+from qkernels.operands.split_k import PartReader
 
 
 class FloatLinear(torch.nn.Module):

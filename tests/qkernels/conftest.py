@@ -13,7 +13,7 @@ import torch
 from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
-from qkernels.launch import lacks_gluon
+from qkernels.gpu.device import lacks_gluon
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"

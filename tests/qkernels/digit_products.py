@@ -17,10 +17,10 @@ def check_product(
     packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None, tile, assert_close, tolerance
 ) -> None:
     """One product, whole and by element, twice."""
-    from qkernels import w4a16  # needs triton, which those who collect this may lack
+    from qkernels.wna16 import gemm
 
     weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
-    got = w4a16.linear(x, weight, bias, tile=tile)
+    got = gemm.linear(x, weight, bias, tile=tile)
     assert got.dtype == x.dtype
     added = 0 if bias is None else bias.double()
     weight_NK = packed.dequantize(torch.float64)
@@ -33,5 +33,5 @@ def check_product(
         x.double().abs() @ weight_NK.abs().t()
     )
     assert ((got.double() - want).abs() <= bound).all(), "an element is off"
-    again = w4a16.linear(x, weight, bias, tile=tile)
+    again = gemm.linear(x, weight, bias, tile=tile)
     assert torch.equal(got, again), "equal inputs, equal bits"

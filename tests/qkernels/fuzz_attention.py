@@ -4,7 +4,8 @@ import random
 
 import torch
 
-from qkernels import paged_attention, reference
+from qkernels.attention import reference as attention_reference
+from qkernels.attention import triton_paged as paged_attention
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import BOOLS, DEVICE, EPS, FLOAT, assert_near, generator, rows
 
@@ -62,7 +63,7 @@ def fuzz_paged_attention(
     arguments = (tables.to(DEVICE), starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
     got = paged_attention.paged_attention(q, k_pages, v_pages, *arguments, **shared)
     twin = (q, k_pages, v_pages) if codes else (q, k_pages.float(), v_pages.float())
-    want = reference.paged_attention(q.float(), *twin[1:], *arguments, **shared)
+    want = attention_reference.paged_attention(q.float(), *twin[1:], *arguments, **shared)
     # the kernel rounds probabilities to the pages' dtype; values are of size 1
     bound = EPS[dtype] * want.abs() + (2 * EPS[dtype] if dtype != "float32" else 1e-5)
     assert_near("paged_attention", want, got, bound)

@@ -4,9 +4,10 @@ import torch
 
 from formats.activation import quantize_input
 from formats.scheme import ActivationSpec
-from qkernels import digit_ops, ops, reference
-from qkernels.digits import DigitForm
-from qkernels.reference_digits import input_digits, inputs_of
+from qkernels import ops, reference
+from qkernels.operands.limbs import DigitForm
+from qkernels.operands.limbs_reference import input_digits, inputs_of
+from qkernels.rowwise import reference as rowwise_reference
 from tests.qkernels.digit_bits import written
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
@@ -78,8 +79,8 @@ def fuzz_digits(*, op, M, steps, bits, with_sums, dtype, strided, spread, seed):
         want = getattr(reference, op.removesuffix("_digits"))(x, *plain)
     else:
         plain = ()
-        want = reference.silu_and_mul(x) if "silu" in op else x
-    digits = getattr(digit_ops, op)(x, *plain, form, kernel="triton")
+        want = rowwise_reference.silu_and_mul(x) if "silu" in op else x
+    digits = getattr(ops, op)(x, *plain, form, kernel="triton")
     if op == "add_rms_norm_digits":
         (digits, total), (want, want_total) = digits, want
         assert torch.equal(total, want_total), "the sum differs from torch's"

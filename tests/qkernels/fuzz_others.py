@@ -2,9 +2,14 @@
 
 import torch
 
-from qkernels import elementwise, kv_cache, reference, reference_sampling, sampling
-from qkernels.partial_sums import added as added_up
-from qkernels.sample_settings import SampleRow, SampleSettings
+from qkernels.attention import reference as attention_reference
+from qkernels.attention import rope
+from qkernels.attention import rope_write_kv as kv_cache
+from qkernels.operands.split_k import added as added_up
+from qkernels.rowwise import norm_act
+from qkernels.sampling import reference as reference_sampling
+from qkernels.sampling import triton_sample as sampling
+from qkernels.sampling.settings import SampleRow, SampleSettings
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
     BOOLS,
@@ -26,11 +31,11 @@ def fuzz_rms_norm(*, M, C, added, parts, dtype, strided, seed):
     if added:
         residual = rows((M, C), dtype, seed + 2, strided)
         given = in_parts(x, parts, seed)
-        got, total = elementwise.add_rms_norm(given, residual, weight, 1e-5)
+        got, total = norm_act.add_rms_norm(given, residual, weight, 1e-5)
         x = added_up(given) + residual
         assert torch.equal(total, x), "the sum differs from torch's"
     else:
-        got = elementwise.rms_norm(x, weight, 1e-5)
+        got = norm_act.rms_norm(x, weight, 1e-5)
     want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     want = want * weight.double()
     assert_near("rms_norm", want, got, (2 * EPS[dtype] + 1e-5) * want.abs() + 1e-7)
@@ -41,7 +46,7 @@ def fuzz_silu_and_mul(*, M, C, dtype, seed):
     gate, up = x.double().chunk(2, dim=-1)
     want = torch.nn.functional.silu(gate) * up
     bound = (2 * EPS[dtype] + 1e-5) * want.abs() + EPS[dtype] * 1e-2
-    assert_near("silu_and_mul", want, elementwise.silu_and_mul(x), bound)
+    assert_near("silu_and_mul", want, norm_act.silu_and_mul(x), bound)
 
 
 def fuzz_apply_rope(*, T, H, J, D, width, index, dtype, seed):
@@ -54,8 +59,8 @@ def fuzz_apply_rope(*, T, H, J, D, width, index, dtype, seed):
     q, k = qkv[:, :H], qkv[:, H : H + J]
     for name, want, got, source in zip(
         "qk",
-        reference.apply_rope(q.double(), k.double(), cos_sin, positions),
-        elementwise.apply_rope(q, k, cos_sin, positions),
+        attention_reference.apply_rope(q.double(), k.double(), cos_sin, positions),
+        rope.apply_rope(q, k, cos_sin, positions),
         (q, k),
         strict=True,
     ):
@@ -75,7 +80,7 @@ def fuzz_write_kv(*, T, J, D, B, codes, index, interleaved, dtype, seed):
     want = [*pages.clone().unbind(1), *(each.clone() for each in scales)]
     got = [*pages.to(DEVICE).unbind(1), *(each.to(DEVICE) for each in scales)]
     kv_host = kv.cpu()
-    reference.write_kv_(kv_host[:, :J], kv_host[:, J:], *want[:2], slots, *want[2:])
+    attention_reference.write_kv_(kv_host[:, :J], kv_host[:, J:], *want[:2], slots, *want[2:])
     kv_cache.write_kv_(kv[:, :J], kv[:, J:], *got[:2], slots.to(DEVICE), *got[2:])
     for name, a, b in zip(("keys", "values", "k scales", "v scales"), got, want, strict=False):
         assert torch.equal(a.cpu().float(), b.float()), f"{name} differ from the reference's"

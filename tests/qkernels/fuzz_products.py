@@ -9,12 +9,18 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import launch, ops, part_ops, tile_table, w4a16, w8a8
+from qkernels import ops
 from qkernels.bench.tune import OPTIONS
-from qkernels.int8_tiles import Int8Tile
-from qkernels.partial_sums import added
-from qkernels.tiles import LINEAR_MAX_ROWS, LinearDigitsTile, LinearTile
-from qkernels.w4a16_ring_tiles import LinearRingTile
+from qkernels.gpu import device
+from qkernels.linear import ops as part_ops
+from qkernels.operands.split_k import added
+from qkernels.tuning import table as tile_table
+from qkernels.w8a8 import triton_gemm as w8a8
+from qkernels.w8a8.config import Int8Tile
+from qkernels.wna16 import gemm
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_small_m_config import LinearRingTile
+from qkernels.wna16.triton_config import LINEAR_MAX_ROWS, LinearTile
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
     BOOLS,
@@ -31,12 +37,12 @@ from tests.qkernels.fuzz_values import (
 )
 
 READERS = ("norm", "rope")
-HOPPER = ON_GPU and launch.lacks_gluon(DEVICE) is None
+HOPPER = ON_GPU and device.lacks_gluon(DEVICE) is None
 LINEAR_TILES = (LinearTile, *((LinearDigitsTile, LinearRingTile) if HOPPER else ()))
 
 
 def random_tile(kinds: tuple[type, ...], number: int, op: str, problem: dict) -> object | None:
-    """Tile 0 is the choice of tiles.py (None); the others any that could stand in a table."""
+    """Tile 0 is the choice of the config (None); the others any that could stand in a table."""
     rng = random.Random(number)
     while number:
         kind = rng.choice(kinds)
@@ -84,7 +90,7 @@ def fuzz_linear(
     else:
         sorted_x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
         try:
-            got = w4a16.linear(sorted_x, weight, offset, tile=chosen)
+            got = gemm.linear(sorted_x, weight, offset, tile=chosen)
         except Exception as error:
             if needs_too_much(error):
                 return
@@ -98,7 +104,7 @@ def fuzz_linear(
     assert_near("linear", want, got, EPS[dtype] * want.abs() + slack * magnitude)
     if M <= LINEAR_MAX_ROWS:
         for reader in READERS:
-            got = added(part_ops.linear_for(reader, x, weight, offset))
+            got = added(ops.linear_for(reader, x, weight, offset))
             bound = EPS[dtype] * want.abs() + slack * magnitude
             assert_near(f"linear for {reader}", want, got, bound)
     again = ops.linear(x, weight, offset)

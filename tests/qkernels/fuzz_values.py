@@ -2,7 +2,7 @@
 
 import torch
 
-from qkernels.partial_sums import LinearOutput, PartialSums
+from qkernels.operands.split_k import LinearOutput, PartialSums
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

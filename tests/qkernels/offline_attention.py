@@ -14,9 +14,12 @@ from offline import (
 )
 from triton.experimental.gluon import language as gl
 
-from qkernels import attention_hopper, coded_decode, kv_cache, paged_attention
-from qkernels.attention_tiles import attention_tile
-from qkernels.load_sums import SumFormat
+from qkernels.attention import rope_write_kv as kv_cache
+from qkernels.attention import sm90_decode_8bit as coded_decode
+from qkernels.attention import sm90_prefill as attention_hopper
+from qkernels.attention import triton_paged as paged_attention
+from qkernels.attention.config import attention_tile
+from qkernels.operands.split_k_triton import SumFormat
 
 
 def attention_case(

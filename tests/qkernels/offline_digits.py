@@ -3,8 +3,10 @@
 from offline import BF16, compile_kernel
 from triton import language as tl
 
-from qkernels import attention_merge, fused_digits, input_digits
-from qkernels.digits import DigitForm
+from qkernels.attention import merge_splits as attention_merge
+from qkernels.operands.limbs import DigitForm
+from qkernels.rowwise import limbs
+from qkernels.rowwise import norm_act_limbs as fused_digits
 
 SYMMETRIC = DigitForm(bits=4)
 ASYMMETRIC = DigitForm(bits=4, with_sums=True)
@@ -31,7 +33,7 @@ def norm(form: DigitForm) -> dict:
 
 
 def of_steps(kernel, form: DigitForm) -> dict:
-    block = input_digits.STEPS_OF_BLOCK
+    block = limbs.STEPS_OF_BLOCK
     return making(kernel, form, {"x_ptr": BF16}, 1, BLOCK=block)
 
 
@@ -45,7 +47,7 @@ DIGITS = {
     f"{what}, {which}": make
     for which, form in (("symmetric", SYMMETRIC), ("asymmetric", ASYMMETRIC))
     for what, make in {
-        "making digits": lambda form=form: of_steps(input_digits._input_digits, form),
+        "making digits": lambda form=form: of_steps(limbs._input_digits, form),
         "norm to digits": lambda form=form: norm(form),
         "silu to digits": lambda form=form: of_steps(fused_digits._silu_and_mul_digits, form),
         "merge to digits": lambda form=form: merge(form),

@@ -5,9 +5,12 @@ from dataclasses import replace
 import triton.language as tl
 from offline import BF16, LAUNCH, boxes, compile_kernel
 
-from qkernels import act_quant, fused_quant, w8a8, w8a8_hopper
-from qkernels.int8_tiles import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
-from qkernels.load_sums import SumFormat, sum_warps
+from qkernels.operands.split_k_triton import SumFormat, sum_warps
+from qkernels.rowwise import norm_act_quantize as fused_quant
+from qkernels.rowwise import quantize
+from qkernels.w8a8 import sm90 as w8a8_hopper
+from qkernels.w8a8 import triton_gemm as w8a8
+from qkernels.w8a8.config import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
 
 
 def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
@@ -77,11 +80,11 @@ def hopper_int8_case(
 def quantize_case(K: int, dtype: str = "i8") -> dict:
     pointers = {"x_ptr": BF16, "codes_ptr": f"*{dtype}", "scales_ptr": "*fp32"}
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
-    chunk, chunks, warps = act_quant.row_chunks(K, 2)
+    chunk, chunks, warps = quantize.row_chunks(K, 2)
     constants |= {"CHUNK": chunk, "CHUNKS": chunks} | LAUNCH
     options = {"num_warps": warps, "launch_pdl": True}
     scalars = {"stride_x": "i32", "K": "i32"}
-    return compile_kernel(act_quant._quantize_rows, pointers, scalars, constants, options)
+    return compile_kernel(quantize._quantize_rows, pointers, scalars, constants, options)
 
 
 def fused_case(kernel, C: int, parts: int = 0, **options) -> dict:
@@ -93,9 +96,9 @@ def fused_case(kernel, C: int, parts: int = 0, **options) -> dict:
     constants |= LAUNCH
     if "SUM" in kernel.arg_names:
         constants["SUM"] = SumFormat(parts=parts, dtype=tl.bfloat16)
-    warps = sum_warps(C) if parts else act_quant.row_warps(C)
+    warps = sum_warps(C) if parts else quantize.row_warps(C)
     if "CHUNK" in kernel.arg_names:
-        constants["CHUNK"], constants["CHUNKS"], warps = act_quant.row_chunks(C, 2)
+        constants["CHUNK"], constants["CHUNKS"], warps = quantize.row_chunks(C, 2)
     else:
         constants["BLOCK"] = C
     scalars = {"stride_part": "i32", "C": "i32", "I": "i32", "eps": "fp32"}

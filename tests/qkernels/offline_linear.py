@@ -5,11 +5,16 @@ from dataclasses import replace
 from offline import BF16, boxes, compile_kernel, compiled_kernel, dump, facts
 from sass import overlapped, overwritten_in_flight
 
-from qkernels import w4a16_digits, w4a16_hopper, w4a16_portable, w4a16_ring
-from qkernels.linear_format import LinearFormat
-from qkernels.tiles import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS, linear_digits_tile, linear_tile
-from qkernels.w4a16_hopper_tiles import linear_hopper_tile
-from qkernels.w4a16_ring_tiles import linear_ring_tile
+from qkernels.operands.limbs import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS
+from qkernels.wna16 import sm90_gemv_imma as w4a16_digits
+from qkernels.wna16 import sm90_large_m as w4a16_hopper
+from qkernels.wna16 import sm90_small_m as w4a16_ring
+from qkernels.wna16 import triton_gemm
+from qkernels.wna16.numerics import LinearFormat
+from qkernels.wna16.sm90_gemv_imma_config import linear_digits_tile
+from qkernels.wna16.sm90_large_m_config import linear_hopper_tile
+from qkernels.wna16.sm90_small_m_config import linear_ring_tile
+from qkernels.wna16.triton_config import linear_tile
 
 
 def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int = 4) -> dict:
@@ -46,7 +51,7 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
         constants["offsets_ptr"] = None
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": tile.warps} | ({"launch_pdl": True} if tile.early else {})
-    return compile_kernel(w4a16_portable._w4a16, pointers, scalars, constants, options)
+    return compile_kernel(triton_gemm._w4a16, pointers, scalars, constants, options)
 
 
 def hopper_linear_case(
@@ -58,7 +63,7 @@ def hopper_linear_case(
     group: int = 128,
     bits: int = 4,
 ) -> dict:
-    """The Hopper body of W4A16 and W8A16, at the tile of w4a16_hopper_tiles.py."""
+    """The Hopper body of W4A16 and W8A16, at the tile of sm90_large_m_config.py."""
     tile = linear_hopper_tile(M, N, K, group, bits, 132)
     pointers = {"scales_ptr": "*fp16", "offsets_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
     pointers |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
@@ -168,9 +173,9 @@ def dequantize_case() -> dict:
     pointers = {"words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": BF16}
     scalars = {"N": "i32", "K": "i32"}
     constants = {"MAGIC": 0x43004300, "OFFSET": 136, "BITS": 4, "BK": 128, "TILE_N": 64}
-    constants |= {"ROWS": w4a16_portable.DEQUANTIZE_ROWS, "INTERPRETED": False}
+    constants |= {"ROWS": triton_gemm.DEQUANTIZE_ROWS, "INTERPRETED": False}
     constants |= {"offsets_ptr": None, "STEPS_OF_GROUP": 1}
-    kernel = w4a16_portable._dequantize_weight
+    kernel = triton_gemm._dequantize_weight
     return compile_kernel(kernel, pointers, scalars, constants, {"num_warps": 1})
 
 

@@ -3,8 +3,9 @@
 import triton.language as tl
 from offline import BF16, compile_kernel
 
-from qkernels import elementwise, sampling
-from qkernels.load_sums import SumFormat, sum_warps
+from qkernels.operands.split_k_triton import SumFormat, sum_warps
+from qkernels.rowwise import norm_act
+from qkernels.sampling import triton_sample as sampling
 
 
 def sampling_case(kernel) -> dict:
@@ -32,7 +33,7 @@ def norm_case(block: int, parts: int = 0) -> dict:
     options = {"num_warps": sum_warps(block) if parts else 8, "launch_pdl": True}
     constants = {"BLOCK": block, "EARLY": True, "SUM": SumFormat(parts=parts, dtype=tl.bfloat16)}
     scalars = {"stride_part": "i32", "C": "i32", "eps": "fp32"}
-    return compile_kernel(elementwise._rms_norm, pointers, scalars, constants, options)
+    return compile_kernel(norm_act._rms_norm, pointers, scalars, constants, options)
 
 
 OTHERS = {

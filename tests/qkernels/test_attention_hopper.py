@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qkernels import dispatch, ops
-from qkernels.launch import workspace
+from qkernels.gpu.workspace import workspace
 
 pytestmark = pytest.mark.hopper
 
@@ -94,7 +94,7 @@ def coded_problem(problem):
 
 @pytest.fixture
 def check(problem, coded_problem, assert_close, tolerance, poison):
-    from qkernels import attention_hopper
+    from qkernels.attention import sm90_prefill as attention_hopper
 
     def run(
         counts,
@@ -171,7 +171,7 @@ def test_windows(check, half, window):
 
 
 def test_pages_before_the_window_are_not_read(problem, half):
-    from qkernels import attention_hopper
+    from qkernels.attention import sm90_prefill as attention_hopper
 
     (q, k, v, tables, starts, lengths), _ = problem([64], [2000], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}
@@ -227,7 +227,7 @@ def test_a_token_sees_the_same_alone_and_in_a_batch(check, half):
 
 def test_scores_that_float32_hardly_holds(problem, half):
     """Each row's scores differ by thousands, so all its weight is on one key."""
-    from qkernels import attention_hopper
+    from qkernels.attention import sm90_prefill as attention_hopper
 
     arguments, own = problem([200], [700], 8, 2, 128, 16, half)
     got = attention_hopper.paged_attention(
@@ -267,7 +267,7 @@ def test_a_captured_chunk_follows_its_inputs(problem, half):
 
 @pytest.mark.parametrize("first, last", [(1, 129), (0, 128)])
 def test_queries_whose_rows_are_not_multiples_of_16_bytes(problem, half, first, last):
-    from qkernels import attention_hopper
+    from qkernels.attention import sm90_prefill as attention_hopper
 
     (q, *rest), _ = problem([40, 1], [300, 99], 8, 2, 128, 16, half)
     wide = torch.zeros(41, 8, 131, dtype=half, device="cuda")
@@ -333,7 +333,7 @@ def test_windows_over_8_bit_pages(check, half, codes, window):
 
 @CODES
 def test_8_bit_pages_before_the_window_are_not_read(coded_problem, half, codes):
-    from qkernels import attention_hopper
+    from qkernels.attention import sm90_prefill as attention_hopper
 
     arguments, scales, _ = coded_problem(codes, [64], [2000], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}

@@ -2,13 +2,13 @@
 
 import pytest
 
-from qkernels.attention_tiles import (
+from qkernels.attention.config import (
     ATTENTION_MAX_SPLIT,
     CHUNK_MAX_SPLIT,
     attention_tile,
     chunk_split,
 )
-from qkernels.tiles import power_of_two
+from qkernels.gpu.config import power_of_two
 
 H200_SMS = 132
 

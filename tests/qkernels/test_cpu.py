@@ -12,12 +12,14 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
-from qkernels import QuantLinear, cpu_w8a8, dispatch, ops, supports
+from qkernels import QuantLinear, dispatch, ops
 from qkernels.dispatch import explain
 from qkernels.errors import KernelError
+from qkernels.w8a8 import cpu as cpu_w8a8
+from qkernels.wna16 import supports as wna16_supports
 
 packed_products = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in supports.FAST_CPUS,
+    torch.backends.cpu.get_cpu_capability() not in wna16_supports.FAST_CPUS,
     reason="torch has no fast packed products for this CPU",
 )
 exact_products = pytest.mark.skipif(
@@ -226,7 +228,7 @@ def test_the_int8_row_says_why_it_cannot(monkeypatch):
 def test_a_cpu_without_vnni_sums_wrongly_and_is_not_asked():
     """oneDNN, told to keep to AVX2, adds pairs of products in 16 bits."""
     code = (
-        "import torch; from qkernels import cpu_w8a8;"
+        "import torch; from qkernels.w8a8 import cpu as cpu_w8a8;"
         "a = torch.full((17, 256), 127, dtype=torch.int8);"
         "b = torch.full((256, 24), 127, dtype=torch.int8);"
         "exact = bool((torch._int_mm(a, b) == 256 * 127 * 127).all());"

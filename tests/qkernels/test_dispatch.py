@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
-from qkernels import dispatch, explain, launch, supports
-from qkernels.int8_tiles import Int8HopperTile, Int8Tile
-from qkernels.tile_table import TileRow
-from qkernels.tiles import LinearDigitsTile
-from qkernels.w4a16_hopper_tiles import LinearHopperTile
+from qkernels import dispatch, explain
+from qkernels import problem as problem_module
+from qkernels.attention import supports as attention_supports
+from qkernels.gpu import device
+from qkernels.gpu import device as gpu_device
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.table import TileRow
+from qkernels.w8a8.config import Int8HopperTile, Int8Tile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
 
@@ -41,12 +46,12 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
         problem = linear_problem(spec=spec, in_features=256)
         return next(each.reason for each in explain("linear", **problem) if each.taken)
 
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
     assert note(128).endswith("up to 64 through the ring, many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
     assert note(128, bits=8).endswith("up to 4 rows go as digits, many rows take the Hopper body")
     assert note(64).endswith("takes groups divisible by 128, not 64")
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: "written for sm_90")
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: "written for sm_90")
     other = "all rows take the portable body; those for Hopper: written for sm_90"
     assert note(128).endswith(other)
 
@@ -57,14 +62,14 @@ def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
         shape = {"out_features": 64, "in_features": 256} | changes
         return explain("linear", **linear_problem(spec=spec, **shape))[0].reason
 
-    table = launch.TileTable(gpu="made up")
+    table = tuning_table.TileTable(gpu="made up")
     tiles = {512: LinearHopperTile(blocks=132), 3: LinearDigitsTile(), 4096: None}
     for M, tile in tiles.items():
         problem = {"N": 64, "K": 256, "group": 128, "bits": 4, "M": M}
         times = {"microseconds": 1.0, "default_microseconds": None}
         table.add_(TileRow(op="w4a16", problem=problem, tile=tile, **times))
-    monkeypatch.setattr(supports, "tile_table_of", lambda device: table)
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(tuning_table, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
     assert "measured" not in reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -99,7 +104,7 @@ def w8a8_problem(**changes):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
@@ -110,7 +115,7 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, sm_90):
     """Of the kernel's own kind alone: it passes over the other's."""
-    table = launch.TileTable(gpu="made up")
+    table = tuning_table.TileTable(gpu="made up")
     tiles = {
         100: Int8HopperTile(parts=1, block_right=64),
         3: Int8HopperTile(parts=2, block_right=16),
@@ -120,8 +125,8 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
         problem = {"N": 64, "K": 256, "integers": True, "M": M}
         times = {"microseconds": 1.0, "default_microseconds": None}
         table.add_(TileRow(op="w8a8", problem=problem, tile=tile, **times))
-    monkeypatch.setattr(supports, "tile_table_of", lambda device: table)
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    monkeypatch.setattr(tuning_table, "tile_table_of", lambda device: table)
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
 
     def reason(name="w8a8", **changes):
         scheme = Scheme.parse(name)
@@ -148,7 +153,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
     ],
 )
 def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: lacks)
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: lacks)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "hopper_w8a8")
     assert not row.taken and reason in row.reason
@@ -245,7 +250,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
     monkeypatch, changes, reason
 ):
     pytest.importorskip("triton")
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
     row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
     assert row.name == "triton_hopper" and row.taken == (reason is None)
@@ -255,7 +260,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
 def test_other_gpus_take_the_portable_attention(monkeypatch):
     pytest.importorskip("triton")
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
-    monkeypatch.setattr(supports, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
+    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
     rows = explain("paged_attention", **problem, chunk=True)
     assert taken(rows) == ["triton"] and "sm_80" in rows[0].reason
 
@@ -274,13 +279,13 @@ def test_gluon_needs_hopper_and_a_recent_triton(monkeypatch, capability, version
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    found = launch.lacks_gluon.__wrapped__(torch.device("cuda", 0))
+    found = device.lacks_gluon.__wrapped__(torch.device("cuda", 0))
     assert found is None if reason is None else reason in found
-    assert "cpu" in launch.lacks_gluon.__wrapped__(torch.device("cpu"))
+    assert "cpu" in device.lacks_gluon.__wrapped__(torch.device("cpu"))
 
 
 def test_missing_triton_is_a_reason(monkeypatch):
-    monkeypatch.setattr(supports, "_has_triton", lambda: False)
+    monkeypatch.setattr(problem_module, "has_triton", lambda: False)
     for op in ("linear", "rms_norm", "paged_attention"):
         explanation = explain(op, **linear_problem(head_dim=64, page_size=16))
         assert taken(explanation) == ["reference"]
@@ -292,7 +297,9 @@ def test_every_row_has_its_module_and_function():
     import importlib
 
     for row in dispatch.KERNELS:
-        assert callable(getattr(importlib.import_module(row.module), row.op)), row.name
+        assert callable(getattr(importlib.import_module(f"qkernels.{row.module}"), row.op)), (
+            row.name
+        )
 
 
 def test_dense_on_a_gpu_only_by_name():
@@ -305,9 +312,9 @@ def test_dense_on_a_gpu_only_by_name():
 def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
     problem["pages_dtype"] = torch.float8_e4m3fn
-    monkeypatch.setattr(supports, "_has_float8_products", lambda: True)
+    monkeypatch.setattr(attention_supports, "has_float8_products", lambda: True)
     assert taken(explain(op, **problem)) == ["triton"]
-    monkeypatch.setattr(supports, "_has_float8_products", lambda: False)
+    monkeypatch.setattr(attention_supports, "has_float8_products", lambda: False)
     explanation = explain(op, **problem)
     reason = next(choice.reason for choice in explanation if choice.name == "triton")
     assert taken(explanation) == ["reference"] and "sm_89" in reason

@@ -9,10 +9,11 @@ from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import QuantLinear, ops, reference
-from qkernels.launch import workspace
-from qkernels.tiles import LINEAR_MAX_ROWS
+from qkernels.attention import reference as attention_reference
+from qkernels.gpu.workspace import workspace
+from qkernels.wna16.triton_config import LINEAR_MAX_ROWS
 
-w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 pytestmark = pytest.mark.gpu
 
@@ -190,7 +191,7 @@ def test_attention_shapes(assert_close, tolerance, dtype, poison, H, J, D, count
     exact = [t.float() if t.is_floating_point() else t for t in inputs]
     # the other backends may round float32 to tf32
     with sdpa_kernel(SDPBackend.MATH):
-        want = reference.paged_attention(*exact, **shared)
+        want = attention_reference.paged_attention(*exact, **shared)
     assert_close("attention", want, got, tolerance(dtype))
 
 
@@ -234,7 +235,7 @@ def test_attention_shapes_in_8_bits(
     inputs = (*pages, tables, starts, lengths_R)
     got = ops.paged_attention(q, *inputs, **shared)
     with sdpa_kernel(SDPBackend.MATH):
-        want = reference.paged_attention(q.float(), *inputs, **shared)
+        want = attention_reference.paged_attention(q.float(), *inputs, **shared)
     assert_close("attention", want, got, tolerance(dtype) + (5e-6 if soft_cap else 0))
     assert torch.equal(got, ops.paged_attention(q, *inputs, **shared)), "equal inputs, equal bits"
 

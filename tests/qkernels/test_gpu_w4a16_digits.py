@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from qkernels import ops
-from qkernels.tiles import LINEAR_DIGITS_MAX_ROWS, LinearDigitsTile, linear_digits_tile
+from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile, linear_digits_tile
 from tests.qkernels.digit_products import check_product, random_x
 
-w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 

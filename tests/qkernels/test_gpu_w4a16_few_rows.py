@@ -5,11 +5,11 @@ import torch
 
 from formats.bits import pack
 from qkernels import ops
-from qkernels.tiles import LinearDigitsTile
-from qkernels.w4a16_ring_tiles import LINEAR_RING_ROWS, LinearRingTile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_small_m_config import LINEAR_RING_ROWS, LinearRingTile
 from tests.qkernels.digit_products import check_product, random_x
 
-w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 

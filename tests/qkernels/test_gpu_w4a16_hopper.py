@@ -7,10 +7,10 @@ import torch
 
 from formats.bits import pack
 from qkernels import ops
-from qkernels.launch import workspace
-from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
+from qkernels.gpu.workspace import workspace
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile, linear_hopper_tile
 
-w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from qkernels import launch, ops, part_ops
-from qkernels.partial_sums import PartialSums, split_heads
-from qkernels.w4a16_ring_tiles import (
+from qkernels import ops
+from qkernels.gpu import device, workspace
+from qkernels.linear import ops as part_ops
+from qkernels.operands.split_k import PartialSums, split_heads
+from qkernels.wna16.sm90_small_m_config import (
     LINEAR_RING_ROWS,
     LinearRingTile,
     linear_parts_tile,
@@ -13,8 +15,8 @@ from qkernels.w4a16_ring_tiles import (
 )
 from tests.qkernels.digit_products import check_product, random_x
 
-w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
-w4a16_ring = pytest.importorskip("qkernels.w4a16_ring", exc_type=ImportError)
+w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
+w4a16_ring = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
 offset_of = w4a16.offset_of
 
 pytestmark = pytest.mark.hopper
@@ -67,7 +69,7 @@ def test_many_times_the_same(make_weight, half, rows, split):
     want = w4a16.linear(x, weight, tile=tile)
     results = [w4a16.linear(x, weight, tile=tile) for _ in range(200)]
     assert all(torch.equal(each, want) for each in results)
-    assert not launch.workspace(x.device)[1].any()
+    assert not workspace.workspace(x.device)[1].any()
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
@@ -109,7 +111,7 @@ def test_parts_for_the_next_operation(make_weight, half, reader, M):
         return y, ops.linear(y, second)
 
     def both():
-        y = part_ops.linear_for(reader, x, first, bias)
+        y = ops.linear_for(reader, x, first, bias)
         assert isinstance(y, PartialSums)
         return read(y)
 
@@ -120,7 +122,7 @@ def test_parts_for_the_next_operation(make_weight, half, reader, M):
     for _ in range(3):
         x.normal_()
         graph.replay()
-        tile = linear_parts_tile(reader, M, 1024, 2048, 128, 4, launch.sm_count(x.device))
+        tile = linear_parts_tile(reader, M, 1024, 2048, 128, 4, device.sm_count(x.device))
         want = read(w4a16.linear(x, first, bias, tile=tile))
         for a, b in zip(got, want, strict=True):
             assert (a - b).float().norm() <= 4 * torch.finfo(half).eps * b.float().norm()

@@ -6,11 +6,11 @@ import torch
 from formats.scheme import Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
-from qkernels.int8_tiles import Int8HopperTile, int8_hopper_tile
-from qkernels.launch import workspace
-from qkernels.prepared import PreparedWeight
+from qkernels.gpu.workspace import workspace
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.w8a8.config import Int8HopperTile, int8_hopper_tile
 
-hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
+hopper = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 

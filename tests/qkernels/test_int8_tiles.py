@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from qkernels.int8_tiles import fitted, int8_hopper_tile, int8_tile
-from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS, ceil_div
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+from qkernels.w8a8.config import fitted, int8_hopper_tile, int8_tile
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
 
 
-# shape -> M -> (block_m, block_n, split): the settings whose times stand in int8_tiles.py
+# shape -> M -> (block_m, block_n, split): the settings whose times stand in w8a8/config.py
 MEASURED_INT8 = {
     "qkv": {16: (16, 64, 1), 64: (64, 64, 1), 128: (128, 64, 1), 1024: (128, 256, 1)},
     "o": {1: (16, 64, 1), 256: (128, 64, 1), 512: (128, 128, 1), 4096: (128, 256, 1)},

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels import paged_attention
-from qkernels.attention_tiles import attention_tile
-from qkernels.digits import DigitForm
-from qkernels.launch import sm_count
-from qkernels.reference_digits import inputs_of
+from qkernels.attention import triton_paged as paged_attention
+from qkernels.attention.config import attention_tile
+from qkernels.gpu.device import sm_count
+from qkernels.operands.limbs import DigitForm
+from qkernels.operands.limbs_reference import inputs_of
 
 
 def exact(q, k, v, count, length, scale, window, soft_cap):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qkernels.attention_merge import merge_parts
-from qkernels.digits import DigitForm
-from qkernels.reference_digits import inputs_of
+from qkernels.attention.merge_splits import merge_parts
+from qkernels.operands.limbs import DigitForm
+from qkernels.operands.limbs_reference import inputs_of
 
 
 @pytest.fixture

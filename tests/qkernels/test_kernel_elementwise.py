@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from formats.scheme import ActivationSpec
-from qkernels import elementwise, fused_quant, reference
+from qkernels.attention import reference as attention_reference
+from qkernels.attention import rope
+from qkernels.rowwise import norm_act
+from qkernels.rowwise import norm_act_quantize as fused_quant
+from qkernels.rowwise import reference as rowwise_reference
 
 
 @pytest.fixture
@@ -16,10 +20,10 @@ def randn(device, dtype):
 @pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (2, 5, 48)])
 def test_rms_norm(randn, assert_close, tolerance, dtype, poison, shape):
     x, weight = randn(*shape), randn(shape[-1])
-    want = reference.rms_norm(x, weight, 1e-5)
-    assert_close("rms_norm", want, elementwise.rms_norm(x, weight, 1e-5), tolerance(dtype))
-    got, total = elementwise.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
-    want, want_total = reference.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
+    want = rowwise_reference.rms_norm(x, weight, 1e-5)
+    assert_close("rms_norm", want, norm_act.rms_norm(x, weight, 1e-5), tolerance(dtype))
+    got, total = norm_act.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
+    want, want_total = rowwise_reference.add_rms_norm(x, 3 * x + 1, weight, 1e-5)
     assert_close("add_rms_norm", want, got, tolerance(dtype))
     assert torch.equal(total, want_total)
 
@@ -29,7 +33,7 @@ def test_the_norm_sees_the_sum_as_it_is_stored(half, device):
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(16, 512, generator=generator).to(device, half) for _ in range(2))
     weight = torch.ones(512, device=device, dtype=half)
-    got, total = elementwise.add_rms_norm(x, residual, weight, 1e-5)
+    got, total = norm_act.add_rms_norm(x, residual, weight, 1e-5)
     stored, unrounded = (x + residual).float(), x.float() + residual.float()
     assert torch.equal(total.float(), stored)
     shares = []
@@ -50,7 +54,7 @@ def test_the_quantized_norm_sees_the_sum_as_it_is_stored(half, device):
     shares = []
     for seen in (got[2].float(), unrounded):
         normed = seen * torch.rsqrt(seen.square().mean(-1, keepdim=True) + 1e-5)
-        scales = reference.quantize_input(normed.to(half), ActivationSpec())[1]
+        scales = rowwise_reference.quantize_input(normed.to(half), ActivationSpec())[1]
         shares.append(float((got[1] != scales).float().mean()))
     # a scale is the row's largest value, rounded; the inverse root's last bit moves few of them
     assert shares[0] < 0.1 and shares[1] > 0.2, shares
@@ -59,15 +63,15 @@ def test_the_quantized_norm_sees_the_sum_as_it_is_stored(half, device):
 def test_rms_norm_of_a_slice(randn, assert_close, tolerance, dtype):
     """Query heads inside a fused projection."""
     qkv, weight = randn(3, 6, 32), randn(32)
-    want = reference.rms_norm(qkv[:, :4], weight, 1e-6)
-    assert_close("slice", want, elementwise.rms_norm(qkv[:, :4], weight, 1e-6), tolerance(dtype))
+    want = rowwise_reference.rms_norm(qkv[:, :4], weight, 1e-6)
+    assert_close("slice", want, norm_act.rms_norm(qkv[:, :4], weight, 1e-6), tolerance(dtype))
 
 
 @pytest.mark.parametrize("width", [24, 1025])
 def test_silu_and_mul(randn, assert_close, tolerance, dtype, poison, width):
     x = randn(3, 2 * width)
-    want = reference.silu_and_mul(x)
-    assert_close("silu_and_mul", want, elementwise.silu_and_mul(x), tolerance(dtype))
+    want = rowwise_reference.silu_and_mul(x)
+    assert_close("silu_and_mul", want, norm_act.silu_and_mul(x), tolerance(dtype))
 
 
 @pytest.mark.parametrize("D, width", [(32, 32), (80, 80), (64, 16)])
@@ -76,7 +80,7 @@ def test_rope(randn, assert_close, tolerance, device, dtype, poison, D, width):
     angle = torch.rand(40, width // 2) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
     positions = torch.tensor([0, 39, 7, 7, 12], device=device)
-    want = reference.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
-    got = elementwise.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
+    want = attention_reference.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
+    got = rope.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
     for name, a, b in zip("qk", want, got, strict=True):
         assert_close(name, a, b, tolerance(dtype))

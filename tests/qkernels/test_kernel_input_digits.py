@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qkernels import digit_ops, ops
-from qkernels.digits import DigitForm
-from qkernels.reference_digits import input_digits, inputs_of
+from qkernels import ops
+from qkernels.operands.limbs import DigitForm
+from qkernels.operands.limbs_reference import input_digits, inputs_of
 from tests.qkernels.digit_bits import written
 
 FORMS = [(M, DigitForm(bits=bits, with_sums=M > 1)) for M in (1, 2, 3, 4) for bits in (4, 8)]
@@ -20,7 +20,7 @@ def random_inputs(M, K, dtype, spread=0):
 
 
 def poison(device):
-    from qkernels.launch import workspace
+    from qkernels.gpu.workspace import workspace
 
     workspace(device)[0].fill_(float("nan"))
 
@@ -45,7 +45,7 @@ def test_digits(half, device, M, form, spread):
     x = random_inputs(M, 384, half, spread).to(device)
     x[0, 5], x[-1, :128] = 0, 0
     poison(device)
-    digits = digit_ops.input_digits(x, form, kernel="triton")
+    digits = ops.input_digits(x, form, kernel="triton")
     check_equal(digits, lambda: input_digits(x, form))
 
 
@@ -55,7 +55,7 @@ def test_what_is_no_number(half, device, M, form):
     x = random_inputs(M, 256, half)
     x[-1, 200] = float("inf")
     x[0, 3] = float("nan")
-    values = inputs_of(digit_ops.input_digits(x.to(device), form, kernel="triton")).cpu()
+    values = inputs_of(ops.input_digits(x.to(device), form, kernel="triton")).cpu()
     assert values[0, :128].isnan().all() and values[-1, 128:].isnan().all()
     other = values.clone()
     other[0, :128], other[-1, 128:] = 0, 0
@@ -69,7 +69,7 @@ def test_rows_with_strides_and_at_an_odd_address(half, device, M, form):
     x = random_inputs(M, 257, half).to(device)
     for given in (x[:, 1:], x.flatten()[1 : 1 + M * 256].view(M, 256)):
         check_equal(
-            digit_ops.input_digits(given, form, kernel="triton"),
+            ops.input_digits(given, form, kernel="triton"),
             lambda given=given: input_digits(given.contiguous(), form),
         )
 
@@ -88,11 +88,11 @@ def test_norm(half, device, M, form, C, add):
     weight = random_inputs(1, C, half)[0].to(device)
     poison(device)
     if add:
-        digits, total = digit_ops.add_rms_norm_digits(x, residual, weight, 1e-5, form, "triton")
+        digits, total = ops.add_rms_norm_digits(x, residual, weight, 1e-5, form, "triton")
         want, want_total = ops.add_rms_norm(x, residual, weight, 1e-5)
         assert torch.equal(total, want_total)
     else:
-        digits = digit_ops.rms_norm_digits(x, weight, 1e-5, form, "triton")
+        digits = ops.rms_norm_digits(x, weight, 1e-5, form, "triton")
         want = ops.rms_norm(x, weight, 1e-5)
     values = inputs_of(digits).to(half)
     check_near(values, want)
@@ -101,7 +101,7 @@ def test_norm(half, device, M, form, C, add):
 
 @pytest.mark.parametrize("add", [False, True])
 def test_norm_of_a_row_that_registers_do_not_hold(half, device, add, monkeypatch):
-    from qkernels import fused_digits
+    from qkernels.rowwise import norm_act_limbs as fused_digits
 
     monkeypatch.setattr(fused_digits, "MOST_CHANNELS", 128)
     test_norm(half, device, 3, DigitForm(bits=4), 256, add)
@@ -113,7 +113,7 @@ def test_silu_and_mul(half, device, M, form):
     x = random_inputs(M, 2 * width, half).to(device)
     want = ops.silu_and_mul(x)
     poison(device)
-    digits = digit_ops.silu_and_mul_digits(x, form, kernel="triton")
+    digits = ops.silu_and_mul_digits(x, form, kernel="triton")
     values = inputs_of(digits).to(half)
     check_near(values, want)
     check_equal(digits, lambda: input_digits(values, form))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from qkernels import kv_cache, reference
+from qkernels import reference
+from qkernels.attention import reference as attention_reference
+from qkernels.attention import rope_write_kv as kv_cache
 
 P, B, J, H = 4, 16, 2, 6
 CODES = [torch.int8, torch.float8_e4m3fn]
@@ -110,7 +112,7 @@ def test_rope_and_write(
     q_got = kv_cache.rope_write_kv_(*inputs, *got[:2], slots, *got[2:], **norms, settled=normed)
     norms = {n: x.cpu() if torch.is_tensor(x) else x for n, x in norms.items()}
     inputs = [x.cpu() for x in inputs]
-    q_want = reference.rope_write_kv_(*inputs, *want[:2], slots.cpu(), *want[2:], **norms)
+    q_want = attention_reference.rope_write_kv_(*inputs, *want[:2], slots.cpu(), *want[2:], **norms)
     got = [t.cpu() for t in got]
     assert_close("q", q_want, q_got, tolerance(dtype))
     if codes is None:

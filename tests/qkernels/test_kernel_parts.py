@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from formats.scheme import ActivationSpec
-from qkernels import elementwise, fused_quant, kv_cache
-from qkernels.partial_sums import PartialSums, split_heads
+from qkernels.attention import rope_write_kv as kv_cache
+from qkernels.operands.split_k import PartialSums, split_heads
+from qkernels.rowwise import norm_act
+from qkernels.rowwise import norm_act_quantize as fused_quant
 
 P, B, J, H = 4, 16, 2, 6
 ROUNDINGS = [ActivationSpec(), ActivationSpec(type="float")]
@@ -34,9 +36,9 @@ def test_norm(random_parts, device, dtype, poison, parts, rows, C):
     x = random_parts(parts, rows, C)
     residual, weight = (torch.randn(n, C, device=device).to(dtype) for n in (rows, 1))
     norm = residual, weight[0], 1e-5
-    normed, total = elementwise.add_rms_norm(x, *norm)
+    normed, total = norm_act.add_rms_norm(x, *norm)
     assert total.dtype == dtype
-    want, want_total = elementwise.add_rms_norm(x.total(), *norm)
+    want, want_total = norm_act.add_rms_norm(x.total(), *norm)
     assert torch.equal(total, want_total)
     # rows in more warps: sums of squares in another order, last bits of the result
     off = (normed.float() - want.float()).abs().max()

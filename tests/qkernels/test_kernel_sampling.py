@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkernels import reference_sampling, sampling
-from qkernels.sample_settings import INVALID_TOKEN, SampleRow, SampleSettings
+from qkernels.sampling import reference as reference_sampling
+from qkernels.sampling import triton_sample as sampling
+from qkernels.sampling.settings import INVALID_TOKEN, SampleRow, SampleSettings
 
 ON_GPU = torch.cuda.is_available()
 SIZES = (33, 1000, 5001, 128256, 151936) if ON_GPU else (33, 2100)

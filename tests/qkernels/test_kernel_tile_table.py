@@ -1,15 +1,19 @@
-"""A row of the table of measured tiles is what a kernel runs, not the choice of tiles.py."""
+"""A row of the table of measured tiles is what a kernel runs, not the choice of the config."""
 
 import torch
 
 from formats.scheme import CHANNEL, Scheme
 from formats.weights import with_activation
-from qkernels import launch, ops, paged_attention, w4a16, w8a8
-from qkernels.attention_tiles import AttentionTile
-from qkernels.int8_tiles import Int8Tile
-from qkernels.tile_table import TileRow
-from qkernels.tiles import LinearTile
-from qkernels.w4a16_hopper_tiles import LinearHopperTile
+from qkernels import ops
+from qkernels.attention import triton_paged as paged_attention
+from qkernels.attention.config import AttentionTile
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.table import TileRow
+from qkernels.w8a8 import triton_gemm as w8a8
+from qkernels.w8a8.config import Int8Tile
+from qkernels.wna16 import gemm
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile
+from qkernels.wna16.triton_config import LinearTile
 
 
 def row(op, problem, tile):
@@ -17,37 +21,37 @@ def row(op, problem, tile):
 
 
 def no_default(*args, **kwargs):
-    raise AssertionError("tiles.py was asked, though the table has a row")
+    raise AssertionError("the config was asked, though the table has a row")
 
 
 def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     packed = make_weight(128, 256, 64)
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
     x = torch.randn(5, 256).to(device, half)
-    monkeypatch.setattr(w4a16, "chosen_linear_tile", no_default)
+    monkeypatch.setattr(gemm, "chosen_linear_tile", no_default)
     problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 8}
     want = x.double() @ packed.dequantize(torch.float64).t()
     for tile in (LinearTile(block_m=16, block_n=128, split=3), None):
-        with launch.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
-            assert_close("w4a16", want, w4a16.linear(x, weight), tolerance(half))
+        with tuning_table.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
+            assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
 
 
 def test_w4a16_parts_that_cannot_all_run_are_not_taken(
     make_weight, device, half, monkeypatch, assert_close, tolerance
 ):
-    """They would wait for each other for good, so tiles.py is asked, whatever the table says."""
+    """They would wait for each other for good, so the config is asked, whatever the table says."""
     packed = make_weight(128, 512, 128)
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
     x = torch.randn(17, 512).to(device, half)
     default = LinearTile(block_m=32, block_n=64, split=1)
-    monkeypatch.setattr(w4a16, "chosen_linear_tile", lambda *_: default)
-    monkeypatch.setattr(w4a16, "sm_count", lambda device: 3)
+    monkeypatch.setattr(gemm, "chosen_linear_tile", lambda *_: default)
+    monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
     problem = {"N": 128, "K": 512, "group": 128, "bits": 4, "M": 32}
     tile = LinearHopperTile(blocks=132, block_m=64, split=4)
-    with launch.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
-        assert w4a16._chosen_tile(x.device, 17, 128, 512, 128, 4) is default
+    with tuning_table.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
+        assert gemm._chosen_tile(x.device, 17, 128, 512, 128, 4) is default
         want = x.double() @ packed.dequantize(torch.float64).t()
-        assert_close("w4a16", want, w4a16.linear(x, weight), tolerance(half))
+        assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
 
 
 def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):
@@ -60,7 +64,7 @@ def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):
     problem = {"N": 64, "K": 256, "integers": True, "M": 8}
     tile = Int8Tile(block_m=16, block_n=64, split=2)
     want = codes.double() * scales.double() @ packed.dequantize(torch.float64).t()
-    with launch.tile_table_of(x.device).trying(row("w8a8", problem, tile)):
+    with tuning_table.tile_table_of(x.device).trying(row("w8a8", problem, tile)):
         assert_close("w8a8", want, w8a8.linear_codes(codes, scales, weight), tolerance(half))
 
 
@@ -85,6 +89,6 @@ def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
         "window": None,
     }
     tile = AttentionTile(block_m=16, block_q=8, keys=16, split=2, warps=4, stages=2)
-    with launch.tile_table_of(q.device).trying(row("paged_attention", problem, tile)):
+    with tuning_table.tile_table_of(q.device).trying(row("paged_attention", problem, tile)):
         got = paged_attention.paged_attention(*arguments, **options)
     assert_close("paged_attention", want, got, tolerance(half))

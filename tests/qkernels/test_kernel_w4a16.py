@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from qkernels import ops, w4a16
-from qkernels.tiles import LINEAR_MAX_ROWS, LinearTile
+from qkernels import ops
+from qkernels.gpu.workspace import workspace
+from qkernels.wna16 import gemm, prepack
+from qkernels.wna16.triton_config import LINEAR_MAX_ROWS, LinearTile
 
 GROUPS = (32, 64, 128, 256, -1)
 
@@ -15,7 +17,7 @@ def check(assert_close, tolerance):
 
     def run(packed, x, bias=None, tile=None):
         weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
-        got = w4a16.linear(x, weight, bias, tile=tile)
+        got = gemm.linear(x, weight, bias, tile=tile)
         weight_NK = packed.dequantize(torch.float64)
         want = x.double() @ weight_NK.t()
         magnitude = x.double().abs() @ weight_NK.abs().t()
@@ -24,7 +26,7 @@ def check(assert_close, tolerance):
         assert got.dtype == x.dtype
         assert_close("w4a16", want, got, tolerance(x.dtype))
         eps = torch.finfo(x.dtype).eps
-        # above the threshold of tiles.py the weights are rounded too
+        # above the threshold of the config the weights are rounded too
         scratch = tile is None and x.shape[0] > LINEAR_MAX_ROWS
         bound = eps * want.abs() + (eps if scratch else 2**-14) * magnitude
         assert ((got.double() - want).abs() <= bound).all(), "an element is off"
@@ -77,7 +79,7 @@ def test_each_input_meets_its_own_code(make_weight, device, half, bits):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     packed = make_weight(72, 128, 64, symmetric=False, bits=bits)
     weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
-    got = w4a16.linear(torch.eye(128, dtype=half, device=device), weight)
+    got = gemm.linear(torch.eye(128, dtype=half, device=device), weight)
     assert torch.equal(got.t(), packed.dequantize(half))
 
 
@@ -87,7 +89,7 @@ def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, g
     for bits in (4, 8):
         packed = make_weight(72, 256, group, symmetric, bits=bits)
         weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
-        assert torch.equal(w4a16.dequantize(weight), packed.dequantize(half))
+        assert torch.equal(gemm.dequantize(weight), packed.dequantize(half))
 
 
 def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poison):
@@ -101,7 +103,7 @@ def test_split_sums_every_part_once(check, make_weight, device, half, poison, sp
     """9 steps: the parts differ in length, and 8 parts leave some with one step."""
     packed, bias = make_weight(136, 9 * 32, 32, bits=8), torch.randn(136).to(device, half)
     tile = LinearTile(block_m=16, block_n=64, split=split, warps=4, stages=3)
-    partials, counters = w4a16.workspace(device)
+    partials, counters = workspace(device)
     partials.fill_(float("nan"))
     first = check(packed, random_x(19, 9 * 32, half, device), bias, tile)
     assert not counters.any(), "the kernel must leave its counters at zero"
@@ -152,17 +154,17 @@ def test_gradient_reaches_x(make_weight, device, half):
 def test_private_order_golden_words():
     """The literals of qkernels/README.md."""
     k = torch.arange(32, dtype=torch.uint8)[None]
-    words = w4a16.fragment_order(k % 16)[0].tolist()
+    words = prepack.fragment_order(k % 16)[0].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0x91918080, 0xB3B3A2A2, 0xD5D5C4C4, 0xF7F7E6E6]
-    words = w4a16.fragment_order(k // 2)[0].tolist()
+    words = prepack.fragment_order(k // 2)[0].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0xC840C840, 0xD951D951, 0xEA62EA62, 0xFB73FB73]
-    words = w4a16.byte_order(7 * k)[0].tolist()
+    words = prepack.byte_order(7 * k)[0].tolist()
     assert [w & 0xFFFFFFFF for w in words[:4]] == [0x3F073800, 0x4D15460E, 0x5B23541C, 0x6931622A]
 
 
 def test_words_of_one_thread_lie_side_by_side(make_weight, device, half):
     """Word t of every 32 inputs of a step: 16 bytes where the step is 128."""
-    for bits, order in ((4, w4a16.fragment_order), (8, w4a16.byte_order)):
+    for bits, order in ((4, prepack.fragment_order), (8, prepack.byte_order)):
         packed = make_weight(72, 256, 128, bits=bits)
         weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
         words_NKct = order(packed.codes()).view(72, 2, -1, 4)

@@ -6,10 +6,11 @@ import itertools
 import pytest
 import torch
 
-from qkernels import launch, ops
+from qkernels import ops
+from qkernels.gpu import device, launch
 
 triton = pytest.importorskip("triton")
-descriptors = pytest.importorskip("qkernels.descriptors")
+descriptors = pytest.importorskip("qkernels.gpu.tma")
 
 WIDE = 2**31
 
@@ -132,7 +133,7 @@ def portable(tensor, block):
 
 
 def gluon(tensor, block):
-    names = pytest.importorskip("qkernels.gluon_names")
+    names = pytest.importorskip("qkernels.gpu.gluon_compat")
     return names.descriptor(tensor, list(block))
 
 
@@ -165,7 +166,7 @@ def test_a_descriptor_is_what_triton_makes(describe):
 
 def test_what_counts_as_like_is_like_to_triton(monkeypatch):
     """Every pair of arguments with equal keys, by the function that Triton itself asks."""
-    if launch.INTERPRETED:
+    if device.INTERPRETED:
         pytest.skip("the interpreter compiles nothing")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend

@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qkernels import digit_ops, ops
-from qkernels.digits import DigitForm
+from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.linear_choice import chosen_linear_tile
-from qkernels.tiles import LinearDigitsTile, LinearTile
-from qkernels.w4a16_hopper_tiles import LinearHopperTile
-from qkernels.w4a16_ring_tiles import LinearRingTile
+from qkernels.operands.limbs import DigitForm
+from qkernels.wna16.configs import chosen_linear_tile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile
+from qkernels.wna16.sm90_small_m_config import LinearRingTile
+from qkernels.wna16.triton_config import LinearTile
 
-w4a16 = pytest.importorskip("qkernels.w4a16", exc_type=ImportError)
+w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 H200 = 132
 
@@ -70,17 +71,17 @@ def test_a_weight_takes_the_digits_of_its_body_and_no_other(monkeypatch, make_we
     monkeypatch.setattr(w4a16, "_chosen_tile", lambda *_, made: tile if made else None)
     handed = []
     monkeypatch.setattr(w4a16, "_linear_digits", lambda *given: handed.append(given))
-    assert digit_ops.digit_form(weight, 3) == form
-    assert digit_ops.digit_form(weight, 5) is None
+    assert ops.digit_form(weight, 3) == form
+    assert ops.digit_form(weight, 5) is None
     x = torch.zeros(3, 256, dtype=torch.float16)
     for asked in (DigitForm(bits=4, with_sums=True), DigitForm(bits=4)):
-        digits = digit_ops.input_digits(x, asked, kernel="reference")
+        digits = ops.input_digits(x, asked, kernel="reference")
         if asked == form:
-            digit_ops.linear_digits(digits, weight)
+            ops.linear_digits(digits, weight)
             assert handed == [(digits, weight, None, tile)]
         else:
             with pytest.raises(KernelError, match="linear_digits digits: expected"):
-                digit_ops.linear_digits(digits, weight)
+                ops.linear_digits(digits, weight)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import torch
 
 from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec
-from qkernels import input_forms, ops, part_ops
-from qkernels.digits import DigitForm
+from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.partial_sums import PartialSums, added, split_heads
-from qkernels.prepared import Codes, InputRounding
+from qkernels.linear import input_forms
+from qkernels.linear import ops as part_ops
+from qkernels.operands.codes import Codes, InputRounding
+from qkernels.operands.limbs import DigitForm
+from qkernels.operands.split_k import PartialSums, added, split_heads
 
 H, J, D = 4, 2, 8
 
@@ -107,7 +109,7 @@ def test_forms_are_made_of_parts():
         lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
         lambda x: ops.write_kv_(x, x, x.parts, x.parts, torch.arange(5)),
         lambda x: ops.linear(x, weight_of(16)),
-        lambda x: part_ops.linear_for("norm", x, weight_of(16)),
+        lambda x: ops.linear_for("norm", x, weight_of(16)),
     ],
 )
 def test_what_does_not_add_them_says_so(call):
@@ -145,6 +147,6 @@ def test_a_row_that_leaves_no_parts_adds_them_itself():
         assert torch.equal(got, ops.linear(x, weight, bias))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
     sorting = replace(weight, input_order=order)
-    assert torch.equal(part_ops.linear_for("norm", x, sorting), ops.linear(x[:, order], weight))
+    assert torch.equal(ops.linear_for("norm", x, sorting), ops.linear(x[:, order], weight))
     with pytest.raises(KernelError, match="linear bias"):
-        part_ops.linear_for("norm", x, weight, bias[:8])
+        ops.linear_for("norm", x, weight, bias[:8])

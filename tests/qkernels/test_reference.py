@@ -5,7 +5,10 @@ import torch
 
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
-from qkernels import dense, reference
+from qkernels.attention import reference as attention_reference
+from qkernels.linear import dense
+from qkernels.linear import reference as linear_reference
+from qkernels.rowwise import reference as rowwise_reference
 
 HALF = torch.bfloat16
 
@@ -21,7 +24,7 @@ def test_linear(assert_close, bits, symmetric):
     packed = PackedWeight.from_float(randn(64, 96), spec)
     x, bias = randn(2, 3, 96, seed=1), randn(64)
     want = x.double() @ packed.dequantize(torch.float64).t() + bias.double()
-    for module in (reference, dense):
+    for module in (linear_reference, dense):
         weight = module.prepare_weight(packed, torch.float32)
         assert_close(module.__name__, want, module.linear(x, weight, bias), 1e-6)
 
@@ -31,8 +34,8 @@ def test_rms_norm_rounds_where_transformers_does():
     norm = llama.LlamaRMSNorm(96, eps=1e-5).to(HALF)
     norm.weight.data = randn(96, dtype=HALF)
     x, residual = randn(5, 96, dtype=HALF), randn(5, 96, dtype=HALF, seed=1)
-    assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5), norm(x))
-    got, total = reference.add_rms_norm(x, residual, norm.weight, 1e-5)
+    assert torch.equal(rowwise_reference.rms_norm(x, norm.weight, 1e-5), norm(x))
+    got, total = rowwise_reference.add_rms_norm(x, residual, norm.weight, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(got, norm(x + residual))
 
@@ -41,14 +44,14 @@ def test_rms_norm(assert_close):
     x, weight = randn(5, 3, 40), randn(40, seed=1)
     x64 = x.double()
     want = x64 / (x64.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-    assert_close("rms_norm", want, reference.rms_norm(x, weight, 1e-3), 1e-6)
+    assert_close("rms_norm", want, rowwise_reference.rms_norm(x, weight, 1e-3), 1e-6)
 
 
 def test_silu_and_mul(assert_close):
     x = randn(7, 40) * 4
     gate, up = x.double()[:, :20], x.double()[:, 20:]
     want = gate / (1 + (-gate).exp()) * up
-    assert_close("silu_and_mul", want, reference.silu_and_mul(x), 1e-6)
+    assert_close("silu_and_mul", want, rowwise_reference.silu_and_mul(x), 1e-6)
 
 
 def test_rope_is_transformers_rope():
@@ -59,7 +62,7 @@ def test_rope_is_transformers_rope():
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     cos, sin = (table[positions].repeat(1, 2)[None] for table in (angle.cos(), angle.sin()))
     want = llama.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    got = reference.apply_rope(q, k, cos_sin, positions)
+    got = attention_reference.apply_rope(q, k, cos_sin, positions)
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a[0].transpose(0, 1), b)
 
@@ -69,8 +72,8 @@ def test_partial_rope_leaves_the_other_channels():
     angle = torch.rand(5, 4)
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     positions = torch.tensor([0, 4, 2])
-    got = reference.apply_rope(q, k, cos_sin, positions)
-    want = reference.apply_rope(q[..., :8], k[..., :8], cos_sin, positions)
+    got = attention_reference.apply_rope(q, k, cos_sin, positions)
+    want = attention_reference.apply_rope(q[..., :8], k[..., :8], cos_sin, positions)
     for a, x, b in zip(want, (q, k), got, strict=True):
         assert torch.equal(b[..., :8], a)
         assert torch.equal(b[..., 8:], x[..., 8:])
@@ -85,7 +88,7 @@ def test_padding_is_written_nowhere(slots):
         if slot >= 0:
             want[slot // 16, 0, slot % 16], want[slot // 16, 1, slot % 16] = k[token], v[token]
     # pages inside a larger tensor: not one flat run of slots
-    reference.write_kv_(k, v, pages[:, 0], pages[:, 1], torch.tensor(slots))
+    attention_reference.write_kv_(k, v, pages[:, 0], pages[:, 1], torch.tensor(slots))
     assert torch.equal(pages, want)
 
 
@@ -132,10 +135,10 @@ def exact(kv, q, count, length, window):
 )
 def test_paged_attention(assert_close, monkeypatch, counts, lengths, window):
     # a few keys at a time, so that several batches of decodes are needed
-    monkeypatch.setattr(reference, "GATHER_ELEMENTS", 2 * 8 * 45)
+    monkeypatch.setattr(attention_reference, "GATHER_ELEMENTS", 2 * 8 * 45)
     kv, inputs = attention_case(counts, lengths, 4, 2, 8, 16)
     q, starts = inputs[0], inputs[4].tolist()
-    got = reference.paged_attention(
+    got = attention_reference.paged_attention(
         *inputs,
         scale=8**-0.5,
         window=window,
@@ -153,8 +156,8 @@ def test_paged_attention_in_16_bits_computes_in_float32(assert_close):
     kv, inputs = attention_case([1, 7], [30, 20], 2, 1, 8, 16)
     shared = {"scale": 0.3, "window": None, "max_query_len": 7, "max_context_len": 30}
     half = [t.to(HALF) if t.is_floating_point() else t for t in inputs]
-    got = reference.paged_attention(*half, **shared)
-    want = reference.paged_attention(
+    got = attention_reference.paged_attention(*half, **shared)
+    want = attention_reference.paged_attention(
         *(t.float() if t.is_floating_point() else t for t in half), **shared
     )
     assert torch.equal(got, want.to(HALF))
@@ -170,7 +173,7 @@ def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
     scales = [torch.full((4, 16, 2), float("nan")) for _ in range(2)]
     tables = torch.tensor([[3, 1, 0]] * 2, dtype=torch.int32)
     slots = tables[0].long().repeat_interleave(16)[:40] * 16 + torch.arange(40) % 16
-    reference.write_kv_(keys, values, *pages, slots, *scales)
+    attention_reference.write_kv_(keys, values, *pages, slots, *scales)
     restored = [
         (p.float() * s[..., None]).flatten(0, 1)[slots] for p, s in zip(pages, scales, strict=True)
     ]
@@ -181,7 +184,7 @@ def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
         assert ((x - y).abs() <= step * x.abs().amax(-1, keepdim=True)).all()
     q = randn(sum(counts), 4, 16, seed=2)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    got = reference.paged_attention(
+    got = attention_reference.paged_attention(
         q,
         *pages,
         tables,
@@ -213,7 +216,7 @@ def test_rope_and_write_is_what_its_parts_are():
     cos_sin, positions = torch.cat([angle.cos(), angle.sin()], 1), torch.tensor([8, 0, 3])
     slots = torch.tensor([5, -1, 20])
     pages = [torch.zeros(2, 16, 2, 16) for _ in range(4)]
-    got = reference.rope_write_kv_(
+    got = attention_reference.rope_write_kv_(
         q,
         k,
         v,
@@ -225,8 +228,8 @@ def test_rope_and_write_is_what_its_parts_are():
         k_norm_D=norms[1],
         eps=1e-3,
     )
-    normed = [reference.rms_norm(x, n, 1e-3) for x, n in zip((q, k), norms, strict=True)]
-    want, keys = reference.apply_rope(*normed, cos_sin, positions)
-    reference.write_kv_(keys, v, *pages[2:], slots)
+    normed = [rowwise_reference.rms_norm(x, n, 1e-3) for x, n in zip((q, k), norms, strict=True)]
+    want, keys = attention_reference.apply_rope(*normed, cos_sin, positions)
+    attention_reference.write_kv_(keys, v, *pages[2:], slots)
     assert torch.equal(got, want) and torch.equal(pages[0], pages[2])
     assert pages[0].any() and torch.equal(pages[1], pages[3])

@@ -1,14 +1,14 @@
-"""The plain torch digits: they stand for the inputs, and lie where digits.py says."""
+"""The plain torch digits: they stand for the inputs, and lie where limbs.py says."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from qkernels import digit_ops, ops
-from qkernels.digits import DigitForm, empty_digits
+from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.reference_digits import input_digits, inputs_of, inputs_of_words
+from qkernels.operands.limbs import DigitForm, empty_digits
+from qkernels.operands.limbs_reference import input_digits, inputs_of, inputs_of_words
 
 FORMS = [(M, DigitForm(bits=bits)) for M in (1, 2, 3, 4) for bits in (4, 8)]
 
@@ -80,17 +80,17 @@ def test_parts_of_the_workspace_do_not_overlap():
 )
 def test_what_cannot_be_digits_is_refused(shape, form, found):
     with pytest.raises(KernelError, match=found):
-        digit_ops.input_digits(torch.empty(shape, dtype=torch.float16), form)
+        ops.input_digits(torch.empty(shape, dtype=torch.float16), form)
 
 
 def test_float32_and_odd_shapes_are_refused():
     form = DigitForm(bits=4)
     with pytest.raises(KernelError, match="float16 or bfloat16"):
-        digit_ops.input_digits(torch.zeros(1, 128), form)
+        ops.input_digits(torch.zeros(1, 128), form)
     with pytest.raises(KernelError, match="an odd width"):
-        digit_ops.silu_and_mul_digits(torch.zeros(1, 255, dtype=torch.float16), form)
+        ops.silu_and_mul_digits(torch.zeros(1, 255, dtype=torch.float16), form)
     with pytest.raises(KernelError, match="expected 2 dims"):
-        digit_ops.input_digits(torch.zeros(128, dtype=torch.float16), form)
+        ops.input_digits(torch.zeros(128, dtype=torch.float16), form)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -98,16 +98,16 @@ def test_a_product_of_digits_is_that_of_the_inputs(make_weight, symmetric):
     x = random_inputs(3, 256)
     packed = make_weight(40, 256, 128, symmetric)
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
-    assert digit_ops.digit_form(weight, 3) is None, "it is no faster there"
-    digits = digit_ops.input_digits(x, DigitForm(bits=4, with_sums=not symmetric))
-    got = digit_ops.linear_digits(digits, weight)
+    assert ops.digit_form(weight, 3) is None, "it is no faster there"
+    digits = ops.input_digits(x, DigitForm(bits=4, with_sums=not symmetric))
+    got = ops.linear_digits(digits, weight)
     assert torch.equal(got, ops.linear(x, weight))
     with pytest.raises(KernelError, match="expected those of 256 inputs"):
-        digit_ops.linear_digits(digit_ops.input_digits(x[:, :128], digits.form), weight)
+        ops.linear_digits(ops.input_digits(x[:, :128], digits.form), weight)
     reordered = replace(weight, input_order=torch.arange(256))
     with pytest.raises(KernelError, match="its inputs are reordered"):
-        digit_ops.linear_digits(digits, reordered)
+        ops.linear_digits(digits, reordered)
     with pytest.raises(KernelError, match="dense takes no digits"):
-        digit_ops.linear_digits(digits, replace(weight, kernel="dense"))
+        ops.linear_digits(digits, replace(weight, kernel="dense"))
     with pytest.raises(KernelError, match="linear_digits bias"):
-        digit_ops.linear_digits(digits, weight, torch.zeros(41, dtype=torch.float16))
+        ops.linear_digits(digits, weight, torch.zeros(41, dtype=torch.float16))

@@ -9,8 +9,8 @@ import torch
 
 from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.reference_sampling import adjust, filter_logits, gumbel_noise
-from qkernels.sample_settings import INVALID_TOKEN, SampleRow, SampleSettings
+from qkernels.sampling.reference import adjust, filter_logits, gumbel_noise
+from qkernels.sampling.settings import INVALID_TOKEN, SampleRow, SampleSettings
 
 
 def sample(logits, rows, history=None):

@@ -4,41 +4,40 @@ import dataclasses
 
 import pytest
 
-from qkernels import tile_faults
-from qkernels.attention_tiles import AttentionTile, attention_tile
-from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile, int8_tile
-from qkernels.tile_table import OPS
-from qkernels.tiles import (
-    LINEAR_COUNTERS,
-    LINEAR_DIGITS_MAX_ROWS,
-    LINEAR_WORKSPACE_FLOATS,
-    LinearDigitsTile,
-    LinearTile,
-    linear_digits_tile,
-    linear_tile,
+from qkernels.attention import config as attention_config
+from qkernels.attention.config import AttentionTile, attention_tile
+from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS
+from qkernels.tuning.table import OPS
+from qkernels.w8a8 import config as w8a8_config
+from qkernels.w8a8.config import Int8HopperTile, Int8Tile, int8_hopper_tile, int8_tile
+from qkernels.wna16 import (
+    sm90_gemv_imma_config,
+    sm90_large_m_config,
+    sm90_small_m_config,
+    triton_config,
 )
-from qkernels.w4a16_hopper_tiles import (
-    LinearHopperTile,
-    linear_hopper_tile,
-)
-from qkernels.w4a16_ring_tiles import LinearRingTile, linear_ring_tile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile, linear_digits_tile
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile, linear_hopper_tile
+from qkernels.wna16.sm90_small_m_config import LinearRingTile, linear_ring_tile
+from qkernels.wna16.triton_config import LinearTile, linear_tile
 
 
 def test_faults_of_int8_and_attention_tiles():
     fits = Int8Tile(block_m=16, block_n=64, block_k=256, split=4)
     problem = {"M": 16, "N": 4096, "K": 14336}
-    assert tile_faults.int8_tile_fault(fits, **problem) is None
+    assert w8a8_config.int8_tile_fault(fits, **problem) is None
     for change in ({"block_n": 32}, {"weight_left": False}, {"block_k": 96}, {"split": 0}):
         tile = dataclasses.replace(fits, **change)
-        assert tile_faults.int8_tile_fault(tile, **problem) is not None, change
+        assert w8a8_config.int8_tile_fault(tile, **problem) is not None, change
     narrow = dataclasses.replace(fits, block_k=64)
-    assert tile_faults.int8_tile_fault(narrow, **problem) is None
-    assert "128" in tile_faults.int8_tile_fault(narrow, **problem, integers=False)
+    assert w8a8_config.int8_tile_fault(narrow, **problem) is None
+    assert "128" in w8a8_config.int8_tile_fault(narrow, **problem, integers=False)
     fits = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
-    assert tile_faults.attention_tile_fault(fits, heads_per_kv_head=3) is None
+    assert attention_config.attention_tile_fault(fits, heads_per_kv_head=3) is None
     for change in ({"block_q": 8}, {"keys": 48}, {"split": 3}, {"warps": 3}, {"stages": 0}):
         tile = dataclasses.replace(fits, **change)
-        assert tile_faults.attention_tile_fault(tile, heads_per_kv_head=3) is not None, change
+        assert attention_config.attention_tile_fault(tile, heads_per_kv_head=3) is not None, change
 
 
 @pytest.mark.parametrize("sm_count", [4, 46, 132])
@@ -49,7 +48,7 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
             tile = linear_tile(M, N, K, 128, sm_count)
             problem = {"M": M, "N": N, "K": K}
             if tile is not None:
-                fault = tile_faults.linear_tile_fault(tile, group=128, bits=4, **problem)
+                fault = triton_config.linear_tile_fault(tile, group=128, bits=4, **problem)
                 assert fault is None, f"{problem}: {fault}"
             for bits in (4, 8):
                 tile = linear_digits_tile(M, N, K, 128, bits, sm_count)
@@ -67,7 +66,7 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
             tile = int8_tile(M, N, K, sm_count)
-            assert tile_faults.int8_tile_fault(tile, **problem) is None, problem
+            assert w8a8_config.int8_tile_fault(tile, **problem) is None, problem
             for kind in ("int", "float"):
                 tile = int8_hopper_tile(M, N, K, sm_count, kind)
                 whole = problem | {"integers": kind == "int"}
@@ -84,7 +83,7 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
             "max_context_len": 8192,
         }
         tile = attention_tile(**problem, sm_count=sm_count)
-        assert tile_faults.attention_tile_fault(tile, **problem) is None, problem
+        assert attention_config.attention_tile_fault(tile, **problem) is None, problem
 
 
 def test_what_a_split_and_a_wide_block_need():
@@ -94,7 +93,7 @@ def test_what_a_split_and_a_wide_block_need():
     def fault(**changes):
         fields = {f: changes.pop(f) for f in ("split", "block_n") if f in changes}
         changed = dataclasses.replace(tile, **fields)
-        return tile_faults.linear_tile_fault(changed, **problem | changes)
+        return triton_config.linear_tile_fault(changed, **problem | changes)
 
     assert fault() is None
     rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
@@ -111,7 +110,7 @@ def test_what_digits_need():
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(LinearDigitsTile(), **changed or {})
-        return tile_faults.linear_digits_tile_fault(tile, **problem | changes)
+        return sm90_gemv_imma_config.linear_digits_tile_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384) is None
     for change in ({"M": 5}, {"bits": 3}, {"group": 64}, {"K": 2**20}):
@@ -126,7 +125,7 @@ def test_what_the_hopper_body_needs():
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(fits, **changed or {})
-        return tile_faults.linear_hopper_tile_fault(tile, **problem | changes)
+        return sm90_large_m_config.linear_hopper_tile_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384, K=3840) is None
     # 32 tiles in 4 parts that wait for each other
@@ -165,7 +164,7 @@ def test_what_8_bit_products_of_the_hopper_kernel_need():
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(fits, **changed or {})
-        return tile_faults.int8_hopper_tile_fault(tile, **problem | changes)
+        return w8a8_config.int8_hopper_tile_fault(tile, **problem | changes)
 
     assert fault() is None and fault(K=256) is None
     assert "step" in fault(K=128), "a part without a step"
@@ -212,7 +211,7 @@ def test_what_a_ring_needs():
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(LinearRingTile(rows=8), **changed or {})
-        return tile_faults.linear_ring_tile_fault(tile, **problem | changes)
+        return sm90_small_m_config.linear_ring_tile_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384) is None and fault(K=2**20) is None
     assert fault({"rows": 64}, M=64) is None and fault({"split": 32}) is None
@@ -233,5 +232,5 @@ def test_a_tile_must_fit_the_whole_bucket():
     N = LINEAR_WORKSPACE_FLOATS // (2 * 40) // 64 * 64
     tile = LinearTile(block_m=64, block_n=64, split=2)
     problem = {"M": 33, "N": N, "K": 4096, "group": 128, "bits": 4}
-    assert tile_faults.linear_tile_fault(tile, **problem) is None
+    assert triton_config.linear_tile_fault(tile, **problem) is None
     assert "workspace" in OPS["w4a16"].fault(tile, problem)

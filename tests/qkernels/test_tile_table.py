@@ -6,18 +6,17 @@ import json
 import pytest
 import torch
 
-from qkernels import launch, tile_table
-from qkernels.attention_tiles import AttentionTile
+from qkernels.attention.config import AttentionTile
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile
-from qkernels.linear_choice import tabled_linear_tile
-from qkernels.tile_table import OPS, TileRow, TileTable, bucket, default_path, read, write
-from qkernels.tiles import LinearDigitsTile, LinearTile
-from qkernels.w4a16_hopper_tiles import (
-    LINEAR_HOPPER_SIZES,
-    LinearHopperTile,
-)
-from qkernels.w4a16_ring_tiles import LinearRingTile
+from qkernels.tuning import table as tile_table
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.table import OPS, TileRow, TileTable, bucket, default_path, read, write
+from qkernels.w8a8.config import Int8HopperTile, Int8Tile, int8_hopper_tile
+from qkernels.wna16.configs import tabled_linear_tile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_large_m_config import LINEAR_HOPPER_SIZES, LinearHopperTile
+from qkernels.wna16.sm90_small_m_config import LinearRingTile
+from qkernels.wna16.triton_config import LinearTile
 
 GPU = "NVIDIA H200"
 
@@ -184,8 +183,8 @@ def test_parts_that_meet_all_run_at_once():
 
 def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
     """And passes over parts that would wait for each other for good, and the other kernel's."""
-    kernel = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
-    portable = pytest.importorskip("qkernels.w8a8", exc_type=ImportError)
+    kernel = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
+    portable = pytest.importorskip("qkernels.w8a8.triton_gemm", exc_type=ImportError)
     device = torch.device("cpu")
     N, K, M = 4096, 4096, 100
     meet = Int8HopperTile(parts=1, block_right=128, split=4, meet=True)
@@ -195,7 +194,9 @@ def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
     def chosen(tile, sms=132, kind="int", integers=True):
         monkeypatch.setattr(kernel, "sm_count", lambda device: sms)
         problem = {"N": N, "K": K, "integers": integers, "M": 128}
-        with launch.tile_table_of(device).trying(linear_row(op="w8a8", problem=problem, tile=tile)):
+        with tuning_table.tile_table_of(device).trying(
+            linear_row(op="w8a8", problem=problem, tile=tile)
+        ):
             return kernel._chosen_tile(device, M, N, K, kind)
 
     default = int8_hopper_tile(M, N, K, 132)
@@ -207,7 +208,7 @@ def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
         for integers in (True, False):
             found = chosen(last_adds, kind=kind, integers=integers)
             assert found == int8_hopper_tile(M, N, K, 132, kind)
-    with launch.tile_table_of(device).trying(
+    with tuning_table.tile_table_of(device).trying(
         linear_row(op="w8a8", problem={"N": N, "K": K, "integers": True, "M": 128}, tile=meet)
     ):
         assert isinstance(portable._chosen_tile(device, M, N, K, True), Int8Tile)

@@ -2,24 +2,19 @@
 
 import pytest
 
-from qkernels.int8_tiles import Int8HopperTile
-from qkernels.tiles import (
-    LINEAR_COUNTERS,
-    LINEAR_MAX_ROWS,
-    LINEAR_WORKSPACE_FLOATS,
-    ceil_div,
-    linear_block_k,
-    linear_padded_n,
-    linear_tile,
-)
-from qkernels.w4a16_hopper_tiles import LinearHopperTile
-from qkernels.w4a16_ring_tiles import LinearRingTile
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+from qkernels.w8a8.config import Int8HopperTile
+from qkernels.wna16.layout import linear_block_k, linear_padded_n
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile
+from qkernels.wna16.sm90_small_m_config import LinearRingTile
+from qkernels.wna16.triton_config import LINEAR_MAX_ROWS, linear_tile
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
 
 
-# shape -> M -> (block_m, block_n, split): the settings whose times stand in tiles.py
+# shape -> M -> (block_m, block_n, split): the settings whose times stand in the config
 MEASURED = {
     "qkv": {1: (16, 64, 8), 32: (32, 64, 4), 64: (64, 64, 4), 128: (64, 64, 2), 256: (128, 64, 1)},
     "o": {1: (16, 64, 10), 32: (32, 64, 8), 64: (64, 64, 6), 128: (64, 64, 3), 256: (128, 64, 2)},

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from qkernels import launch, tile_table
-from qkernels.attention_tiles import AttentionTile
+from qkernels.attention.config import AttentionTile
 from qkernels.bench import tune as tune_module
 from qkernels.bench.table import run_tune, select
 from qkernels.bench.tune import (
@@ -21,9 +20,11 @@ from qkernels.bench.tune import (
     starts,
 )
 from qkernels.errors import KernelError
-from qkernels.int8_tiles import Int8HopperTile, Int8Tile, int8_hopper_tile
-from qkernels.tiles import LinearTile
-from qkernels.w4a16_hopper_tiles import LINEAR_HOPPER_SIZES, LinearHopperTile
+from qkernels.tuning import table as tile_table
+from qkernels.tuning import table as tuning_table
+from qkernels.w8a8.config import Int8HopperTile, Int8Tile, int8_hopper_tile
+from qkernels.wna16.sm90_large_m_config import LINEAR_HOPPER_SIZES, LinearHopperTile
+from qkernels.wna16.triton_config import LinearTile
 
 START = LinearTile(block_m=16, block_n=64, split=2)
 PROBLEM = {"M": 16, "N": 6144, "K": 4096, "group": 128, "bits": 4}
@@ -103,7 +104,7 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("M", [17, 64, 128, 1024])
 def test_the_hopper_body_starts_where_it_can_run(hopper, M):
-    """On another GPU it may be faster where tiles.py takes another one, and the other way."""
+    """On another GPU it may be faster where the config takes another one, and the other way."""
     first = starts("w4a16", PROBLEM | {"M": M}, 132)
     found = {type(tile) for tile in first}
     assert {LinearHopperTile, LinearTile} <= found
@@ -163,7 +164,7 @@ def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
     """65 SMs have no place for the two parts of each of 64 tiles, 128 have."""
     tried = {}
     for sms in (65, 128):
-        table = launch.TileTable(gpu="made up")
+        table = tuning_table.TileTable(gpu="made up")
         tried[sms] = []
 
         def time_calls(calls, replays, table=table, tiles=tried[sms]):
@@ -201,7 +202,7 @@ def test_a_search_reaches_every_hopper_tile_that_can_run(start):
 def test_a_faster_hopper_tile_is_kept(hopper, monkeypatch):
     best = LinearHopperTile(blocks=132, parts=3, block_m=128, split=2)
     problem = PROBLEM | {"M": 128}
-    table = launch.TileTable(gpu="made up")
+    table = tuning_table.TileTable(gpu="made up")
     monkeypatch.setattr(tune_module, "check", lambda case: table.find("w4a16", **problem))
 
     def time_calls(calls, replays):
@@ -222,7 +223,7 @@ def tuning(monkeypatch):
     """tune_case with made-up times; the tile is what a kernel would find in the table."""
 
     def run(time_of, wrong=(), is_read=True):
-        table = launch.TileTable(gpu="made up")
+        table = tuning_table.TileTable(gpu="made up")
 
         def tile():
             return table.find("w4a16", **PROBLEM).tile
@@ -324,7 +325,7 @@ def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, sh
     path = tmp_path / "table.json"
     monkeypatch.setattr(tile_table, "default_path", lambda gpu: path)
     path.write_text("damaged")
-    launch.tile_table_of.cache_clear()
+    tuning_table.tile_table_of.cache_clear()
     found: list[Tuned] = []
     try:
         run_tune(op=op, shape=shape, m=str(m), seconds=12, show=found.append)
@@ -333,10 +334,10 @@ def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, sh
         assert (tmp_path / "table.damaged").exists()
         assert not found[0].wrong and found[0].tried > 1
         assert len(stored.rows) == found[0].is_faster
-        launch.tile_table_of.cache_clear()
-        assert launch.tile_table_of(torch.device("cuda", 0)).rows == stored.rows
+        tuning_table.tile_table_of.cache_clear()
+        assert tuning_table.tile_table_of(torch.device("cuda", 0)).rows == stored.rows
     finally:
-        launch.tile_table_of.cache_clear()
+        tuning_table.tile_table_of.cache_clear()
 
 
 @pytest.mark.hopper
@@ -350,8 +351,8 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
     packed = make_weight(N, K, 128, bits=bits)
     weight, weight_NK = ops.prepare_weight(packed, torch.bfloat16), packed.dequantize(torch.float64)
     problem = {"N": N, "K": K, "group": 128, "bits": bits, "M": most}
-    table = launch.tile_table_of(device)
-    tiles = [LinearHopperTile(blocks=launch.sm_count(device), bits=bits)]
+    table = tuning_table.tile_table_of(device)
+    tiles = [LinearHopperTile(blocks=device.sm_count(device), bits=bits)]
     for tile in tiles:
         allowed = (t for t in neighbours(tile) if not tile_table.OPS["w4a16"].fault(t, problem))
         tiles += [other for other in allowed if other not in tiles]
@@ -375,8 +376,9 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
 def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, most, field):
     """What a search tries of one field, at several numbers of rows of its bucket."""
     from formats.scheme import Scheme
-    from qkernels import ops, w8a8_hopper
-    from qkernels.prepared import PreparedWeight
+    from qkernels import ops
+    from qkernels.linear.prepared import PreparedWeight
+    from qkernels.w8a8 import sm90 as w8a8_hopper
 
     N, K = 1104, 1152
     scheme = Scheme.parse("w8a8")
@@ -400,7 +402,7 @@ def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, mo
     )
     scales_M1 = torch.full((most, 1), 2.0**-9, device=device)
     want = (codes_MK.double() @ codes_NK.double().t() / 2**17).to(torch.bfloat16)
-    table, sms = launch.tile_table_of(device), launch.sm_count(device)
+    table, sms = tuning_table.tile_table_of(device), device.sm_count(device)
     default = int8_hopper_tile(most, N, K, sms)
     for tile in [default, *neighbours(default)]:
         if getattr(tile, field) == getattr(default, field) and tile.split == default.split:

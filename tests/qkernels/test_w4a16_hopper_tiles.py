@@ -2,9 +2,11 @@
 
 import pytest
 
-from qkernels.linear_choice import chosen_linear_tile
-from qkernels.tiles import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS, LinearDigitsTile, LinearTile
-from qkernels.w4a16_hopper_tiles import LinearHopperTile, linear_hopper_tile
+from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+from qkernels.wna16.configs import chosen_linear_tile
+from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile, linear_hopper_tile
+from qkernels.wna16.triton_config import LinearTile
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from qkernels import tile_faults
-from qkernels.linear_choice import chosen_linear_tile
-from qkernels.tiles import LinearTile
-from qkernels.w4a16_hopper_tiles import LinearHopperTile
-from qkernels.w4a16_ring_tiles import LinearRingTile, linear_parts_tile, linear_ring_tile
+from qkernels.wna16 import sm90_small_m_config
+from qkernels.wna16.configs import chosen_linear_tile
+from qkernels.wna16.sm90_large_m_config import LinearHopperTile
+from qkernels.wna16.sm90_small_m_config import LinearRingTile, linear_parts_tile, linear_ring_tile
+from qkernels.wna16.triton_config import LinearTile
 
 
 def test_rings_cut_what_would_leave_sms_idle():
@@ -93,7 +93,7 @@ def test_parts_are_for_few_rows_of_4_bits_in_groups_of_128_n(sm_count):
             if tile is not None:
                 assert tile.split > 1 and tile.rows >= M and tile.fits(N, K), (N, K, M)
                 problem = {"M": M, "N": N, "K": K, "group": 128, "bits": 4}
-                assert tile_faults.linear_ring_tile_fault(tile, **problem) is None
+                assert sm90_small_m_config.linear_ring_tile_fault(tile, **problem) is None
         # of up to 4 rows the reader makes digits; beyond 64 there is another body
         for M, group, bits in ((1, 128, 4), (4, 128, 4), (65, 128, 4), (8, 64, 4), (8, 128, 8)):
             assert linear_parts_tile(reader, M, N, K, group, bits, sm_count) is None

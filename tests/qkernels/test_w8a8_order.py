@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-hopper = pytest.importorskip("qkernels.w8a8_hopper", exc_type=ImportError)
+hopper = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("N, K", [(128, 256), (72, 160), (8, 32)])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from qkernels import digit_ops, ops
-from qkernels.digits import DigitForm
-from qkernels.launch import lacks_gluon
-from qkernels.reference_digits import inputs_of
+from qkernels import ops
+from qkernels.gpu.device import lacks_gluon
+from qkernels.operands.limbs import DigitForm
+from qkernels.operands.limbs_reference import inputs_of
 from qserve.llm import LLM
 from qserve.sampling_params import SamplingParams
 
@@ -17,7 +17,7 @@ MAKERS = ("input_digits", "rms_norm_digits", "add_rms_norm_digits", "silu_and_mu
 @pytest.fixture
 def counts(count_calls):
     """How often each operation of digits was called."""
-    return count_calls(digit_ops, (*MAKERS, "linear_digits"))
+    return count_calls(ops, (*MAKERS, "linear_digits"))
 
 
 def decoded(folder, prompts, **options):
@@ -34,9 +34,9 @@ def test_a_decode_step_hands_digits_on(quantized_5m, monkeypatch, counts):
     want_tokens, want = decoded(quantized_5m, [TOKENS], device="cpu", dtype="bfloat16")
     assert not any(counts.values())
     form = DigitForm(bits=4)
-    monkeypatch.setattr(digit_ops, "digit_form", lambda weight, M: form if M <= 2 else None)
+    monkeypatch.setattr(ops, "digit_form", lambda weight, M: form if M <= 2 else None)
     monkeypatch.setattr(
-        digit_ops,
+        ops,
         "linear_digits",
         lambda x, weight, bias: ops.linear(inputs_of(x).to(weight.dtype), weight, bias),
     )
@@ -51,7 +51,7 @@ def test_a_decode_step_hands_digits_on(quantized_5m, monkeypatch, counts):
 
 def test_a_prompt_of_more_rows_takes_them_as_they_are(quantized_5m, monkeypatch, counts):
     asked = []
-    monkeypatch.setattr(digit_ops, "digit_form", lambda weight, M: asked.append(M))
+    monkeypatch.setattr(ops, "digit_form", lambda weight, M: asked.append(M))
     LLM(quantized_5m, device="cpu", max_model_len=64).logits(TOKENS)
     assert set(asked) == {len(TOKENS)} and not any(counts.values())
 
@@ -70,7 +70,7 @@ def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(
     fused_tokens, fused = decoded(quantized_5m, prompts, **options)
     assert counts["silu_and_mul_digits"] and counts["linear_digits"]
     before = dict(counts)
-    monkeypatch.setattr(digit_ops, "digit_form", lambda weight, rows: None)
+    monkeypatch.setattr(ops, "digit_form", lambda weight, rows: None)
     tokens, apart = decoded(quantized_5m, prompts, **options)
     assert counts == before, "without fusion none of them runs"
     total = 0

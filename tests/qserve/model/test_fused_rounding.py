@@ -9,7 +9,7 @@ from calibrate.layer_map import find_layer_map
 from calibrate.pipeline import quantize_checkpoint
 from formats.scheme import Scheme
 from qkernels import ops
-from qkernels.prepared import PreparedWeight
+from qkernels.linear.prepared import PreparedWeight
 from qserve.llm import LLM
 from qserve.model.linear import FloatLinear, SplitLinear
 from qserve.sampling_params import SamplingParams

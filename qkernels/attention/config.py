@@ -1,0 +1,128 @@
+"""Tile choices of paged attention, as the config makes them. D: head dim; times are an H200's."""
+
+from dataclasses import dataclass
+
+from qkernels.gpu.config import is_power, launch_fault, power_of_two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTile:
+    """How paged attention is cut. A block does block_q rows of all heads that share a KV head."""
+
+    block_m: int  # block_q times the heads of one KV head, padded to a power of two
+    block_q: int
+    keys: int  # keys of one step
+    split: int  # parts of the context that different blocks read
+    warps: int
+    stages: int
+    gluon: bool = False  # sm90_decode_8bit.py does it; it has its own keys and warps
+
+
+# Up to so many rows of a KV head a request decodes: its keys are what takes time, not its products.
+ATTENTION_FEW_ROWS = 32
+ATTENTION_MAX_SPLIT = 32
+GLUON_ROWS = 8  # of a block of sm90_decode_8bit.py: the narrow side of the tensor core's product
+
+# A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
+# takes 10.8 us in 16 parts, 13.4 us in 8.
+ATTENTION_MIN_KEYS_OF_PART = 128
+
+
+def attention_tile(
+    *,
+    num_requests: int,
+    num_kv_heads: int,
+    heads_per_kv_head: int,
+    head_dim: int,
+    element_size: int,
+    page_element_size: int | None = None,  # default: element_size
+    max_query_len: int,
+    max_context_len: int,
+    window: int | None,
+    sm_count: int,
+    gluon: bool = False,  # whether sm90_decode_8bit.py could
+) -> AttentionTile:
+    """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
+    group = power_of_two(heads_per_kv_head)
+    few_rows = group * max_query_len <= ATTENTION_FEW_ROWS
+    programs = max(1, num_requests * num_kv_heads)
+    split = 1
+    if few_rows:
+        visible = min(max_context_len, window or max_context_len)
+        # split by work: up to two blocks for each SM, as long as each part is worth a block, and
+        # once there are parts, until each has one step
+        least = 2 * ATTENTION_MIN_KEYS_OF_PART
+        while (
+            2 * split <= ATTENTION_MAX_SPLIT
+            and 2 * split * programs <= 2 * sm_count
+            and least <= visible
+        ):
+            split *= 2
+            least = split * ATTENTION_MIN_KEYS_OF_PART + 1
+    # 16 rows is the least that a tensor core takes; 64 fill one warpgroup's wgmma. float32 has no
+    # tensor core: more than 16 rows or 16 keys spill registers (compiled for sm_90).
+    most_rows = 16 if element_size == 4 else 64
+    block_m = max(16, group, min(most_rows, group * power_of_two(max_query_len)))
+    # K and V of all stages must leave room in 227 KB of shared memory: 192 KB at the widest.
+    if element_size == 4:
+        keys, stages = 16, 2
+    elif head_dim > 128:
+        # 32 keys of a chunk spill where codes become numbers
+        keys, stages = (16 if page_element_size == 1 and block_m == 64 else 32), 3
+    elif few_rows and split * programs <= 4 * sm_count:
+        # 8 x 4096 keys: 41.7 us, with 64 keys 54; 32 x 4096: 130.6, with 64 keys or 3 stages 140
+        keys, stages = 128, (3 if split > 1 else 2)
+    elif few_rows:
+        keys, stages = 64, 2  # 128 x 4096: 494 us, with 128 keys 504
+    else:
+        keys, stages = 64, 3
+    gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
+    if gluon:
+        block_m = GLUON_ROWS
+    return AttentionTile(
+        block_m=block_m,
+        block_q=block_m // group,
+        keys=keys,
+        split=split,
+        warps=4,
+        stages=stages,
+        gluon=gluon,
+    )
+
+
+CHUNK_ROWS = 128  # query rows of a tile of sm90_prefill.py: tokens times heads of a KV head
+CHUNK_KEYS = 128  # of one step: 64 take a sixth longer, and 256 have no room in registers
+
+# steps whose keys and values have room in shared memory, beside two tiles' queries
+CHUNK_STAGES = 2
+CHUNK_MAX_SPLIT = 32
+
+# 128 rows on 32768 keys, 32 tiles: 483 us in 1 part, 249 in 2, 154 in 4, 144 in 8, which are more
+# tiles than SMs. The least worth while was not measured.
+CHUNK_MIN_KEYS_OF_PART = 1024
+
+
+def chunk_split(tiles: int, visible: int, sm_count: int) -> int:
+    """Parts of the context of a chunk, where its tiles leave SMs idle; `visible` keys of a row."""
+    split = 1
+    while (
+        2 * split <= CHUNK_MAX_SPLIT
+        and 2 * split * tiles <= sm_count
+        and 2 * split * CHUNK_MIN_KEYS_OF_PART <= visible
+    ):
+        split *= 2
+    return split
+
+
+def attention_tile_fault(tile: AttentionTile, *, heads_per_kv_head: int, **_: object) -> str | None:
+    """None: the kernel can run it."""
+    group = power_of_two(heads_per_kv_head)
+    if tile.block_m != tile.block_q * group:
+        return f"block_m must be block_q times {group}, found {tile.block_m} and {tile.block_q}"
+    if tile.gluon:
+        return "gluon is for 8-bit pages, which no table is for"
+    if not is_power(tile.keys, 16, 256):
+        return f"keys must be a power of two from 16 to 256, found {tile.keys}"
+    if not is_power(tile.split, 1, ATTENTION_MAX_SPLIT):
+        return f"split must be a power of two up to {ATTENTION_MAX_SPLIT}, found {tile.split}"
+    return launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)

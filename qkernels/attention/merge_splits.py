@@ -1,0 +1,170 @@
+"""The parts of split attention to one result, in Triton: as it is, or as digits for a linear.
+
+Knows no pages. Legend: T tokens of a step, R requests, H query heads, D head dim; S parts of a
+context.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import early, start_early
+from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K, DigitForm, Digits, empty_digits
+from qkernels.operands.limbs_triton import in_words, store_digits
+from qkernels.rowwise.limbs import input_digits
+
+# Parts that are merged at once: 32 cost 1 us more than 8, be they empty or not.
+MOST_PARTS = tl.constexpr(8)
+TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def whole(out_THD: torch.Tensor, digits: DigitForm | None) -> torch.Tensor | Digits:
+    """A result that was not split, as it is asked for."""
+    return out_THD if digits is None else input_digits(out_THD.flatten(1), digits)
+
+
+def merge_parts(
+    partials_THSD: torch.Tensor,
+    sums_2THS: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    out_THD: torch.Tensor,
+    digits: DigitForm | None,
+) -> torch.Tensor | Digits:
+    """The parts' weighted sums, their largest scores and sums of weights (float32) to `out`.
+
+    Or to digits of rows [T, H D] in out's dtype; `out` is then left alone.
+    """
+    T, H, S, D = partials_THSD.shape
+    requests = query_starts_R1.shape[0] - 1
+    constants = {
+        "H": H,
+        "D": D,
+        "SPLIT": S,
+        "num_warps": ceil_div(power_of_two(D) * min(S, MOST_PARTS.value), 1024),
+        **early(out_THD, T),
+    }
+    shared = partials_THSD, sums_2THS, query_starts_R1
+    with on_device(out_THD):
+        if digits is None:
+            grid, padded_d = (T, H), power_of_two(D)
+            launch(
+                _merge_parts, grid, *shared, out_THD, requests, T, PADDED_D=padded_d, **constants
+            )
+            return out_THD
+        steps = H * D // LINEAR_MAX_BLOCK_K
+        found = empty_digits(digits, T, H * D, out_THD.device)
+        launch(
+            _merge_to_digits,
+            (T, steps),
+            *shared,
+            found.words,
+            found.scales,
+            found.sums,
+            requests,
+            T,
+            steps,
+            FORM=digits,
+            DTYPE=TRITON_DTYPE[out_THD.dtype],
+            **constants,
+        )
+    return found
+
+
+@triton.jit
+def _used(sums_ptr, rows, T, H, SPLIT: tl.constexpr):
+    """Parts of `rows` [1, X] (token H + head) up to the last that has seen a key."""
+    part = tl.arange(0, SPLIT)[:, None]
+    weights = tl.load(sums_ptr + T.to(tl.int64) * H * SPLIT + rows * SPLIT + part)
+    # a NaN is not to be passed over
+    return tl.max(tl.max(tl.where(weights != 0, part + 1, 0), 1), 0)
+
+
+@triton.jit
+def _merged(partials_ptr, sums_ptr, rows, channels, inside, used, T, H, D, SPLIT: tl.constexpr):
+    """The used parts together: [Y], of `rows` [1, X] and `channels` [1, Y], where X is Y or 1."""
+    PARTS: tl.constexpr = SPLIT if SPLIT < MOST_PARTS else MOST_PARTS
+    apart = T.to(tl.int64) * H * SPLIT
+    # a finite stand-in for -inf, since -inf - -inf would be NaN where no part has seen a key
+    largest = tl.full([rows.shape[1]], -3.0e38, tl.float32)
+    total = tl.zeros([rows.shape[1]], tl.float32)
+    out = tl.zeros([channels.shape[1]], tl.float32)
+    for first in range(0, used, PARTS):
+        places = rows * SPLIT + first + tl.arange(0, PARTS)[:, None]
+        values_ptrs = partials_ptr + places * D + channels
+        weights = tl.load(sums_ptr + apart + places)
+        seen = weights > 0
+        values = tl.load(values_ptrs, mask=seen & inside, other=0.0)
+        scores = tl.where(seen, tl.load(sums_ptr + places), -3.0e38)
+        new_largest = tl.maximum(largest, tl.max(scores, 0))
+        shift = tl.exp2(scores - new_largest[None, :])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights * shift, 0)
+        out = out * shrink + tl.sum(values * shift, 0)
+        largest = new_largest
+    return out / tl.where(total == 0, 1.0, total)
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _merge_parts(
+    partials_ptr,
+    sums_ptr,
+    starts_ptr,
+    out_ptr,
+    R,
+    T,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if EARLY:
+        start_early(SIGNAL_FIRST=False)
+    end = tl.load(starts_ptr + R)
+    rows = token * H + head + tl.zeros([1, 1], tl.int64)
+    used = _used(sums_ptr, rows, T, H, SPLIT)
+    if token >= end:
+        return
+    d = tl.arange(0, PADDED_D)
+    inside = (d < D)[None, :]
+    out = _merged(partials_ptr, sums_ptr, rows, d[None, :], inside, used, T, H, D, SPLIT)
+    tl.store(out_ptr + (token * H + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _merge_to_digits(
+    partials_ptr,  # [T, H, S, D]
+    sums_ptr,  # [2, T, H, S]
+    starts_ptr,  # [R + 1]
+    words_ptr,  # limbs.py
+    scales_ptr,
+    digit_sums_ptr,
+    R,
+    T,
+    steps,
+    FORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """128 channels of a token, of one head or several."""
+    token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if EARLY:
+        # the product behind is let in when attention is over: its weights would come first
+        start_early(SIGNAL_FIRST=False)
+    end = tl.load(starts_ptr + R)
+    channel = step * 128 + tl.arange(0, 128)[None, :]
+    head = step * 128 // D if D % 128 == 0 else channel // D
+    rows = token * H + head + tl.zeros([1, 1], tl.int64)
+    used = _used(sums_ptr, rows, T, H, SPLIT)
+    if token >= end:
+        return
+    inside = channel >= 0
+    out = _merged(partials_ptr, sums_ptr, rows, channel % D, inside, used, T, H, D, SPLIT)
+    words = in_words(out.to(DTYPE)[None, :], FORM)
+    store_digits(words, words_ptr, scales_ptr, digit_sums_ptr, token, step, T, steps, FORM)

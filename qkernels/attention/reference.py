@@ -1,0 +1,263 @@
+"""Rotation, KV writes and paged attention in plain torch: the definition that kernels follow.
+
+Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
+a page, X pages of a block table, L keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from formats.activation import quantize_input as round_input
+from formats.activation import to_codes
+from formats.scheme import ActivationSpec
+from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.limbs_reference import input_digits
+from qkernels.operands.split_k import LinearOutput, added
+from qkernels.rowwise.reference import rms_norm
+
+# Keys, and as many values, gathered at once for a batch of decode rows: what stays in a CPU's
+# cache. 64 rows of 512 keys, J 4, D 32, one thread: 8.5 ms at 2^20, 23 at 2^22, 15 at 2^16.
+GATHER_ELEMENTS = 2**20
+
+
+def apply_rope(
+    q_THD: torch.Tensor,
+    k_TJD: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the first cos_sin.shape[1] channels of each head, halves paired (NeoX), in float32."""
+    cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].chunk(2, dim=-1)
+    return _rotate(q_THD, cos_T1F, sin_T1F), _rotate(k_TJD, cos_T1F, sin_T1F)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def write_kv_(
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    *,
+    static_scales: bool = False,
+) -> None:
+    """Write each token's key and value into its slot, page * B + offset; slot -1 is padding."""
+    if not slots_T.numel():
+        return
+    # A mask would make the host wait for its length. Instead each padding token repeats the first
+    # real one, value and slot; without a real one, the old contents of slot 0 are written back.
+    valid_T = slots_T >= 0
+    tokens_T = torch.arange(slots_T.shape[0], device=slots_T.device)
+    source_T = torch.where(valid_T, tokens_T, valid_T.int().argmax())
+    slot_T = slots_T[source_T].long().clamp(min=0)
+    index = (slot_T // k_pages_PBJD.shape[1], slot_T % k_pages_PBJD.shape[1])
+    for rows, pages, scales_PBJ in (
+        (k_TJD, k_pages_PBJD, k_scales_PBJ),
+        (v_TJD, v_pages_PBJD, v_scales_PBJ),
+    ):
+        rows = rows[source_T]
+        if scales_PBJ is not None:
+            old_TJ = scales_PBJ[index]
+            rows, scales_TJ = _quantize_kv(rows, pages.dtype, old_TJ if static_scales else None)
+            if not static_scales:
+                scales_PBJ.index_put_(index, torch.where(valid_T.any(), scales_TJ, old_TJ))
+        # as bytes, which every device can choose from
+        stored = pages if pages.element_size() > 1 else pages.view(torch.uint8)
+        rows = rows.to(pages.dtype).view(stored.dtype)
+        stored.index_put_(index, torch.where(valid_T.any(), rows, stored[index]))
+
+
+def _quantize_kv(
+    x_TJD: torch.Tensor, dtype: torch.dtype, scales_TJ: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, J, D] of `dtype` and the scale [T, J] of each row, its own where none is given."""
+    kind = "int" if dtype == torch.int8 else "float"
+    if scales_TJ is not None:
+        return to_codes(x_TJD.float(), scales_TJ[..., None], kind), scales_TJ
+    codes, scales = round_input(x_TJD.flatten(0, 1), ActivationSpec(type=kind), None)
+    return codes.view(x_TJD.shape), scales.view(x_TJD.shape[:2])
+
+
+def rope_write_kv_(
+    q_THD: LinearOutput,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    *,
+    static_scales: bool = False,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+    settled: bool = False,  # nothing is read ahead
+) -> torch.Tensor:
+    """Norm q and k where norms are given, rotate them, write k and v; returns q."""
+    q_THD, k_TJD, v_TJD = added(q_THD), added(k_TJD), added(v_TJD)
+    if q_norm_D is not None:
+        q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
+    q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T)
+    scales = (k_scales_PBJ, v_scales_PBJ)
+    write_kv_(
+        k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T, *scales, static_scales=static_scales
+    )
+    return q_THD
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    block_tables_RX: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    context_lengths_R: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_query_len: int,
+    max_context_len: int,
+    soft_cap: float | None = None,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    digits: DigitForm | None = None,
+    settled: bool = False,  # nothing is read ahead
+) -> torch.Tensor | Digits:
+    """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
+
+    Row i of a request with `count` rows stands at position context_length - count + i and sees
+    itself and the `window` - 1 keys before it (None: all). Rows that see nothing, or that belong to
+    no request, are zero.
+    """
+    keys, values = _Pages(k_pages_PBJD, k_scales_PBJ), _Pages(v_pages_PBJD, v_scales_PBJ)
+    starts = query_starts_R1.tolist()
+    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    lengths = context_lengths_R.tolist()
+    out_THD = torch.zeros_like(q_THD)
+    decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
+    # one gather for rows of similar length wastes least on padding
+    decodes.sort(key=lambda r: lengths[r])
+    page_elements = k_pages_PBJD.shape[2] * k_pages_PBJD.shape[3]
+    while decodes:
+        longest = lengths[decodes[-1]] if window is None else min(window, lengths[decodes[-1]])
+        size = max(1, GATHER_ELEMENTS // (longest * page_elements))
+        batch, decodes = decodes[-size:], decodes[:-size]
+        rows = torch.tensor([starts[r] for r in batch], device=q_THD.device)
+        out_THD[rows] = _decode(
+            q_THD[rows],
+            keys,
+            values,
+            block_tables_RX[batch],
+            context_lengths_R[batch],
+            longest,
+            scale,
+            window,
+            soft_cap,
+        ).to(out_THD.dtype)
+    for r, count in enumerate(counts):
+        if count > 1 and lengths[r] > 0:
+            rows = slice(starts[r], starts[r] + count)
+            out_THD[rows] = _chunk(
+                q_THD[rows],
+                keys,
+                values,
+                block_tables_RX[r],
+                lengths[r],
+                scale,
+                window,
+                soft_cap,
+            ).to(out_THD.dtype)
+    return out_THD if digits is None else input_digits(out_THD.flatten(1), digits)
+
+
+class _Pages(NamedTuple):
+    """Keys or values, and the scales of their codes where they are 8-bit."""
+
+    pages_PBJD: torch.Tensor
+    scales_PBJ: torch.Tensor | None
+
+    def gather(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """float32 [..., J, D] of (pages, offsets)."""
+        found = self.pages_PBJD[index].float()
+        return found if self.scales_PBJ is None else found * self.scales_PBJ[index][..., None]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """softmax(cap * tanh(scale * q k / cap)) v, masked."""
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    scores = soft_cap * torch.tanh(q @ k.transpose(-1, -2) * (scale / soft_cap))
+    return scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v
+
+
+def _decode(
+    q_RHD: torch.Tensor,
+    keys: _Pages,
+    values: _Pages,
+    block_tables_RX: torch.Tensor,
+    lengths_R: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """One row for each request: the queries that share a KV head stand as rows of one product."""
+    lengths_R1 = lengths_R.long()[:, None]
+    first_R1 = (
+        torch.zeros_like(lengths_R1) if window is None else (lengths_R1 - window).clamp(min=0)
+    )
+    positions_RL = first_R1 + torch.arange(longest, device=q_RHD.device)
+    visible_RL = positions_RL < lengths_R1
+    positions_RL = positions_RL.minimum(lengths_R1 - 1)
+    page_size, num_kv_heads = keys.pages_PBJD.shape[1:3]
+    index = (block_tables_RX.gather(1, positions_RL // page_size).long(), positions_RL % page_size)
+    q_RJQD = q_RHD.float().unflatten(1, (num_kv_heads, -1))
+    k_RJLD, v_RJLD = (pages.gather(index).transpose(1, 2) for pages in (keys, values))
+    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible_RL[:, None, None], scale, soft_cap)
+    return out_RJQD.flatten(1, 2)
+
+
+def _chunk(
+    q_SHD: torch.Tensor,
+    keys: _Pages,
+    values: _Pages,
+    block_table_X: torch.Tensor,
+    length: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """The S last rows of one request, over the keys that any of them sees."""
+    count, (page_size, num_kv_heads) = q_SHD.shape[0], keys.pages_PBJD.shape[1:3]
+    first = 0 if window is None else max(0, length - count - window + 1)
+    keys_L = torch.arange(first, length, device=q_SHD.device)
+    index = (block_table_X[keys_L // page_size].long(), keys_L % page_size)
+    queries_S1 = torch.arange(length - count, length, device=q_SHD.device)[:, None]
+    visible_SL = keys_L <= queries_S1
+    if window is not None:
+        visible_SL &= keys_L > queries_S1 - window
+    k_JLD, v_JLD = (pages.gather(index).transpose(0, 1) for pages in (keys, values))
+    q_JQSD = q_SHD.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    k_JQLD, v_JQLD = (x[:, None].expand(-1, q_JQSD.shape[1], -1, -1) for x in (k_JLD, v_JLD))
+    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap)
+    return torch.where(queries_S1[:, :, None] >= 0, out_JQSD.flatten(0, 1).transpose(0, 1), 0)

@@ -1,0 +1,317 @@
+"""Keys and values into their pages, as they are or rounded to 8 bits, and rotary embedding before.
+
+One Triton kernel for both operations. Knows no scheduler. Each rounds where its twin in
+reference.py rounds. Legend: T tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a
+page.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from formats.activation import MIN_INPUT_SCALE
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.gpu.device import INTERPRETED
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import early, start_early
+from qkernels.operands.codes_triton import CODE_RANGE, encode, magnitude_bits, scale_of
+from qkernels.operands.split_k import LinearOutput
+from qkernels.operands.split_k_triton import load_sum, sum_source
+
+ELEMENTS_OF_PROGRAM = 1024  # 8 for each thread
+
+
+def write_kv_(
+    k_TJD: torch.Tensor,
+    v_TJD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    *,
+    static_scales: bool = False,
+) -> None:
+    """As ops.write_kv_."""
+    pages = (k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales)
+    _launch(None, k_TJD, v_TJD, None, None, slots_T, pages, (None, None, 0.0))
+
+
+def rope_write_kv_(
+    q_THD: LinearOutput,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    *,
+    static_scales: bool = False,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+    settled: bool = False,
+) -> torch.Tensor:
+    """As ops.rope_write_kv_."""
+    pages = (k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales)
+    norms = (q_norm_D, k_norm_D, eps)
+    return _launch(q_THD, k_TJD, v_TJD, cos_sin, positions_T, slots_T, pages, norms, settled)
+
+
+def _launch(
+    q_THD: LinearOutput | None,
+    k_TJD: LinearOutput,
+    v_TJD: LinearOutput,
+    cos_sin: torch.Tensor | None,
+    positions_T: torch.Tensor | None,
+    slots_T: torch.Tensor,
+    pages: tuple[torch.Tensor | None, ...],
+    norms: tuple[torch.Tensor | None, torch.Tensor | None, float],
+    settled: bool = False,
+) -> torch.Tensor | None:
+    """Write k and v; with q, rotate q and k before. Returns the new q."""
+    k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales = pages
+    q_norm_D, k_norm_D, eps = norms
+    T, J, D = k_TJD.shape
+    H = 0 if q_THD is None else q_THD.shape[1]
+    q_out = None
+    if q_THD is not None:
+        q_out = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
+        q_THD, cos_sin = _dense_heads(sum_source(q_THD)[0]), cos_sin.contiguous()
+    k_TJD, stride_part, format = sum_source(k_TJD)
+    k_TJD, v_TJD = _dense_heads(k_TJD), _dense_heads(sum_source(v_TJD)[0])
+    if T == 0:
+        return q_out
+    smallest, largest = CODE_RANGE.get(k_pages_PBJD.dtype, (0.0, 0.0))
+    scales = (k_scales_PBJ, v_scales_PBJ)
+    scale_strides = [n for s in scales for n in ((0, 0, 0) if s is None else s.stride())]
+    padded_d = power_of_two(D)
+    if format.parts:
+        # many small programs wait for less each. A product of 6144 outputs in parts and this, us
+        # with 1 / 2 heads: 8 rows 7.2 / 7.6, 32 rows 9.4 / 9.6, 64 rows 13.9 / 12.6
+        heads = 1 if T <= 32 else 2
+    else:
+        heads = max(1, min(ELEMENTS_OF_PROGRAM // padded_d, power_of_two(max(H, J))))
+    with on_device(k_TJD):
+        launch(
+            _rope_write_kv,
+            (T, ceil_div(H, heads) + 2 * ceil_div(J, heads)),
+            q_THD,
+            k_TJD,
+            v_TJD,
+            stride_part,
+            cos_sin,
+            None if positions_T is None else positions_T.contiguous(),
+            slots_T.contiguous(),
+            None if q_norm_D is None else q_norm_D.contiguous(),
+            None if k_norm_D is None else k_norm_D.contiguous(),
+            k_pages_PBJD,
+            v_pages_PBJD,
+            k_scales_PBJ,
+            v_scales_PBJ,
+            q_out,
+            *((0, 0) if q_THD is None else q_THD.stride()[:2]),
+            *k_TJD.stride()[:2],
+            *v_TJD.stride()[:2],
+            *k_pages_PBJD.stride()[:3],
+            *v_pages_PBJD.stride()[:3],
+            *scale_strides,
+            eps,
+            H=H,
+            J=J,
+            D=D,
+            PADDED_D=padded_d,
+            WIDTH=0 if cos_sin is None else cos_sin.shape[1],
+            B=k_pages_PBJD.shape[1],
+            HEADS=heads,
+            STATIC=static_scales,
+            SETTLED=settled,
+            SMALLEST=smallest,
+            LARGEST=largest,
+            MIN_SCALE=MIN_INPUT_SCALE,
+            INTERPRETED=INTERPRETED,
+            num_warps=max(1, heads * padded_d // 256),
+            SUM=format,
+            **early(k_TJD, T),
+        )
+    return q_out
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+@triton.jit
+def _rope_write_kv(
+    q_ptr,  # [T, H, D], or parts of it (split_k_triton.py); None: no rotation
+    k_ptr,  # [T, J, D], or parts
+    v_ptr,  # [T, J, D], or parts
+    stride_part,  # of q, k and v
+    cos_sin_ptr,  # [max position, WIDTH]
+    positions_ptr,  # [T]
+    slots_ptr,  # [T]
+    q_norm_ptr,  # [D] or None
+    k_norm_ptr,
+    k_pages_ptr,  # [P, B, J, D]
+    v_pages_ptr,
+    k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
+    v_scales_ptr,
+    q_out_ptr,  # [T, H, D]
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kj,
+    stride_vt,
+    stride_vj,
+    stride_kp,
+    stride_kb,
+    stride_kpj,
+    stride_vp,
+    stride_vb,
+    stride_vpj,
+    stride_ksp,
+    stride_ksb,
+    stride_ksj,
+    stride_vsp,
+    stride_vsb,
+    stride_vsj,
+    eps,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    B: tl.constexpr,
+    HEADS: tl.constexpr,
+    STATIC: tl.constexpr,
+    SETTLED: tl.constexpr,  # where things are is read before the kernel in front has ended
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    SUM: tl.constexpr,  # of q, k and v
+    EARLY: tl.constexpr,
+):
+    """A program does HEADS heads of one token: queries, then keys, then values."""
+    Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    KV_BLOCKS: tl.constexpr = (J + HEADS - 1) // HEADS
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.arange(0, HEADS)
+    d = tl.arange(0, PADDED_D)
+    if EARLY and not SETTLED:
+        start_early()
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if q_ptr is not None:
+        cos, sin = _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH)
+    if EARLY and SETTLED:
+        start_early()
+    if Q_BLOCKS > 0 and block < Q_BLOCKS:
+        head = block * HEADS + n
+        real = (head < H)[:, None] & (d < D)[None, :]
+        rows = q_ptr + token * stride_qt + head * stride_qh
+        q = _rotated(rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, SUM)
+        tl.store(q_out_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=real)
+        return
+    if slot < 0:
+        return
+    page, offset = slot // B, slot % B
+    if block < Q_BLOCKS + KV_BLOCKS:
+        head = (block - Q_BLOCKS) * HEADS + n
+        real = (head < J)[:, None] & (d < D)[None, :]
+        rows = k_ptr + token * stride_kt + head * stride_kj
+        if q_ptr is not None:
+            k = _rotated(rows, real, stride_part, d, cos, sin, k_norm_ptr, eps, D, WIDTH, SUM)
+        else:
+            k = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
+        if k_scales_ptr is not None:
+            scales = k_scales_ptr + page * stride_ksp + offset * stride_ksb + head * stride_ksj
+            CODE: tl.constexpr = k_pages_ptr.dtype.element_ty
+            k = _encoded(
+                k, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED
+            )
+        out = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
+        tl.store(out[:, None] + d[None, :], k, mask=real)
+        return
+    head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + n
+    real = (head < J)[:, None] & (d < D)[None, :]
+    rows = v_ptr + token * stride_vt + head * stride_vj
+    v = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
+    if v_scales_ptr is not None:
+        scales = v_scales_ptr + page * stride_vsp + offset * stride_vsb + head * stride_vsj
+        CODE: tl.constexpr = v_pages_ptr.dtype.element_ty
+        v = _encoded(v, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED)
+    out = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
+    tl.store(out[:, None] + d[None, :], v, mask=real)
+
+
+@triton.jit
+def _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH: tl.constexpr):
+    """One token's cosines and signed sines of the channels d; 1 and 0 beyond WIDTH."""
+    HALF: tl.constexpr = WIDTH // 2
+    turns = d < WIDTH
+    frequency = tl.where(d < HALF, d, d - HALF)
+    row = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH
+    cos = tl.load(row + frequency, mask=turns, other=1.0)
+    sin = tl.load(row + frequency + HALF, mask=turns, other=0.0)
+    return cos, tl.where(d < HALF, -sin, sin)
+
+
+@triton.jit
+def _rotated(
+    rows,
+    real,
+    stride_part,
+    d,
+    cos,
+    sin,
+    norm_ptr,
+    eps,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Heads [HEADS, D], normed where a norm is given, rotated by one token's angles."""
+    DTYPE: tl.constexpr = SUM.dtype
+    HALF: tl.constexpr = WIDTH // 2
+    partner = tl.where(d < HALF, d + HALF, tl.where(d < WIDTH, d - HALF, d))
+    x = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
+    other = load_sum(rows[:, None] + partner[None, :], real, stride_part, SUM)
+    x, other = x.to(tl.float32), other.to(tl.float32)
+    if norm_ptr is not None:
+        shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = _scaled(x, shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)
+        weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0)
+        other = _scaled(other, shrink, weight, DTYPE)
+    return (x * cos[None, :] + other * sin[None, :]).to(DTYPE)
+
+
+@triton.jit
+def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
+    """The end of an RMSNorm, rounded where elementwise.rms_norm rounds."""
+    normed = (x * shrink).to(DTYPE).to(tl.float32)
+    return (weight.to(tl.float32)[None, :] * normed).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _encoded(
+    x,  # [HEADS, D]
+    scales,  # [HEADS] pointers
+    exists,  # [HEADS]
+    STATIC: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Codes of rows, rounded with the scales that are there (STATIC) or with their own, stored."""
+    x = x.to(tl.float32)
+    if STATIC:
+        scale = tl.load(scales, mask=exists, other=1.0)
+    else:
+        scale = scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
+        tl.store(scales, scale, mask=exists)
+    return encode(x, scale[:, None], SMALLEST, LARGEST, DTYPE, not STATIC, INTERPRETED)

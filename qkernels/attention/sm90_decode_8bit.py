@@ -1,0 +1,389 @@
+"""Attention of few query rows over 8-bit pages, in Gluon: codes go from memory into the registers
+of the tensor core's operands, past shared memory.
+
+A Hopper body of paged_attention.py for bfloat16 queries, chosen by it. Each warp of a block has its
+own keys of a step and its own softmax; the block merges them at its end. Codes of keys become
+float16 and codes of values bfloat16, exactly; their scales multiply scores and weights. The order
+of the operands follows the memory (coded_decode_load.py).
+
+Legend: W warps, M padded rows (8), N keys of a warp's step, D head dim.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from qkernels.attention.sm90_decode_8bit_load import (
+    KEYS_OF_WARP,
+    WARPS,
+    copy_step,
+    layouts,
+    load_pages,
+)
+from qkernels.gpu.launch import launch
+from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF, halves
+
+STAGES = 3
+REGISTERS = None  # no bound: two blocks on an SM
+
+# float16 has not bfloat16's range: queries shrink by a power of two, scores grow by it
+QUERY_SHRINK = 2.0**-6
+
+
+def attend(
+    grid: tuple[int, int, int],
+    q_THD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    shared: tuple,
+    scale_strides: tuple[int, ...],
+    table_stride: int,
+    constants: dict[str, int | bool],
+) -> None:
+    """Launch in place of _paged_attention, whose arguments `shared` and `constants` are."""
+    k_words = k_pages_PBJD.view(torch.int32)
+    v_bytes = v_pages_PBJD.view(torch.int8)
+    blocks, heads, parts = grid
+    launch(
+        _coded_decode,
+        (heads, blocks, parts),
+        q_THD,
+        k_words,
+        v_bytes,
+        *shared,
+        *(k_words.stride(dim) for dim in (0, 2)),
+        *(v_bytes.stride(dim) for dim in (0, 2)),
+        *scale_strides,
+        table_stride,
+        **constants,
+        IS_INT=k_pages_PBJD.dtype == torch.int8,
+        SHRINK=QUERY_SHRINK,
+        W=WARPS,
+        N=KEYS_OF_WARP,
+        STAGES=STAGES,
+        STRIDE_KB=k_words.stride(1),
+        STRIDE_VB=v_bytes.stride(1),
+        **layouts(constants["D"]),
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )
+
+
+@gluon.jit
+def _half_keys(words, IS_INT: gl.constexpr):
+    """Words of four 8-bit codes to float16, exactly: [..., 2, 2]."""
+    to_half: gl.constexpr = INT_TO_HALF if IS_INT else FLOAT8_TO_HALF
+    low, high = gl.inline_asm_elementwise(
+        to_half, "=&r,=&r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return halves(gl.join(low, high), gl.float16)
+
+
+@gluon.jit
+def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
+    """8-bit codes of two keys to pairs of bfloat16, one in each word, exactly."""
+    if IS_INT:
+        # 128 + the low seven bits, less 128 + the sign's weight
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, low, sign, minus;
+            mov.b32 minus, 0xBF80BF80;
+            prmt.b32 a, $4, $5, 0x4400;
+            prmt.b32 b, $4, $5, 0x5511;
+            prmt.b32 c, $4, $5, 0x6622;
+            prmt.b32 d, $4, $5, 0x7733;
+            lop3.b32 low, a, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, a, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, sign, minus, low;
+            lop3.b32 low, b, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, b, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, sign, minus, low;
+            lop3.b32 low, c, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, c, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $2, sign, minus, low;
+            lop3.b32 low, d, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 sign, d, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $3, sign, minus, low;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r",
+            [even, odd],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 ab, cd, x, y;
+        .reg .b16 a, b, c, d, low, high;
+        .reg .f32 f, g;
+        prmt.b32 ab, $4, $5, 0x5140;
+        prmt.b32 cd, $4, $5, 0x7362;
+        mov.b32 {a, b}, ab;
+        mov.b32 {c, d}, cd;
+        cvt.rn.f16x2.e4m3x2 x, a;
+        mov.b32 {low, high}, x;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $0, g, f;
+        cvt.rn.f16x2.e4m3x2 y, b;
+        mov.b32 {low, high}, y;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $1, g, f;
+        cvt.rn.f16x2.e4m3x2 x, c;
+        mov.b32 {low, high}, x;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $2, g, f;
+        cvt.rn.f16x2.e4m3x2 y, d;
+        mov.b32 {low, high}, y;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 $3, g, f;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r",
+        [even, odd],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _transposed(weight):
+    """Tiles of 8 keys and 8 rows, each turned: [..., 8 keys, 8 rows] has rows before keys."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        [weight],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
+    """As paged_attention.py's, in Gluon: the two cannot call each other."""
+    PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    probe = gl.arange(0, 32, layout=PROBES)
+    first = 0
+    count = R
+    while count > 1:
+        apart = (count + 31) // 32
+        request = first + probe * apart
+        inside = probe * apart < count
+        start = gl.load(starts_ptr + request, mask=inside, other=0)
+        owned = inside & (start // BLOCK_Q + request <= block)
+        first += (gl.sum(owned.to(gl.int32), 0) - 1) * apart
+        count = gl.minimum(apart, R - first)
+    return first
+
+
+@gluon.jit(do_not_specialize=["R", "T"])
+def _coded_decode(
+    q_ptr,  # [T, H, D]
+    k_ptr,  # [P, B, J, D / 4] words of codes
+    v_ptr,  # [P, B, J, D] bytes
+    tables_ptr,  # [R, X]
+    starts_ptr,  # [R + 1]
+    lengths_ptr,  # [R]
+    k_scales_ptr,  # [P, B, J]
+    v_scales_ptr,
+    out_ptr,  # [T, H, D], when SPLIT is 1
+    partials_ptr,  # as in _paged_attention
+    sums_ptr,
+    R,
+    T,
+    scale,
+    cap_log2,
+    stride_qt,
+    stride_qh,
+    stride_kp,  # in words
+    stride_kj,
+    stride_vp,
+    stride_vj,
+    stride_ksp,
+    stride_ksb,
+    stride_ksj,
+    stride_vsp,
+    stride_vsb,
+    stride_vsj,
+    stride_table,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    PADDED_GROUP: gl.constexpr,
+    D: gl.constexpr,
+    B: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    IS_INT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SHRINK: gl.constexpr,
+    W: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    STRIDE_KB: gl.constexpr,
+    STRIDE_VB: gl.constexpr,
+    KEYS: gl.constexpr,  # layouts()
+    VALUES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PRODUCT: gl.constexpr,
+):
+    M: gl.constexpr = 8
+    CHUNK: gl.constexpr = D // 8 if D < 128 else 16
+    BLOCK_Q: gl.constexpr = M // PADDED_GROUP
+    # the heads of a request run beside each other: their rows are neighbours in memory
+    kv_head, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    request = _request_of(starts_ptr, block, R, BLOCK_Q)
+    start = gl.load(starts_ptr + request)
+    count = gl.load(starts_ptr + request + 1) - start
+    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= count:
+        return
+    before = gl.load(lengths_ptr + request) - count
+    end = before + gl.minimum(first_row + BLOCK_Q, count)
+    begin = 0
+    if WINDOW > 0:
+        begin = gl.maximum(0, before + first_row - WINDOW + 1)
+    first_step = begin // (W * N)
+    last_step = (end + W * N - 1) // (W * N)
+    if SPLIT > 1:
+        steps = (last_step - first_step + SPLIT - 1) // SPLIT
+        first_step += part * steps
+        last_step = gl.minimum(last_step, first_step + steps)
+
+    # queries, in the order of the bytes of keys
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, RIGHT)))
+    i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, RIGHT)))
+    i = i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
+    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
+    q_row = first_row + m // PADDED_GROUP
+    q_rows = (start + q_row).to(gl.int64) * stride_qt
+    q_rows += (kv_head * GROUP + m % PADDED_GROUP) * stride_qh
+    q_real = (q_row < count) & (m % PADDED_GROUP < GROUP)
+    every = w[:, None][:, :, None] * 0 + i[:, None][None, :, :]
+    q_ptrs = q_ptr + q_rows[None, :][None, :, :] + every
+    q = gl.load(q_ptrs, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0)
+    q = (q.to(gl.float32) * SHRINK).to(gl.float16)
+
+    ROWS: gl.constexpr = gl.SliceLayout(2, PRODUCT)
+    HEADS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    row_w = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
+    row_n = gl.arange(0, N, layout=gl.SliceLayout(0, ROWS))
+    keys = row_w[:, None] * N + row_n[None, :]
+    row_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, PRODUCT)))
+    position = (before + first_row + row_m // PADDED_GROUP)[None, :][None, :, :]
+
+    table = tables_ptr + request.to(gl.int64) * stride_table
+    k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
+    k_scales_head = k_scales_ptr + kv_head * stride_ksj
+    v_scales_head = v_scales_ptr + kv_head * stride_vsj
+
+    largest = gl.full([W, M], float("-inf"), gl.float32, layout=HEADS)
+    weights = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+    values = gl.full([W, D, M], 0.0, gl.float32, layout=PRODUCT)
+    stop = gl.minimum(end, last_step * (W * N))
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # 16 bytes of a row of 128 trade places, so that the lanes of rows read different banks
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 128 // D, D // 16, [3, 2, 1, 0])
+    BYTES: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 128 // D, 8, [3, 2, 1, 0])
+    k_shared = gl.allocate_shared_memory(gl.int32, [STAGES, W, N // 16, 16, D // 4], WORDS)
+    even_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
+    odd_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
+    k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
+    shared = (k_shared, even_shared, odd_shared, k_scales_shared, v_scales_shared)
+    heads = (k_head, v_head, k_scales_head, v_scales_head)
+    strides = (stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb)
+    source = (heads, strides, begin, stop)
+    STEP: gl.constexpr = W * N
+    pages = load_pages(table, first_step * STEP, begin, stop, B, W, N, KEYS, SLOTS)
+    for stage in gl.static_range(STAGES - 1):
+        first_key = (first_step + stage) * STEP
+        copy_step(
+            shared, stage, source, pages, first_key, B, STRIDE_KB, STRIDE_VB, KEYS, VALUES, SLOTS
+        )
+        # a step ahead of its copies, which would wait for it
+        pages = load_pages(table, first_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
+    stage = 0
+    for step in range(first_step, last_step):
+        first_key = step * STEP
+        async_copy.wait_group(STAGES - 2)
+        k_codes = k_shared.index(stage).load(KEYS)
+        even = even_shared.index(stage).load(VALUES)
+        odd = odd_shared.index(stage).load(VALUES)
+        k_scale = k_scales_shared.index(stage).load(ROWS) * (scale / SHRINK)
+        v_scale = v_scales_shared.index(stage).load(ROWS)
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        next_key = first_key + (STAGES - 1) * STEP
+        copy_step(
+            shared, free, source, pages, next_key, B, STRIDE_KB, STRIDE_VB, KEYS, VALUES, SLOTS
+        )
+        pages = load_pages(table, next_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+
+        k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
+        k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
+        score = mma_v2(
+            gl.convert_layout(k, LEFT), q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+        )
+        score *= k_scale[:, :, None]
+        if SOFT_CAP:
+            score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
+        key = (first_key + keys)[:, :, None]
+        visible = key <= position
+        if WINDOW > 0:
+            visible &= key > position - WINDOW
+        score = gl.where(visible, score, float("-inf"))
+        new_largest = gl.maximum(largest, gl.max(score, 1))
+        base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = gl.exp2(score - base[:, None, :])
+        shrink = gl.exp2(largest - base)[:, None, :]
+        weights = weights * shrink + weight
+        largest = new_largest
+
+        v = halves(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
+        v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
+        v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
+        weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))
+        weight = weight.reshape([W, N // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([W, N, M])
+        values = mma_v2(
+            gl.convert_layout(v, LEFT), gl.convert_layout(weight, RIGHT), values * shrink
+        )
+
+    async_copy.wait_group(0)
+    # the warps' parts
+    all_largest = gl.max(largest, 0)
+    base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
+    shrink = gl.exp2(largest - base[None, :])
+    all_weights = gl.sum(gl.sum(weights, 1) * shrink, 0)
+    out = gl.sum(values * shrink[:, None, :], 0)
+    OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    all_weights = gl.convert_layout(all_weights, gl.SliceLayout(0, OUT))
+    all_largest = gl.convert_layout(all_largest, gl.SliceLayout(0, OUT))
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
+    n = gl.arange(0, D, layout=gl.SliceLayout(1, OUT))
+    d = n // (8 * CHUNK) * (8 * CHUNK) + n % 8 * CHUNK + n % (8 * CHUNK) // 8
+    row = first_row + m // PADDED_GROUP
+    real = (row < count) & (m % PADDED_GROUP < GROUP)
+    out_row = (start + row).to(gl.int64) * H + kv_head * GROUP + m % PADDED_GROUP
+    if SPLIT == 1:
+        out = out / gl.where(all_weights == 0, 1.0, all_weights)[None, :]
+        gl.store(
+            out_ptr + out_row[None, :] * D + d[:, None],
+            out.to(out_ptr.dtype.element_ty),
+            mask=real[None, :] & (d >= 0)[:, None],
+        )
+    else:
+        part_row = out_row * SPLIT + part
+        gl.store(
+            partials_ptr + part_row[None, :] * D + d[:, None],
+            out,
+            mask=(real & (all_weights > 0))[None, :] & (d >= 0)[:, None],
+        )
+        gl.store(sums_ptr + part_row, all_largest, mask=real)
+        gl.store(sums_ptr + T.to(gl.int64) * H * SPLIT + part_row, all_weights, mask=real)

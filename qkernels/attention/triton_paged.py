@@ -1,0 +1,422 @@
+"""Causal attention over paged keys and values, chunks and decode rows in one batch, in Triton.
+
+8-bit keys and values become the queries' dtype in registers, exactly; their scales multiply the
+scores and the weights.
+
+Knows no scheduler. One block does block_q query rows of all heads that share a KV head, stacked
+into the rows of one product. A batch of few rows is split over the keys as well; merge_splits.py
+merges the parts. The host reads nothing from the device: grids follow from shapes and the given
+maxima.
+
+Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
+a page, X pages of a block table; S parts of a context.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.attention.config import AttentionTile, attention_tile
+from qkernels.attention.merge_splits import merge_parts, whole
+from qkernels.gpu import device as gpu_device
+from qkernels.gpu.config import power_of_two
+from qkernels.gpu.device import sm_count
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import early, start_early
+from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.tuning.table import tile_table_of
+
+LOG2_E = math.log2(math.e)
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    k_pages_PBJD: torch.Tensor,
+    v_pages_PBJD: torch.Tensor,
+    block_tables_RX: torch.Tensor,
+    query_starts_R1: torch.Tensor,
+    context_lengths_R: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    max_query_len: int,
+    max_context_len: int,
+    soft_cap: float | None = None,
+    k_scales_PBJ: torch.Tensor | None = None,
+    v_scales_PBJ: torch.Tensor | None = None,
+    digits: DigitForm | None = None,
+    settled: bool = False,
+    tile: AttentionTile | None = None,
+) -> torch.Tensor | Digits:
+    """As ops.paged_attention; `tile` replaces the choice of attention/config.py."""
+    T, H, D = q_THD.shape
+    R, J = context_lengths_R.shape[0], k_pages_PBJD.shape[2]
+    if q_THD.stride(2) != 1:
+        q_THD = q_THD.contiguous()
+    out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
+    if T == 0 or R == 0:
+        return whole(out_THD, digits)
+    if tile is None:
+        problem = {
+            "num_requests": R,
+            "num_kv_heads": J,
+            "heads_per_kv_head": H // J,
+            "head_dim": D,
+            "element_size": q_THD.element_size(),
+            "max_query_len": max_query_len,
+            "max_context_len": max_context_len,
+            "window": window,
+        }
+        row = None  # tables hold tiles for pages of the queries' own dtype
+        if k_scales_PBJ is None:
+            row = tile_table_of(q_THD.device).find("paged_attention", **problem)
+        tile = row.tile if row else None
+    if tile is None:
+        tile = attention_tile(
+            **problem,
+            page_element_size=k_pages_PBJD.element_size(),
+            sm_count=sm_count(q_THD.device),
+            gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
+        )
+    partials = sums = None
+    if tile.split > 1:
+        partials = out_THD.new_empty((T, H, tile.split, D), dtype=torch.float32)
+        sums = out_THD.new_empty((2, T, H, tile.split), dtype=torch.float32)
+    # Request r owns the blocks from query_starts[r] // block_q + r on, at least as many as its rows
+    # need, so the grid follows from T and R alone.
+    grid = (T // tile.block_q + R, J, tile.split)
+    strides = (*k_pages_PBJD.stride()[:3], *v_pages_PBJD.stride()[:3])
+    scale_strides = (0,) * 6
+    if k_scales_PBJ is not None:
+        scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
+    shared = (
+        block_tables_RX,
+        query_starts_R1,
+        context_lengths_R,
+        k_scales_PBJ,
+        v_scales_PBJ,
+        out_THD,
+        partials,
+        sums,
+        R,
+        T,
+        scale / soft_cap if soft_cap else scale * LOG2_E,
+        soft_cap * LOG2_E if soft_cap else 0.0,
+        q_THD.stride(0),
+        q_THD.stride(1),
+    )
+    constants = {
+        "H": H,
+        "GROUP": H // J,
+        "PADDED_GROUP": tile.block_m // tile.block_q,
+        "D": D,
+        "B": k_pages_PBJD.shape[1],
+        "WINDOW": window or 0,
+        "SOFT_CAP": soft_cap is not None,
+        "SPLIT": tile.split,
+    }
+    with on_device(q_THD):
+        if tile.gluon:
+            from qkernels.attention import sm90_decode_8bit as coded_decode
+
+            coded_decode.attend(
+                grid,
+                q_THD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                shared,
+                scale_strides,
+                block_tables_RX.stride(0),
+                constants,
+            )
+        else:
+            launch(
+                _paged_attention,
+                grid,
+                q_THD,
+                k_pages_PBJD,
+                v_pages_PBJD,
+                *shared,
+                *strides,
+                *scale_strides,
+                block_tables_RX.stride(0),
+                **constants,
+                PADDED_D=max(16, power_of_two(D)),
+                ALIGNMENT=alignment(*strides),
+                BLOCK_M=tile.block_m,
+                BLOCK_Q=tile.block_q,
+                KEYS=tile.keys,
+                STAGES=tile.stages,
+                SETTLED=settled,
+                num_warps=tile.warps,
+                **early(q_THD, T),
+            )
+    if tile.split == 1:
+        return whole(out_THD, digits)
+    return merge_parts(partials, sums, query_starts_R1, out_THD, digits)
+
+
+def gluon_refuses(
+    q_THD: torch.Tensor, k_pages_PBJD: torch.Tensor, v_pages_PBJD: torch.Tensor
+) -> str | None:
+    """Why sm90_decode_8bit.py cannot take these few rows; None: it can."""
+    D = q_THD.shape[2]
+    if k_pages_PBJD.element_size() != 1:
+        return "takes 8-bit pages"
+    if q_THD.dtype != torch.bfloat16:
+        return f"takes bfloat16 queries, not {q_THD.dtype}"
+    if D not in (64, 128):
+        return f"takes heads of 64 or 128, not {D}"
+    for pages in (k_pages_PBJD, v_pages_PBJD):
+        if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
+            return "takes pages whose rows start at multiples of 16 bytes"
+    return gpu_device.lacks_gluon(q_THD.device)
+
+
+def alignment(*strides: int) -> int:
+    """Elements in a row that may be read at once: 16 where all strides allow it, 8 or 1."""
+    return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
+
+
+@triton.jit
+def _request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
+    """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
+
+    Each load is a wait of 0.3 us before the first key can be asked for, so 32 places are looked at
+    at once: none for one request, one for up to 32.
+    """
+    probe = tl.arange(0, 32)
+    first = 0
+    count = R
+    while count > 1:
+        apart = (count + 31) // 32
+        request = first + probe * apart
+        inside = probe * apart < count
+        start = tl.load(starts_ptr + request, mask=inside, other=0)
+        owned = inside & (start // BLOCK_Q + request <= block)
+        first += (tl.sum(owned.to(tl.int32)) - 1) * apart
+        count = min(apart, R - first)
+    return first
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _paged_attention(
+    q_ptr,  # [T, H, D]
+    k_ptr,  # [P, B, J, D]
+    v_ptr,  # [P, B, J, D]
+    tables_ptr,  # [R, X]
+    starts_ptr,  # [R + 1]
+    lengths_ptr,  # [R]
+    k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
+    v_scales_ptr,  # [P, B, J]
+    out_ptr,  # [T, H, D], when SPLIT is 1
+    partials_ptr,  # [T, H, S, D], otherwise: each part's weighted sum of values
+    sums_ptr,  # [2, T, H, S]: each part's largest score, and its sum of weights
+    R,
+    T,
+    scale,  # to scores in powers of two, since exp2 is the hardware's; soft cap: to its units
+    cap_log2,  # soft cap in powers of two
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kb,
+    stride_kj,
+    stride_vp,
+    stride_vb,
+    stride_vj,
+    stride_ksp,
+    stride_ksb,
+    stride_ksj,
+    stride_vsp,
+    stride_vsb,
+    stride_vsj,
+    stride_table,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    B: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    SETTLED: tl.constexpr,  # which rows and keys there are is read before the kernel in front ends
+    EARLY: tl.constexpr,
+):
+    block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if EARLY and not SETTLED:
+        start_early()
+    request = _request_of(starts_ptr, block, R, BLOCK_Q)
+    start = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - start
+    before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
+    if EARLY and SETTLED:
+        start_early()
+    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= count:
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, PADDED_D)
+    row = first_row + m // PADDED_GROUP
+    head = kv_head * GROUP + m % PADDED_GROUP
+    real = (row < count) & (m % PADDED_GROUP < GROUP)
+    token = (start + row).to(tl.int64)
+    q_ptrs = q_ptr + token * stride_qt + head * stride_qh
+    q = tl.load(q_ptrs[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
+
+    position = before + row
+    end = before + min(first_row + BLOCK_Q, count)
+    begin = 0
+    if WINDOW > 0:
+        begin = max(0, before + first_row - WINDOW + 1)
+    first_step = begin // KEYS
+    last_step = (end + KEYS - 1) // KEYS
+    if SPLIT > 1:
+        steps = (last_step - first_step + SPLIT - 1) // SPLIT
+        first_step += part * steps
+        last_step = min(last_step, first_step + steps)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK_M], tl.float32)
+    values = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
+    table = tables_ptr + request.to(tl.int64) * stride_table
+    k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
+    if k_scales_ptr is not None:
+        k_scales_head = k_scales_ptr + kv_head * stride_ksj
+        v_scales_head = v_scales_ptr + kv_head * stride_vsj
+    if BLOCK_M >= 64 and WINDOW == 0 and SPLIT == 1:
+        # a chunk's first row sees all keys of these steps, so every row does
+        whole_steps = (before + first_row + 1) // KEYS
+        for step in tl.range(0, whole_steps, num_stages=STAGES):
+            if B >= KEYS:
+                page = tl.load(table + step * KEYS // B).to(tl.int64)
+                offset = step * KEYS % B + tl.arange(0, KEYS)
+                k_rows = page * stride_kp + offset * stride_kb
+                v_rows = page * stride_vp + offset * stride_vb
+            else:
+                # one load for each page, not for each key: 409 instructions a step, not 480
+                pages = step * (KEYS // B) + tl.arange(0, KEYS // B)
+                page = tl.load(table + pages).to(tl.int64)[:, None]
+                offset = tl.arange(0, B)[None, :]
+                k_rows = (page * stride_kp + offset * stride_kb).reshape(KEYS)
+                v_rows = (page * stride_vp + offset * stride_vb).reshape(KEYS)
+            if ALIGNMENT > 1:  # a reshape forgets it
+                k_rows = tl.multiple_of(k_rows, ALIGNMENT)
+                v_rows = tl.multiple_of(v_rows, ALIGNMENT)
+            k_scale = None
+            v_scale = None
+            if k_scales_ptr is not None:
+                if B >= KEYS:
+                    k_scale_rows = page * stride_ksp + offset * stride_ksb
+                    v_scale_rows = page * stride_vsp + offset * stride_vsb
+                else:
+                    k_scale_rows = (page * stride_ksp + offset * stride_ksb).reshape(KEYS)
+                    v_scale_rows = (page * stride_vsp + offset * stride_vsb).reshape(KEYS)
+                k_scale = tl.load(k_scales_head + k_scale_rows)
+                v_scale = tl.load(v_scales_head + v_scale_rows)
+            if D == PADDED_D:
+                k = tl.load(k_head + k_rows[None, :] + d[:, None])
+                v = tl.load(v_head + v_rows[:, None] + d[None, :])
+            else:
+                k = tl.load(k_head + k_rows[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
+                v = tl.load(v_head + v_rows[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+            if k_scales_ptr is None and not SOFT_CAP:
+                score = tl.dot(q, k, input_precision="ieee")
+                new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+                weight = tl.exp2(score * scale - new_largest[:, None])
+            else:
+                score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+                new_largest = tl.maximum(largest, tl.max(score, 1))
+                weight = tl.exp2(score - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            weights = weights * shrink + tl.sum(weight, 1)
+            values = _add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
+            largest = new_largest
+        first_step = whole_steps
+    for step in tl.range(first_step, last_step, num_stages=STAGES):
+        key = step * KEYS + tl.arange(0, KEYS)
+        # pages outside begin..end may be freed or never written
+        exists = (key >= begin) & (key < end)
+        page = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
+        k_rows = page * stride_kp + (key % B) * stride_kb
+        v_rows = page * stride_vp + (key % B) * stride_vb
+        k = tl.load(
+            k_head + k_rows[None, :] + d[:, None],
+            mask=exists[None, :] & (d[:, None] < D),
+            other=0.0,
+        )
+        k_scale = None
+        v_scale = None
+        if k_scales_ptr is not None:
+            k_scale_rows = page * stride_ksp + (key % B) * stride_ksb
+            v_scale_rows = page * stride_vsp + (key % B) * stride_vsb
+            k_scale = tl.load(k_scales_head + k_scale_rows, mask=exists, other=0.0)
+            v_scale = tl.load(v_scales_head + v_scale_rows, mask=exists, other=0.0)
+        score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+        visible = exists[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible &= key[None, :] > position[:, None] - WINDOW
+        score = tl.where(visible, score, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        # a row that has seen no key yet: -inf - -inf would be NaN
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(largest - base)
+        weights = weights * shrink + tl.sum(weight, 1)
+        v = tl.load(
+            v_head + v_rows[:, None] + d[None, :],
+            mask=exists[:, None] & (d[None, :] < D),
+            other=0.0,
+        )
+        values = _add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
+        largest = new_largest
+
+    out_row = token * H + head
+    if SPLIT == 1:
+        out = values / tl.where(weights == 0, 1.0, weights)[:, None]
+        tl.store(
+            out_ptr + out_row[:, None] * D + d[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=real[:, None] & (d[None, :] < D),
+        )
+    else:
+        part_row = out_row * SPLIT + part
+        tl.store(
+            partials_ptr + part_row[:, None] * D + d[None, :],
+            values,
+            mask=(real & (weights > 0))[:, None] & (d[None, :] < D),
+        )
+        tl.store(sums_ptr + part_row, largest, mask=real)
+        tl.store(sums_ptr + T.to(tl.int64) * H * SPLIT + part_row, weights, mask=real)
+
+
+@triton.jit
+def _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
+    """float32 scores in powers of two. `k_scale`: of each key's codes, or None."""
+    score = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if k_scale is None:
+        score *= scale
+    else:
+        score *= (k_scale * scale)[None, :]
+    if SOFT_CAP:  # cap * tanh(score), where exp2 may be 0 or infinite
+        score = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(score * 2.8853900817779268))  # 2 log2(e)
+    return score
+
+
+@triton.jit
+def _add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
+    """values + weight times v. `v_scale`: of each key's codes, or None."""
+    if v_scale is not None:
+        if DTYPE.is_fp16():  # the product with the weight may be below what float16 has
+            v = v.to(tl.float32) * v_scale[:, None]
+        else:
+            weight *= v_scale[None, :]
+    return tl.dot(weight.to(DTYPE), v.to(DTYPE), values, input_precision="ieee")

@@ -1,0 +1,68 @@
+"""Tensors in registers, taken apart or turned into other numbers, in Gluon. Moves nothing."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Assembly of a word of four 8-bit codes to two words of float16, exactly. Of an integer the byte,
+# its sign flipped, is the mantissa of 1024 + 128 + code.
+INT_TO_HALF = gl.constexpr("""{
+    .reg .b32 x, low, high, magic;
+    xor.b32 x, $2, 0x80808080;
+    mov.b32 magic, 0x64806480;
+    prmt.b32 low, x, 0x64646464, 0x4140;
+    prmt.b32 high, x, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, low, magic;
+    sub.rn.f16x2 $1, high, magic;
+}""")
+
+FLOAT8_TO_HALF = gl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@gluon.jit
+def signed_nibbles(codes):
+    """Bytes of two 4-bit codes q to bytes 16 (q - 8) of the low ones, and of the high ones.
+
+    Shifted left, not right: the sign is then in its place, and one instruction masks and flips it.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
+        " lop3.b32 $0, shifted, 0xF0F0F0F0, 0x80808080, 0x6A;"  # (a & b) ^ c
+        " lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A; }",
+        "=r,=r,r",
+        [codes],
+        dtype=(gl.int8, gl.int8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def halves(words, DTYPE: gl.constexpr):
+    """Both 16-bit halves of each word as numbers: [..., 2]."""
+    low = words.to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
+
+
+@gluon.jit
+def twice(values):
+    """16-bit numbers into both halves of words."""
+    bits = values.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@gluon.jit
+def pieces_of(x, COUNT: gl.constexpr):
+    """x [rows, columns] as COUNT tensors of neighbouring columns; COUNT a power of two."""
+    xs = (x,)
+    for _ in gl.static_range(COUNT.bit_length() - 1):
+        pairs = ()
+        for j in gl.static_range(len(xs)):
+            pair = xs[j].reshape(xs[j].shape[0], 2, xs[j].shape[1] // 2).permute(0, 2, 1)
+            pairs += pair.split()
+        xs = pairs
+    return xs

@@ -1,0 +1,31 @@
+"""Quantized linear as a plain one: the weight is dequantized once, at load. Knows no packing.
+
+The default on a CPU, where dequantizing on every call costs far more than the product itself.
+"""
+
+import torch
+
+from formats.weights import Weight
+from qkernels.linear.prepared import PreparedWeight
+
+
+def prepare_weight(
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Dequantize to `dtype`."""
+    weight_NK = packed.dequantize(dtype)
+    return PreparedWeight(
+        kernel="dense",
+        tensors={"weight_NK": weight_NK.to(packed.device if device is None else device)},
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        dtype=dtype,
+    )
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] to [..., N]."""
+    return torch.nn.functional.linear(x, weight.tensors["weight_NK"], bias)

@@ -1,0 +1,51 @@
+"""A weight in the form that one kernel reads. Knows not what its tensors mean.
+
+Made once at load, never written to a file: files and state_dict hold the GPTQ tensors.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from formats.scheme import ActivationSpec, QuantSpec
+from qkernels.operands.codes import InputRounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedWeight:
+    """One kernel's private copy of a weight [N, K], for activations of `dtype`."""
+
+    kernel: str  # the row of qkernels.dispatch that made it and that must run it
+    tensors: dict[str, torch.Tensor]
+    spec: QuantSpec
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    # set by ops.prepare_weight: column j of the weight takes input input_order[j]; None: input j
+    input_order: torch.Tensor | None = None
+    activation: ActivationSpec | None = None  # how the row rounds its input; None: not at all
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """How to make the codes that ops.linear_codes takes; None: it takes none."""
+        if self.activation is None or self.activation.per == "group":
+            return None
+        return InputRounding(self.activation, self.tensors.get("input_scale"))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def sorted_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] with its inputs in the order of the weight's columns."""
+        return x if self.input_order is None else x.index_select(-1, self.input_order)
+
+    def to(self, device: torch.device | str) -> "PreparedWeight":
+        """The same on another device of the same type."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        order = None if self.input_order is None else self.input_order.to(device)
+        return replace(self, tensors=tensors, input_order=order)

@@ -1,0 +1,135 @@
+"""Every linear in plain torch, of any weight: the definition that kernels follow.
+
+Legend: M rows of x, K inputs, N outputs, G groups.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from formats import affine
+from formats.bits import unpack
+from formats.fp8 import Fp8Weight
+from formats.packed import PackedWeight
+from formats.weights import Weight
+from qkernels.linear.by_codes import linear_by_codes
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.limbs import Digits
+from qkernels.operands.limbs_reference import inputs_of
+from qkernels.rowwise.reference import quantize_input
+
+# Inputs of one float32 product of int8 codes: 2^10 * 2^7 * 2^7 = 2^24, still exact.
+EXACT_INPUTS = 1024
+
+
+def prepare_weight(
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Keep the codes as they are; `linear` dequantizes on every call.
+
+    Symmetric 8-bit codes of one scale per output become int8 where the input is rounded to int8.
+    """
+    packed = packed if device is None else packed.to(device)
+    if isinstance(packed, Fp8Weight):
+        tensors = {"fp8": packed.codes_NK, "scales": packed.scales_RC}
+    elif _is_int8(packed):
+        signed = packed.codes().to(torch.int16) - packed.spec.symmetric_zero
+        tensors = {"int8": signed.to(torch.int8), "scales": packed.scales_NG.float()}
+    else:
+        tensors = {
+            "words": packed.words_NW,
+            "scales": packed.scales_NG,
+            "zeros": packed.zeros_NG,
+        }
+    if packed.input_scale is not None:
+        tensors["input_scale"] = packed.input_scale
+    return PreparedWeight(
+        kernel="reference",
+        tensors=tensors,
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        dtype=dtype,
+        activation=packed.activation,
+    )
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] to [..., N]. With 8-bit activations, x is rounded to codes first."""
+    if weight.activation is None:
+        return F.linear(x, _dequantize(weight).to(weight.dtype), bias)
+    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_MS: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes [M, K], S scales of each row, to [M, N]; rounded once."""
+    tensors = weight.tensors
+    if "int8" in tensors:
+        sums_MN = int8_matmul(codes_MK, tensors["int8"])
+        return scale_sums(sums_MN, scales_MS, weight, bias, zeros_M1)
+    x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
+    x_MK = x_MK.flatten(1)[:, : weight.in_features]
+    y_MN = x_MK @ _dequantize(weight).t()
+    if bias is not None:
+        y_MN = y_MN + bias.float()
+    return y_MN.to(weight.dtype)
+
+
+def linear_digits(
+    digits: Digits, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """linear of the inputs that the digits stand for."""
+    return linear(inputs_of(digits).to(weight.dtype), weight, bias)
+
+
+def scale_sums(
+    sums_MN: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Exact int32 sums [M, N] less those of x's zero points, times both scales, plus bias."""
+    if zeros_M1 is not None:
+        sums_MN = sums_MN - zeros_M1 * weight.tensors["int8"].sum(1, dtype=torch.int32)
+    y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()
+    if bias is not None:
+        y_MN = y_MN + bias.float()
+    return y_MN.to(weight.dtype)
+
+
+def int8_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    """Integer products of int8 codes, summed exactly: int32 [M, N]."""
+    total_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=torch.int32, device=a_MK.device)
+    for a, b in zip(a_MK.split(EXACT_INPUTS, 1), b_NK.split(EXACT_INPUTS, 1), strict=True):
+        total_MN += (a.float() @ b.float().t()).to(torch.int32)
+    return total_MN
+
+
+def _is_int8(packed: PackedWeight) -> bool:
+    spec, activation = packed.spec, packed.activation
+    return (
+        activation is not None
+        and activation.type == "int"
+        and activation.per != "group"
+        and (spec.bits, spec.symmetric) == (8, True)
+        and packed.scales_NG.shape[1] == 1
+    )
+
+
+def _dequantize(weight: PreparedWeight) -> torch.Tensor:
+    """float32 [N, K]."""
+    tensors = weight.tensors
+    if "fp8" in tensors:
+        return Fp8Weight(
+            codes_NK=tensors["fp8"], scales_RC=tensors["scales"], spec=weight.spec
+        ).dequantize()
+    codes_NK = unpack(tensors["words"], weight.spec.bits)
+    return affine.dequantize(codes_NK, tensors["scales"], tensors["zeros"])

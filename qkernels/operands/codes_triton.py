@@ -1,0 +1,137 @@
+"""Rounding to 8-bit codes in registers, for kernels in Triton: scales, int8 and float8."""
+
+import torch
+import triton
+import triton.language as tl
+
+from formats.scheme import FP8_MAX
+
+# [smallest, largest] code; a dynamic scale is the row's largest magnitude over the largest code
+CODE_RANGE = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-FP8_MAX, FP8_MAX)}
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x| in float32: in the order of the numbers, and NaN above infinity."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(bits, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """The float32 scale of a row from its magnitude bits: NaN where it has one, not to lose it."""
+    magnitude = tl.max(bits, len(bits.shape) - 1).to(tl.float32, bitcast=True)
+    return _scale_of_magnitude(magnitude, LARGEST, MIN_SCALE)
+
+
+@triton.jit
+def _scale_of_magnitude(magnitude, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+    # not `/`, which is off by a bit on a GPU
+    scale = tl.div_rn(magnitude, tl.full(magnitude.shape, LARGEST, tl.float32))
+    return tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
+
+
+@triton.jit
+def scale_of_chunks(chunks, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """scale_of a row that is a tuple of chunks, before any of them becomes float32.
+
+    Numbers of 16 bits are compared as they are, two in one instruction.
+    """
+    DTYPE: tl.constexpr = chunks[0].dtype
+    SHORT: tl.constexpr = DTYPE.primitive_bitwidth == 16
+    BITS: tl.constexpr = tl.int16 if SHORT else tl.int32
+    ABSOLUTE: tl.constexpr = 0x7FFF if SHORT else 0x7FFFFFFF
+    bits = chunks[0].to(BITS, bitcast=True) & ABSOLUTE
+    for i in tl.static_range(1, len(chunks)):
+        bits = tl.maximum(bits, chunks[i].to(BITS, bitcast=True) & ABSOLUTE)
+    magnitude = tl.max(bits, 0).to(BITS).to(DTYPE, bitcast=True).to(tl.float32)
+    return _scale_of_magnitude(magnitude, LARGEST, MIN_SCALE)
+
+
+@triton.jit
+def encode(
+    x,
+    scale,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OWN_SCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Values to codes of DTYPE: exact division in float32, clamped, rounded half to even.
+
+    OWN_SCALE: the scale is that of scale_of, so no quotient is beyond the largest code.
+    """
+    SHORT: tl.constexpr = OWN_SCALE and x.dtype.primitive_bitwidth == 16
+    FEW_BITS: tl.constexpr = OWN_SCALE and x.dtype.is_bf16()
+    x = x.to(tl.float32)
+    if INTERPRETED:
+        scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
+    else:
+        # Exact too, in 8 instructions of a number and not 40 (Markstein): the product with the
+        # rounded inverse, corrected twice by the remainder, which a fused multiply-add has exactly.
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        if DTYPE.is_int8() and FEW_BITS:
+            inverse = _inverse_for_codes(inverse, scale, LARGEST)
+            return _to_int8(tl.fma(x, tl.zeros_like(x) + inverse, 12582912.0))
+        inverse = tl.zeros_like(x) + inverse
+        divisor = tl.zeros_like(x) - scale
+        if not SHORT:
+            # what is clamped here, so that no infinity arises, is beyond the largest code anyway
+            limit = 512 * scale
+            x = tl.minimum(tl.maximum(x, -limit), limit)
+        scaled = x * inverse
+        scaled = tl.fma(tl.fma(scaled, divisor, x), inverse, scaled)
+        if not SHORT:
+            # of 8 or 11 bits over a scale made of as many, one correction is enough: every pair of
+            # them was tried (test_one_correction_is_exact)
+            scaled = tl.fma(tl.fma(scaled, divisor, x), inverse, scaled)
+    if INTERPRETED or not SHORT:
+        scaled = tl.minimum(tl.maximum(scaled, SMALLEST), LARGEST)
+    if DTYPE.is_int8():
+        return _to_int8(scaled + 12582912.0)
+    if INTERPRETED:
+        scaled = _round_float8(scaled)
+    return scaled.to(DTYPE)
+
+
+@triton.jit
+def _to_int8(x):
+    """The integer in x = integer + 1.5 * 2^23.
+
+    A float32 of this size has no fraction left, so the addition rounded, half to even; and the
+    lowest byte of its bits is the integer.
+    """
+    return x.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _inverse_for_codes(inverse, scale, LARGEST: tl.constexpr):
+    """The float32 beside 1 / scale with which x * inverse, rounded once, is the code of bfloat16 x.
+
+    Where the scale is that of the row's largest magnitude, only half of that lies between two
+    codes, at 63.5. There x / scale, rounded to float32, decides, and the product must agree. No
+    other x is near enough to be changed by the last bit of an inverse
+    (test_one_product_makes_the_codes).
+    """
+    TIE: tl.constexpr = LARGEST / 2
+    half = (scale * LARGEST).to(tl.bfloat16).to(tl.float32) * 0.5
+    quotient = half * inverse
+    quotient = tl.fma(tl.fma(-quotient, scale, half), inverse, quotient)
+    rest = tl.fma(half, inverse, -TIE)
+    too_low = (quotient >= TIE) & (rest < 0)
+    too_high = (quotient < TIE) & (rest >= 0)
+    bits = inverse.to(tl.int32, bitcast=True) + too_low.to(tl.int32) - too_high.to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_float8(x):
+    """float32 to the nearest that float8_e4m3fn has, half to even.
+
+    For Triton's interpreter alone: its own conversion drops a carry into the exponent.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # below 2^-6 the steps are 2^-9 each, as those of float32 above 2^14
+    small = tl.abs((x + 24576.0) - 24576.0).to(tl.int32, bitcast=True) | (bits & -0x80000000)
+    return tl.where(tl.abs(x) < 0.015625, small.to(tl.float32, bitcast=True), normal)

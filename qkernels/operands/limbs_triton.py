@@ -1,0 +1,126 @@
+"""Inputs as int8 limbs (limbs.py), made in registers and stored, for kernels in Triton.
+
+Words are stored by one index for all steps: with two, Triton would give neighbouring lanes
+neighbouring steps. Legend: M rows, K inputs; BLOCK steps of 128 inputs.
+"""
+
+import triton
+import triton.language as tl
+
+from qkernels.operands.codes_triton import magnitude_bits
+
+
+@triton.jit
+def load_steps(row_ptr, first, steps, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """BLOCK steps of a row, from the first on, in the order of words: [BLOCK 32, 2, 2]."""
+    ptrs, inside = _steps(row_ptr, first, steps, BLOCK, FORM)
+    return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_steps(row_ptr, values, first, steps, FORM: tl.constexpr):
+    ptrs, inside = _steps(row_ptr, first, steps, values.shape[0] // 32, FORM)
+    tl.store(ptrs, values, mask=inside)
+
+
+@triton.jit
+def _steps(row_ptr, first, steps, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    n = tl.arange(0, BLOCK * 32)
+    i, w, t = n // 16 % 2, n // 4 % 4, n % 4
+    if FORM.bits == 4:
+        k = 64 * i + 32 * (w // 2) + 8 * (w % 2) + 2 * t
+        apart = 16 * tl.arange(0, 2)[:, None] + tl.arange(0, 2)[None, :]
+    else:
+        k = 64 * (t % 2) + 16 * w + 4 * i + 2 * (t // 2)
+        apart = 8 * tl.arange(0, 2)[:, None] + tl.arange(0, 2)[None, :]
+    step = first + n // 32
+    ptrs = row_ptr + (step * 128 + k)[:, None, None] + apart[None, :, :]
+    return ptrs, (step < steps)[:, None, None] & (apart >= 0)[None, :, :]
+
+
+@triton.jit
+def in_words(values, FORM: tl.constexpr):
+    """Inputs [BLOCK, 128] in the order of words: [BLOCK 32, 2, 2]."""
+    BLOCK: tl.constexpr = values.shape[0]
+    if FORM.bits == 4:
+        # [i, w / 2, byte % 2, w % 2, t, byte / 2]
+        bits = values.reshape(BLOCK, 2, 2, 2, 2, 4, 2).trans(0, 1, 2, 4, 5, 3, 6)
+    else:
+        # [t % 2, w, byte % 2, i, t / 2, byte / 2]
+        bits = values.reshape(BLOCK, 2, 4, 2, 2, 2, 2).trans(0, 4, 2, 5, 1, 3, 6)
+    return bits.reshape(BLOCK * 32, 2, 2)
+
+
+@triton.jit
+def store_digits(
+    values,
+    words_ptr,
+    scales_ptr,
+    sums_ptr,
+    m,
+    first,
+    M,
+    steps,
+    FORM: tl.constexpr,
+):
+    """Inputs [BLOCK 32, 2, 2] of row m, in 16 bits, to their digits."""
+    low, high = values.split()  # bytes 0 and 1 of words, 2 and 3
+    a, b = low.split()
+    c, d = high.split()
+    integers, scale = _integers((a, b, c, d))
+    tiles = (M + 1) // 2
+    n = tl.arange(0, integers[0].shape[0])
+    lane = n % 32
+    i, w, t = lane // 16, lane // 4 % 4, lane % 4
+    step = first + n // 32
+    place = (step * tiles + m // 2) * 256 + i * 128 + m * 4 % 8 * 16 + t * 4 + w
+    words = _words(integers)
+    own_step = first + tl.arange(0, scale.shape[0])
+    own = (own_step * tiles + m // 2) * 8 + m * 4 % 8
+    for digit in tl.static_range(4):
+        tl.store(words_ptr + place + digit * 16, words[digit], mask=step < steps)
+        tl.store(scales_ptr + own + digit, scale * 256.0**digit, mask=own_step < steps)
+        if FORM.with_sums:
+            tl.store(sums_ptr + own + digit, _sum_of_bytes(words[digit]), mask=own_step < steps)
+
+
+@triton.jit
+def _integers(values):
+    """(integers below 2^30 whose bytes are signed digits, four [BLOCK 32]; scales [BLOCK]).
+
+    Below 2^30 no digit overflows. Both powers of two are normal numbers: what is below 2^-87 counts
+    as if it were that large.
+    """
+    largest = magnitude_bits(values[0])
+    for j in tl.static_range(1, 4):
+        largest = tl.maximum(largest, magnitude_bits(values[j]))
+    BLOCK: tl.constexpr = largest.shape[0] // 32
+    exponent = tl.maximum(tl.max(largest.reshape(BLOCK, 32), 1) >> 23, 40)
+    factor = ((283 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    factor = factor.broadcast_to(BLOCK, 32).reshape(BLOCK * 32)
+    scale = ((exponent - 29) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(exponent == 255, float("nan"), scale)
+    integers = ()
+    for j in tl.static_range(4):
+        integer = (values[j].to(tl.float32) * factor).to(tl.int32)
+        integers = integers + ((integer + 0x00808080) ^ 0x00808080,)
+    return integers, scale
+
+
+@triton.jit
+def _words(integers):
+    """Of each of the four digits, that of four integers, a byte each."""
+    words = ()
+    for digit in tl.static_range(4):
+        word = integers[0] >> 8 * digit & 255
+        for j in tl.static_range(1, 4):
+            word |= (integers[j] >> 8 * digit & 255) << 8 * j
+        words = words + (word,)
+    return words
+
+
+@triton.jit
+def _sum_of_bytes(word):
+    """Of all signed bytes of a step: [BLOCK 32] to [BLOCK]."""
+    sums = (word << 24 >> 24) + (word << 16 >> 24) + (word << 8 >> 24) + (word >> 24)
+    return tl.sum(sums.reshape(word.shape[0] // 32, 32), 1)

@@ -1,0 +1,73 @@
+"""What a row of dispatch.py is asked to support, and what all rows ask first."""
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+from formats.scheme import ActivationSpec, QuantSpec
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
+QUANTIZE_MAX_INPUTS = 2**15  # 32 for each thread of the largest block; 64 spill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a row is asked to support. An operation reads the fields that it has."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: torch.dtype  # of the activations
+    requested: str | None = None  # the kernel that the caller asked for by name
+    spec: QuantSpec | None = None
+    activation: ActivationSpec | None = None
+    out_features: int = 0
+    in_features: int = 0
+    head_dim: int = 0
+    page_size: int = 0
+    pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
+    soft_cap: bool = False  # scores are bent into a range
+    chunk: bool = False  # more query rows than a decode step has
+    bulk_pages: bool = True  # the copy engine takes their address and strides
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def needs_triton(problem: Problem) -> str | None:
+    if not has_triton():
+        return "triton is not installed"
+    # TRITON_INTERPRET is triton's own switch: the same kernel then runs on a CPU, very slowly
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and problem.requested is not None
+    if problem.device != "cuda" and not interpreted:
+        return f"runs on cuda, not on {problem.device}"
+    return None
+
+
+def needs_triton_on_gpu(problem: Problem) -> str | None:
+    reason = needs_triton(problem)
+    if reason is None and problem.dtype not in FLOAT_DTYPES:
+        return f"takes float16, bfloat16 and float32, not {problem.dtype}"
+    return reason
+
+
+def refuses_activation(activation: ActivationSpec) -> str | None:
+    """Why quantize.py cannot round so; None: it can."""
+    if activation.per == "group" or (activation.dynamic and activation.per == "tensor"):
+        return (
+            f"rounds with a scale for each token or a static one, not one for each {activation.per}"
+        )
+    return None
+
+
+@functools.cache
+def has_float8_products() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def anything(problem: Problem) -> str | None:
+    return None

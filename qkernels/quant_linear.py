@@ -1,0 +1,268 @@
+"""QuantLinear: a linear layer with quantized weights, as a torch module. Knows no model.
+
+Its state_dict is exactly what a GPTQ checkpoint stores for one linear. The kernel's own copy of the
+weight is made at the first forward and never saved. Legend: N outputs, K inputs, G groups.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from formats import affine, gptq
+from formats.errors import SchemeError
+from formats.layouts import check_writable, find_layout
+from formats.packed import PackedWeight
+from formats.scheme import Scheme
+from formats.weights import Weight
+from qkernels import ops
+from qkernels.errors import KernelError
+from qkernels.linear import input_forms
+from qkernels.linear.input_forms import InputForm, LinearInput
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.split_k import LinearOutput, PartReader
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + bias with W quantized. For inference: the weight has no gradient, x has one."""
+
+    def __init__(
+        self, in_features: int, out_features: int, scheme: str | Scheme, bias: bool = False
+    ) -> None:
+        """An empty layer, to be filled by load_state_dict."""
+        self._start(in_features, out_features, Scheme.parse(scheme))
+        self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
+        gptq_layout = find_layout("gptq")
+        check_writable(gptq_layout, self.scheme, "QuantLinear")
+        reason = gptq_layout.refuses_shape(self.scheme, out_features, in_features)
+        if reason is not None:
+            raise SchemeError("QuantLinear", reason, "its tensors are those of GPTQ")
+        for name, tensor in self._empty_tensors(torch.device("cpu")).items():
+            setattr(self, name, tensor)
+        if bias:
+            self.bias = torch.zeros(out_features, dtype=torch.float16)
+
+    def _start(self, in_features: int, out_features: int, scheme: Scheme) -> None:
+        """A layer with no tensors."""
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        # made by prepare(), dropped whenever the buffers change
+        self._prepared: PreparedWeight | None = None
+        self._prepared_bias: torch.Tensor | None = None
+        self._released = False
+        for name in (*gptq.TENSOR_NAMES, "bias"):
+            self.register_buffer(name, None)
+
+    @classmethod
+    def from_float(
+        cls,
+        linear_or_weight: nn.Linear | torch.Tensor,
+        scheme: str | Scheme,
+        bias: torch.Tensor | None = None,
+        name: str = "weight",
+    ) -> "QuantLinear":
+        """Round to nearest, bit for bit as `qserve quantize --recipe rtn` does.
+
+        A torch Linear gives its own bias unless one is given; `name` is what errors call the layer.
+        Weights that were corrected onto a grid keep it only where the same scales are chosen again:
+        `off_grid` tells, and `from_codes` keeps any grid.
+        """
+        weight_NK = linear_or_weight
+        if isinstance(linear_or_weight, nn.Linear):
+            weight_NK = linear_or_weight.weight
+            bias = linear_or_weight.bias if bias is None else bias
+        if not isinstance(weight_NK, torch.Tensor):
+            found = type(linear_or_weight).__name__
+            raise KernelError(name, f"expected a torch Linear or a weight [N, K], found {found}")
+        scheme = Scheme.parse(scheme)
+        check_writable(find_layout("gptq"), scheme, name)
+        packed = PackedWeight.from_float(weight_NK.detach(), scheme.weight, name)
+        return cls.from_packed(replace(packed, activation=scheme.activation), bias)
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes_NK: torch.Tensor,
+        scales_NG: torch.Tensor,
+        zeros_NG: torch.Tensor | None = None,
+        *,
+        scheme: str | Scheme,
+        bias: torch.Tensor | None = None,
+    ) -> "QuantLinear":
+        """Take a solver's unsigned codes, scales and zero points untouched.
+
+        Raises RangeError on scales that float16, in which files hold them, has no number for.
+        """
+        scheme = Scheme.parse(scheme)
+        packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
+        packed.check_range()
+        return cls.from_packed(replace(packed, activation=scheme.activation), bias)
+
+    @classmethod
+    def for_inference(
+        cls,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> "QuantLinear":
+        """A layer that can only run, as after `prepare(release=True)`, of any kind of weight."""
+        layer = cls.__new__(cls)
+        layer._start(weight.in_features, weight.out_features, weight.scheme)
+        layer._prepared = ops.prepare_weight(weight, dtype, device)
+        if bias is not None:
+            layer.bias = bias.detach().to(layer._prepared.device)
+            layer._prepared_bias = layer.bias.to(dtype)
+        layer._released = True
+        return layer
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
+        """Wrap a packed weight. Raises InputError where GPTQ cannot store it."""
+        packed.check()
+        if bias is not None and bias.shape != (packed.out_features,):
+            raise KernelError("bias", f"expected [{packed.out_features}], found {list(bias.shape)}")
+        layer = cls(
+            packed.in_features,
+            packed.out_features,
+            packed.scheme,
+            bias=bias is not None,
+        )
+        for name, tensor in gptq.encode(packed).items():
+            setattr(layer, name, tensor)
+        if bias is not None:
+            layer.bias = bias.detach().clone().to(packed.device)
+        return layer
+
+    def input_form(self, rows: int) -> InputForm:
+        """The form besides a tensor in which `forward` takes so many rows; None: none now."""
+        return None if self._prepared is None else input_forms.input_form(self._prepared, rows)
+
+    def forward(self, x: LinearInput, reader: PartReader | None = None) -> LinearOutput:
+        """x [..., K] to [..., N], in x's dtype; or Codes or Digits to [M, N], in the weight's.
+
+        With a reader, the one operation that takes the result, it may come in parts of K
+        (ops.linear_for).
+        """
+        prepared = self._prepared
+        if isinstance(x, torch.Tensor) and (
+            prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
+        ):
+            prepared = self.prepare(x.dtype, x.device)._prepared
+        return input_forms.linear(x, prepared, self._prepared_bias, reader)
+
+    def prepare(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        release: bool = False,
+    ) -> "QuantLinear":
+        """Make the kernel's copy for activations of `dtype` on `device`; returns self.
+
+        A forward does it when needed, but must not while a CUDA graph is captured. `release` then
+        frees the GPTQ tensors; after that the layer can only run: no state_dict, packed or
+        dequantize.
+        """
+        # tensors made in inference mode could not serve a later forward that needs x's gradient
+        with torch.inference_mode(False), torch.no_grad():
+            self._prepared = ops.prepare_weight(self.packed(), dtype, device)
+            if self.bias is not None:
+                self._prepared_bias = self.bias.to(self._prepared.device, dtype)
+        if release:
+            self._released = True
+            for name in gptq.TENSOR_NAMES:
+                setattr(self, name, None)
+        return self
+
+    def packed(self) -> PackedWeight:
+        """The weight in memory form. Raises CheckpointError on an empty or damaged layer."""
+        self._check_not_released()
+        tensors = {name: getattr(self, name) for name in gptq.TENSOR_NAMES}
+        packed = gptq.decode(tensors, self.scheme.weight, "QuantLinear")
+        return replace(packed, activation=self.scheme.activation)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Weights [N, K] in `dtype`."""
+        return self.packed().dequantize(dtype)
+
+    def off_grid(self, weight_NK: torch.Tensor) -> float:
+        """How far a float weight [N, K] is from this layer's grid, in steps (formats.affine).
+
+        0: the layer computes with exactly this weight, whoever chose its codes.
+        """
+        packed = self.packed()
+        if packed.input_order is not None:
+            weight_NK = weight_NK[:, packed.input_order]
+        weight_NK = weight_NK.to(packed.device)
+        return affine.off_grid(weight_NK, packed.scales_NG, packed.zeros_NG, packed.spec)
+
+    def extra_repr(self) -> str:
+        kernel = "not prepared" if self._prepared is None else self._prepared.kernel
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" scheme={self.scheme}, bias={self.bias is not None}, kernel={kernel}"
+        )
+
+    def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """GPTQ tensors of the right shapes, and nothing in them."""
+        spec, N, K = self.scheme.weight, self.out_features, self.in_features
+        G = spec.num_groups(K)
+        return {
+            "qweight": torch.zeros(K * spec.bits // 32, N, dtype=torch.int32, device=device),
+            "qzeros": torch.zeros(G, N * spec.bits // 32, dtype=torch.int32, device=device),
+            "scales": torch.zeros(G, N, dtype=torch.float16, device=device),
+            "g_idx": torch.arange(K, dtype=torch.int32, device=device) // spec.group_length(K),
+        }
+
+    def _check_not_released(self) -> None:
+        if self._released:
+            raise KernelError(
+                "QuantLinear",
+                "its GPTQ tensors were released, so the layer can only run as it was prepared",
+                "prepare it without release=True",
+            )
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        self._check_not_released()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        if self._released:
+            check_writable(find_layout("gptq"), self.scheme, "QuantLinear")
+            self._released = False
+            for name, tensor in self._empty_tensors(self._prepared.device).items():
+                setattr(self, name, tensor)
+        # torch copies into the buffer and would round the file's scales to the buffer's dtype
+        for name in ("scales", "bias"):
+            own, stored = getattr(self, name), state_dict.get(prefix + name)
+            if own is not None and stored is not None and own.dtype != stored.dtype:
+                setattr(self, name, own.to(stored.dtype))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._prepared = self._prepared_bias = None
+
+    def _apply(self, fn, recurse=True) -> "QuantLinear":
+        """Follow .to() and .cuda() to a device, but keep every dtype: it is the checkpoint's."""
+        before = {"scales": self.scales, "bias": self.bias}
+        prepared = self._prepared
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new is not None and new.dtype != old.dtype:
+                setattr(self, name, old.to(new.device))
+        if self._released:
+            device = fn(torch.empty(0, dtype=torch.int32, device=prepared.device)).device
+            if device.type != prepared.device.type:
+                self._check_not_released()
+            self._prepared = prepared.to(device)
+            if self._prepared_bias is not None:
+                self._prepared_bias = self._prepared_bias.to(device)
+        else:
+            self._prepared = self._prepared_bias = None
+        return self
+
+    def __getstate__(self) -> dict:
+        """Copies and pickles leave out what can be made again."""
+        state = super().__getstate__()
+        return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}

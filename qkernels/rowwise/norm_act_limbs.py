@@ -1,0 +1,155 @@
+"""Norm or activation, and its result as digits for the next linear, in one Triton kernel.
+
+What the two operations in turn compute (norm_act.py, input_digits.py), without a kernel between
+them. Legend: M rows, C channels, I intermediate size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import early, start_early
+from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K, DigitForm, Digits, empty_digits
+from qkernels.operands.limbs_triton import load_steps, store_digits, store_steps
+from qkernels.rowwise.limbs import digits_by_steps, input_digits
+from qkernels.rowwise.norm_act import add_rms_norm, rms_norm
+
+# Steps of a block, so that a row has several: each sums up the whole row, and makes digits of its
+# part. One block for 32 steps is busy for 1 us with instructions alone.
+NORM_STEPS = 8
+MOST_CHANNELS = 2**14  # of a row that a block's registers hold
+
+
+def rms_norm_digits(
+    x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: DigitForm
+) -> Digits:
+    """As ops.rms_norm_digits."""
+    digits, _ = _norm(x_MC, None, weight_C, eps, form)
+    return digits
+
+
+def add_rms_norm_digits(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: DigitForm,
+) -> tuple[Digits, torch.Tensor]:
+    """As ops.add_rms_norm_digits."""
+    return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, form)
+
+
+def _norm(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor | None,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: DigitForm,
+) -> tuple[Digits, torch.Tensor | None]:
+    M, C = x_MC.shape
+    if C > MOST_CHANNELS:
+        if residual_MC is None:
+            normed_MC, total_MC = rms_norm(x_MC, weight_C, eps), None
+        else:
+            normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+        return input_digits(normed_MC, form), total_MC
+    x_MC = x_MC.contiguous()
+    digits = empty_digits(form, M, C, x_MC.device)
+    total_MC = None if residual_MC is None else torch.empty_like(x_MC)
+    steps = C // LINEAR_MAX_BLOCK_K
+    whole = power_of_two(C)
+    with on_device(x_MC):
+        launch(
+            _rms_norm_digits,
+            (M, ceil_div(steps, NORM_STEPS)),
+            x_MC,
+            residual_MC,
+            weight_C,
+            total_MC,
+            digits.words,
+            digits.scales,
+            digits.sums,
+            M,
+            steps,
+            eps,
+            FORM=form,
+            WHOLE=whole,
+            BLOCK=NORM_STEPS,
+            num_warps=8,
+            **early(x_MC, M),
+        )
+    return digits, total_MC
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rms_norm_digits(
+    x_ptr,  # [M, C]
+    residual_ptr,  # [M, C] or None
+    weight_ptr,  # [C]
+    total_ptr,  # [M, C] or None
+    words_ptr,
+    scales_ptr,
+    sums_ptr,
+    M,
+    steps,
+    eps,
+    FORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The sum of one row, and digits of BLOCK steps of it."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    m, first = tl.program_id(0), tl.program_id(1) * BLOCK
+    row = m.to(tl.int64) * steps * 128
+    c = tl.arange(0, WHOLE)
+    inside = c < steps * 128
+    weight = load_steps(weight_ptr, first, steps, BLOCK, FORM).to(tl.float32)
+    if EARLY:
+        # after the weight, which never changes; x is the previous kernel's until it ends
+        start_early()
+    x = tl.load(x_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
+    own = load_steps(x_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
+        own += load_steps(residual_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
+        # the model's residual stream is in DTYPE, and the norm sees it rounded
+        x = x.to(DTYPE).to(tl.float32)
+        rounded = own.to(DTYPE)
+        store_steps(total_ptr + row, rounded, first, steps, FORM)
+        own = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + eps)
+    y = (weight * (own * factor).to(DTYPE).to(tl.float32)).to(DTYPE)
+    store_digits(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
+
+
+def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm) -> Digits:
+    """As ops.silu_and_mul_digits."""
+    return digits_by_steps(_silu_and_mul_digits, x_M2I.contiguous(), x_M2I.shape[1] // 2, form)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _silu_and_mul_digits(
+    x_ptr,  # [M, 2 I]
+    words_ptr,
+    scales_ptr,
+    sums_ptr,
+    M,
+    steps,
+    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK steps of one row."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    m, first = tl.program_id(1), tl.program_id(0) * BLOCK
+    row_ptr = x_ptr + m.to(tl.int64) * steps * 256
+    if EARLY:
+        start_early()
+    gate = load_steps(row_ptr, first, steps, BLOCK, FORM).to(tl.float32)
+    up = load_steps(row_ptr + steps * 128, first, steps, BLOCK, FORM).to(tl.float32)
+    activated = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    y = (activated * up).to(DTYPE)
+    store_digits(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

@@ -1,0 +1,217 @@
+"""Norms, activations and rounding: each checks its arguments, then runs a kernel.
+
+Legend as in ops.py.
+"""
+
+import torch
+
+from formats.scheme import ActivationSpec
+from qkernels import dispatch
+from qkernels.checks import check_digit_rows, check_float, check_tensor, expect_ndim
+from qkernels.errors import KernelError
+from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.split_k import LinearOutput
+
+
+def quantize_input(
+    x_MK: torch.Tensor,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x [M, K] to (codes [M, K], scales [M, S] float32), as `linear` rounds its input.
+
+    Codes are int8 or float8_e4m3fn. `scale` [] float32 is that of a static activation, else None.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    check_quantized("quantize_input", x_MK, activation, scale)
+    return _run_quantized("quantize_input", x_MK, x_MK.shape[1], activation, kernel)(
+        x_MK, activation, scale
+    )
+
+
+def quantize_input_asymmetric(
+    x_MK: torch.Tensor, kernel: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round x [M, K] to int8 codes that span each row's values, from the least to the largest.
+
+    Returns (codes [M, K], scales [M, 1] float32, zeros [M, 1] int32): x is about scale * (code -
+    zero), and 0 is exact. For `linear_codes`.
+    """
+    check_float("quantize_input_asymmetric x", x_MK)
+    expect_ndim("quantize_input_asymmetric x", x_MK, 2)
+    run = dispatch.implementation(
+        "quantize_input_asymmetric",
+        device=x_MK.device.type,
+        dtype=x_MK.dtype,
+        requested=kernel,
+        in_features=x_MK.shape[1],
+    )
+    return run(x_MK)
+
+
+def rms_norm_quantize(
+    x_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input(rms_norm(x)) of x [M, C], in one pass."""
+    op = "rms_norm_quantize"
+    check_quantized(op, x_MC, activation, scale)
+    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
+    return run(x_MC, weight_C, eps, activation, scale)
+
+
+def add_rms_norm_quantize(
+    x_MC: LinearOutput,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (*quantize_input(rms_norm(x + residual)), x + residual), all new."""
+    op = "add_rms_norm_quantize"
+    check_quantized(op, x_MC, activation, scale, parts=True)
+    check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
+    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
+    return run(x_MC, residual_MC, weight_C, eps, activation, scale)
+
+
+def silu_and_mul_quantize(
+    x_M2I: torch.Tensor,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
+    op = "silu_and_mul_quantize"
+    check_quantized(op, x_M2I, activation, scale)
+    if x_M2I.shape[1] % 2:
+        raise KernelError(f"{op} x", f"expected an even last dim, found {list(x_M2I.shape)}")
+    run = _run_quantized(op, x_M2I, x_M2I.shape[1] // 2, activation, kernel)
+    return run(x_M2I, activation, scale)
+
+
+def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of x [..., C] over its last dim, times weight [C]; float32 inside."""
+    check_float("rms_norm x", x)
+    check_tensor("rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    return _run("rms_norm", x)(x, weight_C, eps)
+
+
+def add_rms_norm(
+    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (rms_norm(x + residual), x + residual), both new."""
+    check_float("add_rms_norm x", x, parts=True)
+    check_tensor("add_rms_norm residual", residual, x.shape, (x.dtype,), x)
+    check_tensor("add_rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    return _run("add_rms_norm", x)(x, residual, weight_C, eps)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for x [..., 2 I], gate beside up: [..., I]."""
+    check_float("silu_and_mul x", x)
+    if x.shape[-1] % 2:
+        raise KernelError("silu_and_mul x", f"expected an even last dim, found {list(x.shape)}")
+    return _run("silu_and_mul", x)(x)
+
+
+def _run(op: str, x: LinearOutput):
+    return dispatch.implementation(op, device=x.device.type, dtype=x.dtype)
+
+
+def _run_quantized(
+    op: str, x: LinearOutput, inputs: int, activation: ActivationSpec, kernel: str | None
+):
+    return dispatch.implementation(
+        op,
+        device=x.device.type,
+        dtype=x.dtype,
+        requested=kernel,
+        activation=activation,
+        in_features=inputs,
+    )
+
+
+def input_digits(x_MK: torch.Tensor, form: DigitForm, kernel: str | None = None) -> Digits:
+    """The inputs of a linear, float16 or bfloat16, as 8-bit digits (limbs.py).
+
+    What makes digits puts them into the device's workspace: one `linear_digits` must follow before
+    anything else multiplies. `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    check_digits("input_digits", x_MK, form)
+    return _run_limbs("input_digits", x_MK, kernel)(x_MK, form)
+
+
+def rms_norm_digits(
+    x_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: DigitForm,
+    kernel: str | None = None,
+) -> Digits:
+    """input_digits(rms_norm(x)) of x [M, C], in one pass."""
+    op = "rms_norm_digits"
+    check_digits(op, x_MC, form)
+    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    return _run_limbs(op, x_MC, kernel)(x_MC, weight_C, eps, form)
+
+
+def add_rms_norm_digits(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: DigitForm,
+    kernel: str | None = None,
+) -> tuple[Digits, torch.Tensor]:
+    """Returns (input_digits(rms_norm(x + residual)), x + residual)."""
+    op = "add_rms_norm_digits"
+    check_digits(op, x_MC, form)
+    check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
+    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    return _run_limbs(op, x_MC, kernel)(x_MC, residual_MC, weight_C, eps, form)
+
+
+def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm, kernel: str | None = None) -> Digits:
+    """input_digits(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
+    check_digits("silu_and_mul_digits", x_M2I, form, halves=2)
+    return _run_limbs("silu_and_mul_digits", x_M2I, kernel)(x_M2I, form)
+
+
+def _run_limbs(op: str, x: torch.Tensor, kernel: str | None):
+    return dispatch.implementation(
+        op, device=x.device.type, dtype=x.dtype, requested=kernel, in_features=x.shape[1]
+    )
+
+
+def check_quantized(
+    op: str,
+    x: LinearOutput,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None,
+    parts: bool = False,
+) -> None:
+    check_float(f"{op} x", x, parts)
+    expect_ndim(f"{op} x", x, 2)
+    if (scale is None) != activation.dynamic:
+        expected = "None" if activation.dynamic else "one number"
+        raise KernelError(f"{op} scale", f"expected {expected} for {activation}")
+    if scale is not None:
+        check_tensor(f"{op} scale", scale, (), (torch.float32,), x)
+
+
+def check_digits(op: str, x: torch.Tensor, form: DigitForm, halves: int = 1) -> None:
+    """Raise KernelError unless x [M, halves K] can become digits."""
+    _, width = expect_ndim(f"{op} x", x, 2)
+    if width % halves:
+        raise KernelError(f"{op} x", f"an odd width, found {list(x.shape)}")
+    check_digit_rows(f"{op} x", x, width // halves, form)

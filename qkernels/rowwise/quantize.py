@@ -1,0 +1,270 @@
+"""A linear's input rounded to 8 bits, in Triton: one row for each program. Knows no weight.
+
+Bit for bit what formats.activation.quantize_input makes on a CPU. A row is read in chunks, each a
+tensor of its own, so that the loads of all of them are under way before the first is used. Legend:
+M rows of x, K inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from formats.activation import MIN_INPUT_SCALE
+from formats.scheme import ActivationSpec
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.gpu.device import INTERPRETED, has_dependent_launch, sm_count
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import start_early
+from qkernels.operands.codes import CODE_DTYPES
+from qkernels.operands.codes_triton import (
+    CODE_RANGE,
+    encode,
+    magnitude_bits,
+    scale_of,
+    scale_of_chunks,
+)
+
+NO_DEPENDENT_LAUNCH = {"EARLY": False, "SIGNAL_FIRST": False}
+
+
+def row_warps(block: int) -> int:
+    """16 channels for each thread, so that a lone row is read at once; 32 warps at most."""
+    return min(32, max(1, block // 512))
+
+
+def row_chunks(width: int, element_size: int) -> tuple[int, int, int]:
+    """(channels of a chunk, chunks, warps) for a row: 8 channels of a chunk for each thread."""
+    # us of 4096 rows of 14336: silu_and_mul_quantize 72, with 4096 and 16 warps 79, with 8192 and
+    # 32 warps 114, with 1024 and 4 warps 74; quantize_input 43, 47, 49
+    largest = 2048 if width * element_size <= 2**15 else 4096
+    chunk = min(largest, max(256, power_of_two(width)))
+    return chunk, ceil_div(width, chunk), chunk // 256
+
+
+def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, bool]:
+    """Launch arguments: EARLY and, with it, whether the next kernel starts before this one can.
+
+    A product then copies its first weights while the kernel before both of them ends: rounding
+    included, qkv at 256 rows takes 14.9 us, else 15.3; down at 1 row 18.7, else 19.4. But blocks
+    that wait take the room of working ones: down at 64 rows 19.9, else 19.6, at 256 33.8 and 33.4.
+    """
+    if not has_dependent_launch(device):
+        return NO_DEPENDENT_LAUNCH
+    first = rows <= (2 * sm_count(device) if width <= 8192 else 16)
+    return {"EARLY": True, "SIGNAL_FIRST": first, "launch_pdl": True}
+
+
+def quantize_input(
+    x_MK: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.quantize_input."""
+    if activation.per == "group":
+        return _quantize_groups_of(x_MK, activation)
+    M, K = x_MK.shape
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    dtype = CODE_DTYPES[activation.type]
+    smallest, largest = CODE_RANGE[dtype]
+    codes_MK = torch.empty((M, K), dtype=dtype, device=x_MK.device)
+    scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=x_MK.device)
+    if M:
+        chunk, chunks, warps = row_chunks(K, x_MK.element_size())
+        with on_device(x_MK):
+            launch(
+                _quantize_rows,
+                (M,),
+                x_MK,
+                None if activation.dynamic else scale,
+                codes_MK,
+                scales_M1,
+                x_MK.stride(0),
+                K,
+                SMALLEST=smallest,
+                LARGEST=largest,
+                MIN_SCALE=MIN_INPUT_SCALE,
+                CHUNK=chunk,
+                CHUNKS=chunks,
+                INTERPRETED=INTERPRETED,
+                num_warps=warps,
+                **dependent_launch(M, K, x_MK.device),
+            )
+    return codes_MK, scales_M1
+
+
+def quantize_input_asymmetric(
+    x_MK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ops.quantize_input_asymmetric."""
+    M, K = x_MK.shape
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    codes_MK = torch.empty((M, K), dtype=torch.int8, device=x_MK.device)
+    scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=x_MK.device)
+    zeros_M1 = torch.empty((M, 1), dtype=torch.int32, device=x_MK.device)
+    if M:
+        chunk, chunks, warps = row_chunks(K, x_MK.element_size())
+        with on_device(x_MK):
+            launch(
+                _quantize_rows_asymmetric,
+                (M,),
+                x_MK,
+                codes_MK,
+                scales_M1,
+                zeros_M1,
+                x_MK.stride(0),
+                K,
+                MIN_SCALE=MIN_INPUT_SCALE,
+                CHUNK=chunk,
+                CHUNKS=chunks,
+                num_warps=warps,
+                **dependent_launch(M, K, x_MK.device),
+            )
+    return codes_MK, scales_M1, zeros_M1
+
+
+def _quantize_groups_of(
+    x_MK: torch.Tensor, activation: ActivationSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale for each group of a row's inputs, which the group divides: scales [M, groups]."""
+    M, K = x_MK.shape
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    dtype, size = CODE_DTYPES[activation.type], activation.group_size
+    smallest, largest = CODE_RANGE[dtype]
+    groups = K // size
+    codes_MK = torch.empty((M, K), dtype=dtype, device=x_MK.device)
+    scales_MS = torch.empty((M, groups), dtype=torch.float32, device=x_MK.device)
+    if M:
+        rows = max(1, 2048 // size)
+        with on_device(x_MK):
+            launch(
+                _quantize_groups,
+                (ceil_div(groups, rows), M),
+                x_MK,
+                codes_MK,
+                scales_MS,
+                x_MK.stride(0),
+                groups,
+                SIZE=size,
+                ROWS=rows,
+                SMALLEST=smallest,
+                LARGEST=largest,
+                MIN_SCALE=MIN_INPUT_SCALE,
+                INTERPRETED=INTERPRETED,
+                num_warps=8,
+                **dependent_launch(M, K, x_MK.device),
+            )
+    return codes_MK, scales_MS
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr,  # [M, K]
+    scale_ptr,  # [] or None: dynamic
+    codes_ptr,  # [M, K]
+    scales_ptr,  # [M]
+    stride_x,
+    K,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    DYNAMIC: tl.constexpr = scale_ptr is None
+    c = tl.arange(0, CHUNK)
+    if EARLY:
+        start_early(SIGNAL_FIRST)
+    x = ()
+    for i in tl.static_range(CHUNKS):
+        k = i * CHUNK + c
+        x = x + (tl.load(x_ptr + row * stride_x + k, mask=k < K, other=0.0),)
+    scale = scale_of_chunks(x, LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
+    DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
+    for i in tl.static_range(CHUNKS):
+        k = i * CHUNK + c
+        codes = encode(x[i], scale, SMALLEST, LARGEST, DTYPE, DYNAMIC, INTERPRETED)
+        tl.store(codes_ptr + row * K + k, codes, mask=k < K)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _quantize_groups(
+    x_ptr,  # [M, groups * SIZE]
+    codes_ptr,  # the same
+    scales_ptr,  # [M, groups]
+    stride_x,
+    groups,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # groups of one program
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = (group < groups)[:, None] & (k >= 0)
+    if EARLY:
+        start_early(SIGNAL_FIRST)
+    x = tl.load(x_ptr + row * stride_x + k, mask=mask, other=0.0)
+    scales = scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
+    DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
+    codes = encode(x, scales[:, None], SMALLEST, LARGEST, DTYPE, True, INTERPRETED)
+    tl.store(codes_ptr + row * groups * SIZE + k, codes, mask=mask)
+    tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
+
+
+@triton.jit
+def _round_half_even(x):
+    """Of numbers below 2^22: from 1.5 * 2^23 on a float32 has no fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _quantize_rows_asymmetric(
+    x_ptr,  # [M, K]
+    codes_ptr,  # [M, K]
+    scales_ptr,  # [M]
+    zeros_ptr,  # [M]
+    stride_x,
+    K,
+    MIN_SCALE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNK)
+    if EARLY:
+        start_early(SIGNAL_FIRST)
+    x = ()
+    low = tl.zeros((CHUNK,), tl.float32)
+    high = tl.zeros((CHUNK,), tl.float32)
+    for i in tl.static_range(CHUNKS):
+        k = i * CHUNK + c
+        part = tl.load(x_ptr + row * stride_x + k, mask=k < K, other=0.0)
+        x = x + (part,)
+        part = part.to(tl.float32)
+        low = tl.where(part < low, part, low)
+        # a NaN must reach the scale, and the maximum of numbers may drop it
+        high = tl.where((part > high) | (part != part), part, high)
+    # as integers, non-negative floats are in their own order, and NaN is above infinity
+    span = tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    least = tl.max((-low).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    levels = tl.full(span.shape, 255.0, tl.float32)
+    scale = tl.div_rn(span + least, levels)
+    scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
+    zero = tl.minimum(tl.maximum(_round_half_even(tl.div_rn(least, scale) - 128), -128.0), 127.0)
+    for i in tl.static_range(CHUNKS):
+        k = i * CHUNK + c
+        scaled = tl.div_rn(x[i].to(tl.float32), tl.zeros_like(low) + scale)
+        scaled = tl.minimum(tl.maximum(_round_half_even(scaled) + zero, -128.0), 127.0)
+        tl.store(codes_ptr + row * K + k, scaled.to(tl.int8), mask=k < K)
+    tl.store(scales_ptr + row, scale)
+    tl.store(zeros_ptr + row, zero.to(tl.int32))

@@ -1,0 +1,113 @@
+"""Norms, activations and their rounding in plain torch: the definition that kernels follow.
+
+Legend: M rows of x, K inputs, C channels, I intermediate size.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from formats.activation import MIN_INPUT_SCALE
+from formats.activation import quantize_input as round_input
+from formats.scheme import ActivationSpec
+from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.limbs_reference import input_digits
+from qkernels.operands.split_k import LinearOutput, added
+
+
+def quantize_input(
+    x_MK: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] to (codes [M, K], scales [M, S]); groups may make the codes wider."""
+    return round_input(x_MK, activation, scale)
+
+
+def quantize_input_asymmetric(
+    x_MK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [M, K] to int8 codes, float32 scales and int32 zeros [M, 1]: scale * (code - zero).
+
+    The 256 codes span each row's values and 0; rounding is half to even.
+    """
+    x = x_MK.float()
+    low_M1 = x.amin(1, keepdim=True).clamp(max=0)
+    high_M1 = x.amax(1, keepdim=True).clamp(min=0)
+    scales_M1 = ((high_M1 - low_M1) / 255).clamp(min=MIN_INPUT_SCALE)
+    zeros_M1 = (-128 - low_M1 / scales_M1).round().clamp(-128, 127)
+    codes = ((x / scales_M1).round() + zeros_M1).clamp(-128, 127)
+    return codes.to(torch.int8), scales_M1, zeros_M1.to(torch.int32)
+
+
+def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dim, rounding where transformers' LlamaRMSNorm does."""
+    x_float = x.float()
+    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    return weight_C * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (rms_norm(x + residual), x + residual); the sum is rounded before it is normed."""
+    total = added(x) + residual
+    return rms_norm(total, weight_C, eps), total
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where x [..., 2 I] is gate beside up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rms_norm_quantize(
+    x_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input of rms_norm."""
+    return quantize_input(rms_norm(x_MC, weight_C, eps), activation, scale)
+
+
+def add_rms_norm_quantize(
+    x_MC: LinearOutput,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """quantize_input of add_rms_norm, and the sum."""
+    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+    return *quantize_input(normed_MC, activation, scale), total_MC
+
+
+def silu_and_mul_quantize(
+    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input of silu_and_mul."""
+    return quantize_input(silu_and_mul(x_M2I), activation, scale)
+
+
+def rms_norm_digits(
+    x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: DigitForm
+) -> Digits:
+    """input_digits of rms_norm."""
+    return input_digits(rms_norm(x_MC, weight_C, eps), form)
+
+
+def add_rms_norm_digits(
+    x_MC: torch.Tensor,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: DigitForm,
+) -> tuple[Digits, torch.Tensor]:
+    """input_digits of add_rms_norm, and the sum."""
+    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+    return input_digits(normed_MC, form), total_MC
+
+
+def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm) -> Digits:
+    """input_digits of silu_and_mul."""
+    return input_digits(silu_and_mul(x_M2I), form)

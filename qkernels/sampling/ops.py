@@ -1,0 +1,41 @@
+"""Drawing tokens from logits: arguments are checked, then a kernel runs. Legend as in ops.py."""
+
+import torch
+
+from qkernels import dispatch
+from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.errors import KernelError
+from qkernels.sampling.settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
+
+
+def sample_(
+    logits_SV: torch.Tensor,
+    settings: SampleSettings,
+    history_WV: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> Samples:
+    """Draw a token from each row of logits [S, V], as `settings` says (sampling/settings.py).
+
+    `settings` are on the logits' device. `history` [W, V] int32 holds, for each row with penalties,
+    2 * (times in the output) + (in the prompt) of every token; drawn tokens are added in place. A
+    row's draw depends on nothing but that row. INVALID_TOKEN stands for a row that holds NaN.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    check_float("sample_ logits", logits_SV)
+    rows, vocabulary = expect_ndim("sample_ logits", logits_SV, 2)
+    if not 0 < vocabulary < 2**31 - 1:
+        raise KernelError("sample_ logits", f"expected at least one column, found {vocabulary}")
+    int64 = (torch.int64,)
+    check_tensor("sample_ settings", settings.words_SP, (rows, NUM_WORDS), int64, logits_SV)
+    check_tensor("sample_ bias", settings.bias_E, (None,), int64, logits_SV)
+    if settings.num_logprobs > MAX_LOGPROBS:
+        found = settings.num_logprobs
+        raise KernelError("sample_ num_logprobs", f"expected at most {MAX_LOGPROBS}, found {found}")
+    if history_WV is not None:
+        check_tensor("sample_ history", history_WV, (None, vocabulary), (torch.int32,), logits_SV)
+        if not history_WV.is_contiguous():
+            raise KernelError("sample_ history", "expected a contiguous table")
+    run = dispatch.implementation(
+        "sample_", device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel
+    )
+    return run(logits_SV, settings, history_WV)

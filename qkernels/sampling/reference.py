@@ -1,0 +1,133 @@
+"""`sample_` in plain torch, under the same name and signature: the CPU path.
+
+Legend: S rows, V vocabulary, W rows of the history table, N alternatives. Random numbers come from
+a counter: a hash of (seed, position, token id), so a row's draw depends on nothing else in the
+batch and is the same when a request is computed again. Picking the largest of logit + Gumbel noise
+draws from the softmax (Gumbel-max).
+"""
+
+import torch
+
+from qkernels.sampling.settings import BIAS_END, BIAS_START, INVALID_TOKEN, Samples, SampleSettings
+
+MIN_TEMPERATURE = 1e-5  # lower ones would overflow
+
+# splitmix64's constants as signed 64-bit integers: torch multiplies modulo 2^64
+MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+
+
+def sample_(
+    logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None = None
+) -> Samples:
+    """As ops.sample_."""
+    raw_SV = logits_SV.float()
+    invalid_S = raw_SV.isnan().any(-1)
+    adjusted_SV = adjust(raw_SV, settings, history_WV)
+    tokens_S = adjusted_SV.argmax(-1)
+    if settings.any_random:
+        temperature_S = settings.column("temperature")
+        scaled_SV = adjusted_SV / temperature_S.clamp(min=MIN_TEMPERATURE)[:, None]
+        if settings.any_filter:
+            scaled_SV = filter_logits(
+                scaled_SV, *(settings.column(name) for name in ("min_p", "top_k", "top_p"))
+            )
+        noise_SV = gumbel_noise(
+            settings.column("seed"), settings.column("position"), scaled_SV.shape[1]
+        )
+        tokens_S = torch.where(temperature_S == 0, tokens_S, (scaled_SV + noise_SV).argmax(-1))
+    tokens_S = tokens_S.masked_fill(invalid_S, INVALID_TOKEN)
+    if history_WV is not None:
+        row_S = settings.column("history_row")
+        counted_S = (row_S >= 0) & (tokens_S >= 0)
+        history_WV.index_put_(
+            (row_S.clamp(min=0), tokens_S.clamp(min=0)), 2 * counted_S.int(), accumulate=True
+        )
+    if settings.num_logprobs < 0:
+        return Samples(tokens_S, None, None, None)
+    return Samples(tokens_S, *_logprobs(raw_SV, tokens_S, settings))
+
+
+def adjust(
+    logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits with bias, then the repetition, frequency and presence penalties, as vLLM orders."""
+    if len(settings.bias_E):
+        starts_S, ends_S = settings.words_SP[:, BIAS_START], settings.words_SP[:, BIAS_END]
+        row_E = torch.repeat_interleave(ends_S - starts_S, output_size=len(settings.bias_E))
+        values_E = settings.bias_E.to(torch.int32).view(torch.float32)
+        logits_SV = logits_SV.index_put((row_E, settings.bias_E >> 32), values_E, accumulate=True)
+        # a forbidden token of infinite logit
+        logits_SV = logits_SV.masked_fill(logits_SV.isnan(), -torch.inf)
+    if history_WV is None:
+        return logits_SV
+    row_S = settings.column("history_row")
+    history_SV = history_WV[row_S.clamp(min=0)] * (row_S >= 0)[:, None]
+    repetition_S1, frequency_S1, presence_S1 = (
+        settings.column(f"{name}_penalty")[:, None]
+        for name in ("repetition", "frequency", "presence")
+    )
+    repeated_SV = torch.where(logits_SV > 0, logits_SV / repetition_S1, logits_SV * repetition_S1)
+    logits_SV = torch.where(history_SV > 0, repeated_SV, logits_SV)
+    count_SV = (history_SV >> 1).float()
+    return logits_SV - frequency_S1 * count_SV - presence_S1 * (count_SV > 0)
+
+
+def filter_logits(
+    logits_SV: torch.Tensor, min_p_S: torch.Tensor, top_k_S: torch.Tensor, top_p_S: torch.Tensor
+) -> torch.Tensor:
+    """Set to -inf what min_p, then top_k, then top_p exclude. The likeliest token always stays."""
+    vocabulary = logits_SV.shape[1]
+    sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
+    # p >= min_p * p_max, in logits
+    dropped_SV = sorted_SV < sorted_SV[:, :1] + min_p_S.log()[:, None]
+    rank_V = torch.arange(vocabulary, device=logits_SV.device)
+    limit_S = torch.where(top_k_S > 0, top_k_S, vocabulary)
+    dropped_SV |= rank_V >= limit_S[:, None]
+    probabilities_SV = sorted_SV.masked_fill(dropped_SV, -torch.inf).softmax(-1)
+    before_SV = probabilities_SV.cumsum(-1) - probabilities_SV
+    dropped_SV |= (before_SV >= top_p_S[:, None]) & (top_p_S < 1)[:, None]
+    dropped_SV[:, 0] = False
+    kept_SV = sorted_SV.masked_fill(dropped_SV, -torch.inf)
+    return torch.empty_like(kept_SV).scatter_(1, order_SV, kept_SV)
+
+
+def gumbel_noise(seed_S: torch.Tensor, position_S: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Gumbel noise [S, V] in float32, a function of (seed, position, token id)."""
+    key_S = _mix(_mix(seed_S) + position_S)
+    token_V = torch.arange(vocabulary, device=seed_S.device)
+    bits_SV = _mix(key_S[:, None] + token_V * GOLDEN)
+    # 23 high bits and a half: never 0 or 1
+    uniform_SV = ((_shift(bits_SV, 41)).float() + 0.5) * 2.0**-23
+    return -(-uniform_SV.log()).log()
+
+
+def _logprobs(
+    raw_SV: torch.Tensor, tokens_S: torch.Tensor, settings: SampleSettings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logprobs_SV = raw_SV.log_softmax(-1)
+    drawn_S = logprobs_SV.gather(1, tokens_S.clamp(min=0)[:, None])[:, 0]
+    count = min(settings.num_logprobs, raw_SV.shape[1])
+    values_SN, top_SN = logprobs_SV.sort(dim=-1, descending=True, stable=True)
+    beyond_SN = (
+        torch.arange(count, device=raw_SV.device) >= settings.column("num_logprobs")[:, None]
+    )
+    return (
+        drawn_S,
+        top_SN[:, :count].masked_fill(beyond_SN, -1),
+        values_SN[:, :count].masked_fill(beyond_SN, -torch.inf),
+    )
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's step (Steele, Lea, Flood 2014)."""
+    x = x + GOLDEN
+    x = (x ^ _shift(x, 30)) * MIX_1
+    x = (x ^ _shift(x, 27)) * MIX_2
+    return x ^ _shift(x, 31)

@@ -1,0 +1,52 @@
+"""W8A8 on a CPU through torch's int8 product. Bit for bit what reference.py computes.
+
+Legend: M rows of x, N outputs, K inputs.
+"""
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from formats.weights import Weight
+from qkernels.linear import reference as linear_reference
+from qkernels.linear.by_codes import linear_by_codes
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.rowwise import reference as rowwise_reference
+
+
+@functools.cache
+def product_is_exact() -> bool:
+    """Whether torch sums int8 products exactly here: CPUs without VNNI may add pairs in 16 bits."""
+    for a, b in ((127, 127), (-128, -128), (-128, 127), (127, -128)):
+        a_MK = torch.full((17, 256), a, dtype=torch.int8)
+        b_NK = torch.full((24, 256), b, dtype=torch.int8)
+        if not (torch._int_mm(a_MK, b_NK.t()) == 256 * a * b).all():
+            return False
+    return True
+
+
+def prepare_weight(
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Signed codes [N, K] and float32 scales [N, 1], as the reference keeps them."""
+    return replace(linear_reference.prepare_weight(packed, dtype, device), kernel="cpu_w8a8")
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] to [..., N]."""
+    return linear_by_codes(x, weight, bias, rowwise_reference.quantize_input, linear_codes)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes [M, K] to [M, N]; rounded once."""
+    sums_MN = torch._int_mm(codes_MK, weight.tensors["int8"].t())
+    return linear_reference.scale_sums(sums_MN, scales_M1, weight, bias, zeros_M1)

@@ -1,0 +1,295 @@
+"""y = x W^T with 8-bit weights and 8-bit activations, in Triton. Knows no file format.
+
+Integer codes are summed exactly in int32, float8 numbers in float32; the scales of the row and of
+the output multiply the sum once, at the end. Weight and codes come through the bulk copy engine,
+which fills up with zeros what a tile has too many of.
+
+Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from formats.fp8 import Fp8Weight
+from formats.weights import Weight
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.device import has_dependent_launch, shared_bytes, sm_count
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.tma import describe
+from qkernels.gpu.workspace import workspace
+from qkernels.linear.by_codes import linear_by_codes
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.rowwise.quantize import quantize_input
+from qkernels.tuning.table import tile_table_of
+from qkernels.w8a8.config import Int8Tile, fitted, int8_tile
+
+BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
+
+
+def prepare_weight(
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Signed codes [N, K] and a float32 scale for each output, or for each block [N/128, K/128]."""
+    packed = packed if device is None else packed.to(device)
+    if isinstance(packed, Fp8Weight):
+        codes_NK, scales = packed.codes_NK, packed.scales_RC
+    else:
+        codes_NK = (packed.codes().to(torch.int16) - packed.spec.symmetric_zero).to(torch.int8)
+        scales = packed.scales_NG
+    scales = scales.float().contiguous()
+    if packed.activation.per != "group":
+        scales = scales.flatten().expand(packed.out_features).contiguous()
+    tensors = {"codes": codes_NK.contiguous(), "scales": scales}
+    if codes_NK.dtype == torch.int8:
+        tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
+    if packed.input_scale is not None:
+        tensors["input_scale"] = packed.input_scale
+    workspace(packed.device)
+    return PreparedWeight(
+        kernel="triton_w8a8",
+        tensors=tensors,
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        dtype=dtype,
+        activation=packed.activation,
+    )
+
+
+def linear(
+    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., K] to [..., N]: rounded to codes, multiplied, rounded once to x's dtype."""
+    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
+    *,
+    tile: Int8Tile | None = None,
+) -> torch.Tensor:
+    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces that of w8a8/config.py."""
+    N, K = weight.out_features, weight.in_features
+    M = codes_MK.shape[0]
+    y_MN = torch.empty((M, N), dtype=weight.dtype, device=codes_MK.device)
+    if M == 0:
+        return y_MN
+    device, integers = codes_MK.device, codes_MK.dtype == torch.int8
+    if tile is None:
+        tile = _chosen_tile(device, M, N, K, integers)
+    blocks = weight.tensors["scales"].ndim == 2
+    if blocks:
+        tile = replace(tile, block_k=BLOCK)
+    early = tile.early and has_dependent_launch(device)
+    codes_NK = weight.tensors["codes"]
+    partials, counters = workspace(device)
+    grid = (ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m), tile.split)
+    with on_device(codes_MK):
+        launch(
+            _w8a8,
+            grid,
+            describe(TensorDescriptor, codes_MK.contiguous(), (tile.block_m, tile.block_k)),
+            describe(TensorDescriptor, codes_NK, (tile.block_n, tile.block_k)),
+            codes_NK,
+            scales_M1.contiguous(),
+            weight.tensors["scales"],
+            None if zeros_M1 is None else zeros_M1.contiguous(),
+            None if zeros_M1 is None else weight.tensors["sums"],
+            bias,
+            y_MN,
+            partials.view(torch.int32) if integers else partials,
+            counters,
+            M,
+            N,
+            K,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            BK=tile.block_k,
+            SPLIT=tile.split,
+            STAGES=tile.stages,
+            TILES_M_OF_GROUP=tile.tiles_m_of_group,
+            WEIGHT_LEFT=tile.weight_left,
+            EARLY=early,
+            BLOCKS=blocks,
+            num_warps=tile.warps,
+            **({"launch_pdl": True} if early else {}),
+        )
+    return y_MN
+
+
+def _chosen_tile(device: torch.device, M: int, N: int, K: int, integers: bool) -> Int8Tile:
+    """A tile measured on this GPU, else the choice of w8a8/config.py."""
+    row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
+    if row is not None and isinstance(row.tile, Int8Tile):
+        return row.tile
+    return fitted(int8_tile(M, N, K, sm_count(device), integers), shared_bytes(device))
+
+
+@triton.jit
+def _prefetch_rows(ptr, n, first, N, K, num_bytes):
+    """Ask for the first bytes of the block's part of each weight row, from memory into the L2."""
+    ptrs = ptr + tl.minimum(n, N - 1).to(tl.int64) * K + first
+    sizes = tl.zeros_like(n) + num_bytes
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [ptrs, sizes],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def _store_scaled(
+    total,
+    input_scales_ptr,
+    scales_ptr,
+    zeros_ptr,
+    weight_sums_ptr,
+    bias_ptr,
+    y_ptr,
+    m,
+    n,
+    M,
+    N,
+    BLOCKS: tl.constexpr,
+):
+    """Sums [BM, BN] times both scales, plus bias, rounded once."""
+    if zeros_ptr is not None:
+        # sum of (code - zero) * weight code, still exact
+        zeros = tl.load(zeros_ptr + m, mask=m < M, other=0)
+        total -= zeros[:, None] * tl.load(weight_sums_ptr + n, mask=n < N, other=0)[None, :]
+    y = total.to(tl.float32)
+    if not BLOCKS:
+        input_scales = tl.load(input_scales_ptr + m, mask=m < M, other=0.0)
+        scales = tl.load(scales_ptr + n, mask=n < N, other=0.0)
+        y = y * input_scales[:, None] * scales[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _w8a8(
+    x,  # descriptor of the codes [M, K]
+    weight,  # descriptor of the codes [N, K]
+    weight_ptr,  # the same
+    input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
+    scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
+    zeros_ptr,  # [M] or None: symmetric codes of x
+    weight_sums_ptr,  # [N], of the weight's codes, or None
+    bias_ptr,  # [N] or None
+    y_ptr,  # [M, N]
+    partials_ptr,  # [SPLIT, M, N]
+    counters_ptr,  # zero, one for each output tile
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    TILES_M_OF_GROUP: tl.constexpr,
+    WEIGHT_LEFT: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
+):
+    SUM: tl.constexpr = partials_ptr.dtype.element_ty
+    # blocks that run together share rows of x and of the weight, so that both stay in the L2
+    tile, part = tl.program_id(0), tl.program_id(1)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    group = tile // (TILES_M_OF_GROUP * tiles_n)
+    group_m = tl.minimum(tiles_m - group * TILES_M_OF_GROUP, TILES_M_OF_GROUP)
+    place = tile % (TILES_M_OF_GROUP * tiles_n)
+    tile_m = group * TILES_M_OF_GROUP + place % group_m
+    tile_n = place // group_m
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    steps = tl.cdiv(K, BK)
+    first = part * steps // SPLIT
+    last = (part + 1) * steps // SPLIT
+    if EARLY:
+        num_bytes = tl.minimum(tl.minimum(last * BK, K) - first * BK, 4 * BK)
+        _prefetch_rows(weight_ptr, n, first * BK, N, K, num_bytes)
+        # weights never change; codes and workspace are the previous kernels' until they end
+        tl.extra.cuda.gdc_wait()
+
+    total = tl.zeros((BN, BM) if WEIGHT_LEFT else (BM, BN), SUM)
+    for step in tl.range(first, last, num_stages=STAGES):
+        x_codes = x.load([tile_m * BM, step * BK])
+        weight_codes = weight.load([tile_n * BN, step * BK])
+        # the tensor core keeps 14 bits of a float8 sum: after 128 inputs it goes to a float32 one
+        if BLOCKS:
+            input_scales = tl.load(input_scales_ptr + m * steps + step, mask=m < M, other=0.0)
+            scales = tl.load(scales_ptr + n // BK * steps + step, mask=n < N, other=0.0)
+            if WEIGHT_LEFT:
+                part_sum = tl.dot(weight_codes, x_codes.T, out_dtype=SUM)
+                total += part_sum * scales[:, None] * input_scales[None, :]
+            else:
+                part_sum = tl.dot(x_codes, weight_codes.T, out_dtype=SUM)
+                total += part_sum * input_scales[:, None] * scales[None, :]
+        elif WEIGHT_LEFT:
+            total = tl.dot(weight_codes, x_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
+        else:
+            total = tl.dot(x_codes, weight_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if WEIGHT_LEFT:
+        total = total.T
+    if SPLIT == 1:
+        _store_scaled(
+            total,
+            input_scales_ptr,
+            scales_ptr,
+            zeros_ptr,
+            weight_sums_ptr,
+            bias_ptr,
+            y_ptr,
+            m,
+            n,
+            M,
+            N,
+            BLOCKS,
+        )
+    else:
+        inside = (m[:, None] < M) & (n[None, :] < N)
+        partials_ptrs = partials_ptr + m[:, None] * N + n[None, :]
+        tl.store(partials_ptrs + part * M * N, total, mask=inside)
+        # every thread's partial sums are out before one thread counts the block in
+        tl.debug_barrier()
+        counter = counters_ptr + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
+            # the last block adds all parts in order, so the bits do not depend on who came last
+            total = tl.zeros((BM, BN), SUM)
+            for i in tl.static_range(SPLIT):
+                # .cg: other SMs wrote these, and this SM's L1 does not know
+                total += tl.load(
+                    partials_ptrs + i * M * N, mask=inside, other=0, cache_modifier=".cg"
+                )
+            _store_scaled(
+                total,
+                input_scales_ptr,
+                scales_ptr,
+                zeros_ptr,
+                weight_sums_ptr,
+                bias_ptr,
+                y_ptr,
+                m,
+                n,
+                M,
+                N,
+                BLOCKS,
+            )
+            tl.store(counter, 0)

@@ -1,0 +1,97 @@
+"""A weight in the private order of the tensor core's register fragment. Knows no file format.
+
+All kernels of this folder read it (README.md has the picture). Legend: K inputs, N outputs, G
+groups; BK inputs of a step.
+"""
+
+import torch
+
+from formats.packed import PackedWeight
+from qkernels.gpu.workspace import workspace
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.wna16.layout import LINEAR_TILE_N, linear_block_k, linear_padded_n
+
+
+def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Codes [N, K] to int32 words [N, K / 8], the private order.
+
+    Of 32 inputs in a row, word t = 0..3 holds input k = 16 i + 8 h + 2 t + e at bit 8 i + 4 h + 16
+    e, for i, h, e in {0, 1}.
+    """
+    codes_NKihte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 2, 4, 2))
+    words_NKt = torch.zeros_like(codes_NKihte[:, :, 0, 0, :, 0])
+    for i in range(2):
+        for h in range(2):
+            for e in range(2):
+                words_NKt |= codes_NKihte[:, :, i, h, :, e] << (8 * i + 4 * h + 16 * e)
+    return words_NKt.flatten(1)
+
+
+def byte_order(codes_NK: torch.Tensor) -> torch.Tensor:
+    """8-bit codes [N, K] to int32 words [N, K / 4], the private order.
+
+    Of 16 inputs in a row, word t = 0..3 holds input k = 8 h + 2 t + e at bit 8 h + 16 e, for h, e
+    in {0, 1}.
+    """
+    codes_NKhte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 4, 2))
+    words_NKt = torch.zeros_like(codes_NKhte[:, :, 0, :, 0])
+    for h in range(2):
+        for e in range(2):
+            words_NKt |= codes_NKhte[:, :, h, :, e] << (8 * h + 16 * e)
+    return words_NKt.flatten(1)
+
+
+def prepare_weight(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Reorder into contiguous tiles of 64 outputs by one step of inputs.
+
+    Outputs are padded with code 0 and scale 0. An asymmetric weight's zeros are stored as the
+    number to subtract: what an unpacked 0 is + zero, exact in `dtype`.
+    """
+    packed = packed if device is None else packed.to(device)
+    block_k = linear_block_k(packed.spec.group_length(packed.in_features))
+    bits = packed.spec.bits
+    order = fragment_order if bits == 4 else byte_order
+    words_NW = _pad_rows(order(packed.codes()))
+    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, LINEAR_TILE_N))
+    tensors = {
+        "words": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
+        "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
+    }
+    if not packed.spec.symmetric:
+        tensors["offsets"] = _tiles_of_groups(
+            packed.zeros_NG.to(dtype) + VALUE_OF_ZERO[dtype, bits]
+        )
+    workspace(packed.device)
+    return PreparedWeight(
+        kernel=f"triton_w{bits}a16",
+        tensors=tensors,
+        spec=packed.spec,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        dtype=dtype,
+    )
+
+
+def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
+    missing = linear_padded_n(rows.shape[0]) - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+
+
+def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
+    return _pad_rows(values_NG).unflatten(0, (-1, LINEAR_TILE_N)).transpose(1, 2).contiguous()
+
+
+# (activation dtype, bits) -> what an unpacked code 0 is
+VALUE_OF_ZERO = {
+    (torch.float16, 4): 1024,
+    (torch.float16, 8): 1024,
+    (torch.bfloat16, 4): 128,
+    (torch.bfloat16, 8): -128,
+}
+
+
+def offset_of(weight: PreparedWeight) -> int:
+    """What is subtracted from an unpacked code where the weight is symmetric."""
+    return VALUE_OF_ZERO[weight.dtype, weight.spec.bits] + weight.spec.symmetric_zero
