@@ -6,8 +6,8 @@ Each function takes the name that its KernelError gives the argument.
 import torch
 
 from qkernels.errors import KernelError
-from qkernels.operands.limbs import DigitForm
-from qkernels.operands.split_k import LinearOutput, PartialSums
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.problem import FLOAT_DTYPES, HALF_DTYPES
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -21,7 +21,7 @@ def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
 
 def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:
     """`parts`: the operation adds parts of K itself."""
-    if isinstance(tensor, PartialSums) and not parts:
+    if isinstance(tensor, SplitKPartials) and not parts:
         raise KernelError(
             name, "expected a tensor, found parts of one to be added", "take its total()"
         )
@@ -57,8 +57,8 @@ def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:
     return True
 
 
-def check_digit_rows(name: str, x: torch.Tensor, inputs: int, form: DigitForm) -> None:
-    """Raise KernelError unless rows of so many inputs, made of x's, can become digits."""
+def check_limb_rows(name: str, x: torch.Tensor, inputs: int, form: LimbForm) -> None:
+    """Raise KernelError unless rows of so many inputs, made of x's, can become limbs."""
     check_float(name, x)
     if x.dtype not in HALF_DTYPES:
         raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")

@@ -18,7 +18,7 @@ from qkernels.linear import supports as linear
 from qkernels.problem import Problem
 from qkernels.rowwise import supports as rowwise
 from qkernels.w8a8 import supports as w8a8
-from qkernels.w8a8.config import Int8HopperTile, Int8Tile
+from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig
 from qkernels.wna16 import supports as wna16
 
 
@@ -88,7 +88,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.sm90",
         priority=30,
         supports=w8a8.hopper_w8a8,
-        note=functools.partial(w8a8.note_int8, tile=Int8HopperTile),
+        note=functools.partial(w8a8.note_int8, tile=W8A8Sm90Config),
     ),
     Kernel(
         op="linear",
@@ -96,7 +96,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.triton_gemm",
         priority=30,
         supports=w8a8.triton_w8a8,
-        note=functools.partial(w8a8.note_int8, tile=Int8Tile),
+        note=functools.partial(w8a8.note_int8, tile=W8A8TritonConfig),
     ),
     *(
         Kernel(
@@ -145,10 +145,10 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rowwise", "rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
     *_rows("rowwise", "add_rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
     *_rows("rowwise", "silu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
-    *_rows("rowwise", "input_digits", "limbs", rowwise.triton_digits),
-    *_rows("rowwise", "rms_norm_digits", "norm_act_limbs", rowwise.triton_digits),
-    *_rows("rowwise", "add_rms_norm_digits", "norm_act_limbs", rowwise.triton_digits),
-    *_rows("rowwise", "silu_and_mul_digits", "norm_act_limbs", rowwise.triton_digits),
+    *_rows("rowwise", "to_limbs", "limbs", rowwise.triton_limbs),
+    *_rows("rowwise", "rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
+    *_rows("rowwise", "add_rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
+    *_rows("rowwise", "silu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "rms_norm", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "add_rms_norm", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "silu_and_mul", "norm_act", problem.needs_triton_on_gpu),

@@ -30,7 +30,7 @@ class Problem:
     pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
     soft_cap: bool = False  # scores are bent into a range
     chunk: bool = False  # more query rows than a decode step has
-    bulk_pages: bool = True  # the copy engine takes their address and strides
+    tma_pages: bool = True  # the copy engine takes their address and strides
 
 
 @functools.cache

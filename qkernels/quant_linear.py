@@ -20,7 +20,7 @@ from qkernels.errors import KernelError
 from qkernels.linear import input_forms
 from qkernels.linear.input_forms import InputForm, LinearInput
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.operands.split_k import LinearOutput, PartReader
+from qkernels.operands.split_k import Consumer, LinearOutput
 
 
 class QuantLinear(nn.Module):
@@ -140,18 +140,18 @@ class QuantLinear(nn.Module):
         """The form besides a tensor in which `forward` takes so many rows; None: none now."""
         return None if self._prepared is None else input_forms.input_form(self._prepared, rows)
 
-    def forward(self, x: LinearInput, reader: PartReader | None = None) -> LinearOutput:
-        """x [..., K] to [..., N], in x's dtype; or Codes or Digits to [M, N], in the weight's.
+    def forward(self, x: LinearInput, consumer: Consumer | None = None) -> LinearOutput:
+        """x [..., K] to [..., N], in x's dtype; or Codes or Limbs to [M, N], in the weight's.
 
         With a reader, the one operation that takes the result, it may come in parts of K
-        (ops.linear_for).
+        (ops.linear_split_k).
         """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
             prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
         ):
             prepared = self.prepare(x.dtype, x.device)._prepared
-        return input_forms.linear(x, prepared, self._prepared_bias, reader)
+        return input_forms.linear(x, prepared, self._prepared_bias, consumer)
 
     def prepare(
         self,

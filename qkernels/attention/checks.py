@@ -7,7 +7,7 @@ import torch
 from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
-from qkernels.operands.split_k import LinearOutput, PartialSums
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def check_dense_heads(name: str, pages: torch.Tensor) -> None:
@@ -17,7 +17,7 @@ def check_dense_heads(name: str, pages: torch.Tensor) -> None:
 
 def check_heads_in_parts(op: str, *heads: LinearOutput) -> None:
     """Raise KernelError unless q, k and v are all tensors, or all in parts of one product."""
-    in_parts = [x.parts for x in heads if isinstance(x, PartialSums)]
+    in_parts = [x.parts for x in heads if isinstance(x, SplitKPartials)]
     places = {(parts.shape[0], parts.stride(0), parts.stride(-1)) for parts in in_parts}
     if in_parts and (len(in_parts) < len(heads) or len(places) > 1 or in_parts[0].stride(-1) != 1):
         raise KernelError(
@@ -86,7 +86,7 @@ def check_scales(
             check_tensor(f"{op} {name}", scales, pages_PBJD.shape[:3], (torch.float32,), x)
 
 
-def can_copy_in_bulk(*tensors: torch.Tensor) -> bool:
+def can_use_tma(*tensors: torch.Tensor) -> bool:
     """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
     return all(
         tensor.data_ptr() % 16 == 0 and _rows_are_aligned(tensor.stride(), tensor.element_size())

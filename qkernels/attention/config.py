@@ -6,7 +6,7 @@ from qkernels.gpu.config import is_power, launch_fault, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionTile:
+class AttentionConfig:
     """How paged attention is cut. A block does block_q rows of all heads that share a KV head."""
 
     block_m: int  # block_q times the heads of one KV head, padded to a power of two
@@ -19,8 +19,8 @@ class AttentionTile:
 
 
 # Up to so many rows of a KV head a request decodes: its keys are what takes time, not its products.
-ATTENTION_FEW_ROWS = 32
-ATTENTION_MAX_SPLIT = 32
+DECODE_MAX_ROWS = 32
+MAX_SPLIT_KV = 32
 GLUON_ROWS = 8  # of a block of sm90_decode_8bit.py: the narrow side of the tensor core's product
 
 # A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
@@ -28,7 +28,7 @@ GLUON_ROWS = 8  # of a block of sm90_decode_8bit.py: the narrow side of the tens
 ATTENTION_MIN_KEYS_OF_PART = 128
 
 
-def attention_tile(
+def default_attention_config(
     *,
     num_requests: int,
     num_kv_heads: int,
@@ -41,10 +41,10 @@ def attention_tile(
     window: int | None,
     sm_count: int,
     gluon: bool = False,  # whether sm90_decode_8bit.py could
-) -> AttentionTile:
+) -> AttentionConfig:
     """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
     group = power_of_two(heads_per_kv_head)
-    few_rows = group * max_query_len <= ATTENTION_FEW_ROWS
+    few_rows = group * max_query_len <= DECODE_MAX_ROWS
     programs = max(1, num_requests * num_kv_heads)
     split = 1
     if few_rows:
@@ -53,9 +53,7 @@ def attention_tile(
         # once there are parts, until each has one step
         least = 2 * ATTENTION_MIN_KEYS_OF_PART
         while (
-            2 * split <= ATTENTION_MAX_SPLIT
-            and 2 * split * programs <= 2 * sm_count
-            and least <= visible
+            2 * split <= MAX_SPLIT_KV and 2 * split * programs <= 2 * sm_count and least <= visible
         ):
             split *= 2
             least = split * ATTENTION_MIN_KEYS_OF_PART + 1
@@ -79,7 +77,7 @@ def attention_tile(
     gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
     if gluon:
         block_m = GLUON_ROWS
-    return AttentionTile(
+    return AttentionConfig(
         block_m=block_m,
         block_q=block_m // group,
         keys=keys,
@@ -90,23 +88,23 @@ def attention_tile(
     )
 
 
-CHUNK_ROWS = 128  # query rows of a tile of sm90_prefill.py: tokens times heads of a KV head
-CHUNK_KEYS = 128  # of one step: 64 take a sixth longer, and 256 have no room in registers
+PREFILL_ROWS = 128  # query rows of a tile of sm90_prefill.py: tokens times heads of a KV head
+PREFILL_KEYS = 128  # of one step: 64 take a sixth longer, and 256 have no room in registers
 
 # steps whose keys and values have room in shared memory, beside two tiles' queries
-CHUNK_STAGES = 2
-CHUNK_MAX_SPLIT = 32
+PREFILL_STAGES = 2
+PREFILL_MAX_SPLIT = 32
 
 # 128 rows on 32768 keys, 32 tiles: 483 us in 1 part, 249 in 2, 154 in 4, 144 in 8, which are more
 # tiles than SMs. The least worth while was not measured.
 CHUNK_MIN_KEYS_OF_PART = 1024
 
 
-def chunk_split(tiles: int, visible: int, sm_count: int) -> int:
+def prefill_split(tiles: int, visible: int, sm_count: int) -> int:
     """Parts of the context of a chunk, where its tiles leave SMs idle; `visible` keys of a row."""
     split = 1
     while (
-        2 * split <= CHUNK_MAX_SPLIT
+        2 * split <= PREFILL_MAX_SPLIT
         and 2 * split * tiles <= sm_count
         and 2 * split * CHUNK_MIN_KEYS_OF_PART <= visible
     ):
@@ -114,7 +112,9 @@ def chunk_split(tiles: int, visible: int, sm_count: int) -> int:
     return split
 
 
-def attention_tile_fault(tile: AttentionTile, *, heads_per_kv_head: int, **_: object) -> str | None:
+def attention_config_fault(
+    tile: AttentionConfig, *, heads_per_kv_head: int, **_: object
+) -> str | None:
     """None: the kernel can run it."""
     group = power_of_two(heads_per_kv_head)
     if tile.block_m != tile.block_q * group:
@@ -123,6 +123,6 @@ def attention_tile_fault(tile: AttentionTile, *, heads_per_kv_head: int, **_: ob
         return "gluon is for 8-bit pages, which no table is for"
     if not is_power(tile.keys, 16, 256):
         return f"keys must be a power of two from 16 to 256, found {tile.keys}"
-    if not is_power(tile.split, 1, ATTENTION_MAX_SPLIT):
-        return f"split must be a power of two up to {ATTENTION_MAX_SPLIT}, found {tile.split}"
+    if not is_power(tile.split, 1, MAX_SPLIT_KV):
+        return f"split must be a power of two up to {MAX_SPLIT_KV}, found {tile.split}"
     return launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)

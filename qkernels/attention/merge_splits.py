@@ -1,4 +1,4 @@
-"""The parts of split attention to one result, in Triton: as it is, or as digits for a linear.
+"""The parts of split attention to one result, in Triton: as it is, or as limbs for a linear.
 
 Knows no pages. Legend: T tokens of a step, R requests, H query heads, D head dim; S parts of a
 context.
@@ -10,19 +10,19 @@ import triton.language as tl
 
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import early, start_early
-from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K, DigitForm, Digits, empty_digits
-from qkernels.operands.limbs_triton import in_words, store_digits
-from qkernels.rowwise.limbs import input_digits
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
+from qkernels.operands.limbs_triton import in_words, store_limbs
+from qkernels.rowwise.limbs import to_limbs
 
 # Parts that are merged at once: 32 cost 1 us more than 8, be they empty or not.
 MOST_PARTS = tl.constexpr(8)
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def whole(out_THD: torch.Tensor, digits: DigitForm | None) -> torch.Tensor | Digits:
+def whole(out_THD: torch.Tensor, limbs: LimbForm | None) -> torch.Tensor | Limbs:
     """A result that was not split, as it is asked for."""
-    return out_THD if digits is None else input_digits(out_THD.flatten(1), digits)
+    return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
 
 def merge_parts(
@@ -30,11 +30,11 @@ def merge_parts(
     sums_2THS: torch.Tensor,
     query_starts_R1: torch.Tensor,
     out_THD: torch.Tensor,
-    digits: DigitForm | None,
-) -> torch.Tensor | Digits:
+    limbs: LimbForm | None,
+) -> torch.Tensor | Limbs:
     """The parts' weighted sums, their largest scores and sums of weights (float32) to `out`.
 
-    Or to digits of rows [T, H D] in out's dtype; `out` is then left alone.
+    Or to limbs of rows [T, H D] in out's dtype; `out` is then left alone.
     """
     T, H, S, D = partials_THSD.shape
     requests = query_starts_R1.shape[0] - 1
@@ -43,18 +43,18 @@ def merge_parts(
         "D": D,
         "SPLIT": S,
         "num_warps": ceil_div(power_of_two(D) * min(S, MOST_PARTS.value), 1024),
-        **early(out_THD, T),
+        **pdl_options(out_THD, T),
     }
     shared = partials_THSD, sums_2THS, query_starts_R1
     with on_device(out_THD):
-        if digits is None:
+        if limbs is None:
             grid, padded_d = (T, H), power_of_two(D)
             launch(
                 _merge_parts, grid, *shared, out_THD, requests, T, PADDED_D=padded_d, **constants
             )
             return out_THD
-        steps = H * D // LINEAR_MAX_BLOCK_K
-        found = empty_digits(digits, T, H * D, out_THD.device)
+        steps = H * D // K_STEP
+        found = empty_limbs(limbs, T, H * D, out_THD.device)
         launch(
             _merge_to_digits,
             (T, steps),
@@ -65,7 +65,7 @@ def merge_parts(
             requests,
             T,
             steps,
-            FORM=digits,
+            FORM=limbs,
             DTYPE=TRITON_DTYPE[out_THD.dtype],
             **constants,
         )
@@ -118,11 +118,11 @@ def _merge_parts(
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if EARLY:
-        start_early(SIGNAL_FIRST=False)
+    if PDL:
+        pdl_launch_and_wait(LAUNCH_FIRST=False)
     end = tl.load(starts_ptr + R)
     rows = token * H + head + tl.zeros([1, 1], tl.int64)
     used = _used(sums_ptr, rows, T, H, SPLIT)
@@ -150,13 +150,13 @@ def _merge_to_digits(
     H: tl.constexpr,
     D: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """128 channels of a token, of one head or several."""
     token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if EARLY:
+    if PDL:
         # the product behind is let in when attention is over: its weights would come first
-        start_early(SIGNAL_FIRST=False)
+        pdl_launch_and_wait(LAUNCH_FIRST=False)
     end = tl.load(starts_ptr + R)
     channel = step * 128 + tl.arange(0, 128)[None, :]
     head = step * 128 // D if D % 128 == 0 else channel // D
@@ -167,4 +167,4 @@ def _merge_to_digits(
     inside = channel >= 0
     out = _merged(partials_ptr, sums_ptr, rows, channel % D, inside, used, T, H, D, SPLIT)
     words = in_words(out.to(DTYPE)[None, :], FORM)
-    store_digits(words, words_ptr, scales_ptr, digit_sums_ptr, token, step, T, steps, FORM)
+    store_limbs(words, words_ptr, scales_ptr, digit_sums_ptr, token, step, T, steps, FORM)

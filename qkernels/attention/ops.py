@@ -9,18 +9,18 @@ import torch
 
 from qkernels import dispatch
 from qkernels.attention.checks import (
-    can_copy_in_bulk,
+    can_use_tma,
     check_dense_heads,
     check_heads_in_parts,
     check_kv_write,
     check_rope,
     check_scales,
 )
-from qkernels.attention.config import ATTENTION_FEW_ROWS
-from qkernels.checks import check_digit_rows, check_float, check_tensor, expect_ndim
+from qkernels.attention.config import DECODE_MAX_ROWS
+from qkernels.checks import check_float, check_limb_rows, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
-from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput
 
 
@@ -92,11 +92,11 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    settled: bool = False,
+    inputs_ready: bool = False,
 ) -> torch.Tensor:
     """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
 
-    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. `settled` says that
+    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. `inputs_ready` says that
     `positions` and `slots` were complete before the kernel in front of this one began, so that
     they may be read while it still runs.
     """
@@ -125,7 +125,7 @@ def rope_write_kv_(
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
-        settled=settled,
+        inputs_ready=inputs_ready,
     )
 
 
@@ -144,9 +144,9 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
-    digits: DigitForm | None = None,
-    settled: bool = False,
-) -> torch.Tensor | Digits:
+    limbs: LimbForm | None = None,
+    inputs_ready: bool = False,
+) -> torch.Tensor | Limbs:
     """Causal attention of every request's query rows over its paged keys: [T, H, D].
 
     block_tables  [R, X] int32: the pages of each request, in order
@@ -156,9 +156,9 @@ def paged_attention(
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
     k_scales, v_scales  [P, B, J] float32: of int8 or float8_e4m3fn pages, as write_kv_ leaves them
     max_query_len, max_context_len  upper bounds that the host knows, so that nothing is read back
-    digits        return input_digits of the result [T, H D] instead, for the linear that follows
-    settled       query_starts and context_lengths were complete before the kernel in front of this
-                  one began: they may be read while it still runs
+    limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
+    inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
+                  they may be read while it still runs
 
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
@@ -178,8 +178,8 @@ def paged_attention(
             "paged_attention q",
             f"expected heads divisible by the {k_pages_PBJD.shape[2]} KV heads, found {heads}",
         )
-    if digits is not None:
-        check_digit_rows("paged_attention q", q_THD, heads * head_dim, digits)
+    if limbs is not None:
+        check_limb_rows("paged_attention q", q_THD, heads * head_dim, limbs)
     requests = context_lengths_R.shape[0]
     int32 = (torch.int32,)
     check_tensor("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)
@@ -197,7 +197,7 @@ def paged_attention(
             f"{max_context_len} keys do not fit in {block_tables_RX.shape[1]} pages"
             f" of {k_pages_PBJD.shape[1]}",
         )
-    chunk = heads // k_pages_PBJD.shape[2] * max_query_len > ATTENTION_FEW_ROWS
+    chunk = heads // k_pages_PBJD.shape[2] * max_query_len > DECODE_MAX_ROWS
     run = dispatch.implementation(
         "paged_attention",
         device=q_THD.device.type,
@@ -207,7 +207,7 @@ def paged_attention(
         pages_dtype=k_pages_PBJD.dtype,
         soft_cap=soft_cap is not None,
         chunk=chunk,
-        bulk_pages=not chunk or can_copy_in_bulk(k_pages_PBJD, v_pages_PBJD),
+        tma_pages=not chunk or can_use_tma(k_pages_PBJD, v_pages_PBJD),
     )
     return run(
         q_THD,
@@ -223,8 +223,8 @@ def paged_attention(
         soft_cap=soft_cap,
         k_scales_PBJ=k_scales_PBJ,
         v_scales_PBJ=v_scales_PBJ,
-        digits=digits,
-        settled=settled,
+        limbs=limbs,
+        inputs_ready=inputs_ready,
     )
 
 

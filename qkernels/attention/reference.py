@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from formats.activation import quantize_input as round_input
 from formats.activation import to_codes
 from formats.scheme import ActivationSpec
-from qkernels.operands.limbs import DigitForm, Digits
-from qkernels.operands.limbs_reference import input_digits
-from qkernels.operands.split_k import LinearOutput, added
+from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.operands.limbs_reference import to_limbs
+from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.rowwise.reference import rms_norm
 
 # Keys, and as many values, gathered at once for a batch of decode rows: what stays in a CPU's
@@ -104,10 +104,10 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    settled: bool = False,  # nothing is read ahead
+    inputs_ready: bool = False,  # nothing is read ahead
 ) -> torch.Tensor:
     """Norm q and k where norms are given, rotate them, write k and v; returns q."""
-    q_THD, k_TJD, v_TJD = added(q_THD), added(k_TJD), added(v_TJD)
+    q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
         q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
     q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T)
@@ -133,9 +133,9 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
-    digits: DigitForm | None = None,
-    settled: bool = False,  # nothing is read ahead
-) -> torch.Tensor | Digits:
+    limbs: LimbForm | None = None,
+    inputs_ready: bool = False,  # nothing is read ahead
+) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
     Row i of a request with `count` rows stands at position context_length - count + i and sees
@@ -180,7 +180,7 @@ def paged_attention(
                 window,
                 soft_cap,
             ).to(out_THD.dtype)
-    return out_THD if digits is None else input_digits(out_THD.flatten(1), digits)
+    return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
 
 class _Pages(NamedTuple):

@@ -13,10 +13,10 @@ from formats.activation import MIN_INPUT_SCALE
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import early, start_early
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.codes_triton import CODE_RANGE, encode, magnitude_bits, scale_of
 from qkernels.operands.split_k import LinearOutput
-from qkernels.operands.split_k_triton import load_sum, sum_source
+from qkernels.operands.split_k_triton import load_reduced, partials_source
 
 ELEMENTS_OF_PROGRAM = 1024  # 8 for each thread
 
@@ -53,12 +53,12 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    settled: bool = False,
+    inputs_ready: bool = False,
 ) -> torch.Tensor:
     """As ops.rope_write_kv_."""
     pages = (k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales)
     norms = (q_norm_D, k_norm_D, eps)
-    return _launch(q_THD, k_TJD, v_TJD, cos_sin, positions_T, slots_T, pages, norms, settled)
+    return _launch(q_THD, k_TJD, v_TJD, cos_sin, positions_T, slots_T, pages, norms, inputs_ready)
 
 
 def _launch(
@@ -70,7 +70,7 @@ def _launch(
     slots_T: torch.Tensor,
     pages: tuple[torch.Tensor | None, ...],
     norms: tuple[torch.Tensor | None, torch.Tensor | None, float],
-    settled: bool = False,
+    inputs_ready: bool = False,
 ) -> torch.Tensor | None:
     """Write k and v; with q, rotate q and k before. Returns the new q."""
     k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales = pages
@@ -80,9 +80,9 @@ def _launch(
     q_out = None
     if q_THD is not None:
         q_out = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
-        q_THD, cos_sin = _dense_heads(sum_source(q_THD)[0]), cos_sin.contiguous()
-    k_TJD, stride_part, format = sum_source(k_TJD)
-    k_TJD, v_TJD = _dense_heads(k_TJD), _dense_heads(sum_source(v_TJD)[0])
+        q_THD, cos_sin = _dense_heads(partials_source(q_THD)[0]), cos_sin.contiguous()
+    k_TJD, stride_part, format = partials_source(k_TJD)
+    k_TJD, v_TJD = _dense_heads(k_TJD), _dense_heads(partials_source(v_TJD)[0])
     if T == 0:
         return q_out
     smallest, largest = CODE_RANGE.get(k_pages_PBJD.dtype, (0.0, 0.0))
@@ -128,14 +128,14 @@ def _launch(
             B=k_pages_PBJD.shape[1],
             HEADS=heads,
             STATIC=static_scales,
-            SETTLED=settled,
+            INPUTS_READY=inputs_ready,
             SMALLEST=smallest,
             LARGEST=largest,
             MIN_SCALE=MIN_INPUT_SCALE,
             INTERPRETED=INTERPRETED,
             num_warps=max(1, heads * padded_d // 256),
             SUM=format,
-            **early(k_TJD, T),
+            **pdl_options(k_TJD, T),
         )
     return q_out
 
@@ -187,13 +187,13 @@ def _rope_write_kv(
     B: tl.constexpr,
     HEADS: tl.constexpr,
     STATIC: tl.constexpr,
-    SETTLED: tl.constexpr,  # where things are is read before the kernel in front has ended
+    INPUTS_READY: tl.constexpr,  # where things are is read before the kernel in front has ended
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     SUM: tl.constexpr,  # of q, k and v
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program does HEADS heads of one token: queries, then keys, then values."""
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -201,13 +201,13 @@ def _rope_write_kv(
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, HEADS)
     d = tl.arange(0, PADDED_D)
-    if EARLY and not SETTLED:
-        start_early()
+    if PDL and not INPUTS_READY:
+        pdl_launch_and_wait()
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if q_ptr is not None:
         cos, sin = _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH)
-    if EARLY and SETTLED:
-        start_early()
+    if PDL and INPUTS_READY:
+        pdl_launch_and_wait()
     if Q_BLOCKS > 0 and block < Q_BLOCKS:
         head = block * HEADS + n
         real = (head < H)[:, None] & (d < D)[None, :]
@@ -225,7 +225,7 @@ def _rope_write_kv(
         if q_ptr is not None:
             k = _rotated(rows, real, stride_part, d, cos, sin, k_norm_ptr, eps, D, WIDTH, SUM)
         else:
-            k = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
+            k = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
         if k_scales_ptr is not None:
             scales = k_scales_ptr + page * stride_ksp + offset * stride_ksb + head * stride_ksj
             CODE: tl.constexpr = k_pages_ptr.dtype.element_ty
@@ -238,7 +238,7 @@ def _rope_write_kv(
     head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + n
     real = (head < J)[:, None] & (d < D)[None, :]
     rows = v_ptr + token * stride_vt + head * stride_vj
-    v = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
+    v = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
     if v_scales_ptr is not None:
         scales = v_scales_ptr + page * stride_vsp + offset * stride_vsb + head * stride_vsj
         CODE: tl.constexpr = v_pages_ptr.dtype.element_ty
@@ -277,8 +277,8 @@ def _rotated(
     DTYPE: tl.constexpr = SUM.dtype
     HALF: tl.constexpr = WIDTH // 2
     partner = tl.where(d < HALF, d + HALF, tl.where(d < WIDTH, d - HALF, d))
-    x = load_sum(rows[:, None] + d[None, :], real, stride_part, SUM)
-    other = load_sum(rows[:, None] + partner[None, :], real, stride_part, SUM)
+    x = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
+    other = load_reduced(rows[:, None] + partner[None, :], real, stride_part, SUM)
     x, other = x.to(tl.float32), other.to(tl.float32)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qkernels.attention.config import CHUNK_ROWS, chunk_split
+from qkernels.attention.config import PREFILL_ROWS, prefill_split
 from qkernels.attention.merge_splits import merge_parts, whole
 from qkernels.attention.sm90_prefill_dequant import CODE_SLOTS, PIECE, VECTORS, unpack_pages
 from qkernels.attention.sm90_prefill_load import (
@@ -39,7 +39,7 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pipeline import new_barriers
 from qkernels.gpu.tma import describe
 from qkernels.gpu.workspace import workspace
-from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.limbs import LimbForm, Limbs
 
 # Of a thread at launch: 12 warps, over 8-bit pages 16, which then share them out anew.
 REGISTERS, CODED_REGISTERS = 168, 128
@@ -60,11 +60,11 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
-    digits: DigitForm | None = None,
-    settled: bool = False,  # nothing is read ahead
+    limbs: LimbForm | None = None,
+    inputs_ready: bool = False,  # nothing is read ahead
     split: int | None = None,
-) -> torch.Tensor | Digits:
-    """As ops.paged_attention, where dispatch.py takes it; `split` overrides chunk_split.
+) -> torch.Tensor | Limbs:
+    """As ops.paged_attention, where dispatch.py takes it; `split` overrides prefill_split.
 
     Uses a counter of the device's workspace, so calls on one device must follow each other.
     """
@@ -73,16 +73,16 @@ def paged_attention(
     P, B, J, _ = k_pages_PBJD.shape
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return whole(out_THD, digits)
+        return whole(out_THD, limbs)
     if P == 0:
-        return whole(out_THD.zero_(), digits)
+        return whole(out_THD.zero_(), limbs)
     if q_THD.data_ptr() % 16 or q_THD.stride(2) != 1 or any(s % 8 for s in q_THD.stride()[:2]):
         q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # rows are copied by 16 bytes
     group = H // J
     sms = sm_count(q_THD.device)
     if split is None:
         visible = min(max_context_len, window or max_context_len)
-        split = chunk_split(max(R, ceil_div(T * group, CHUNK_ROWS)) * J, visible, sms)
+        split = prefill_split(max(R, ceil_div(T * group, PREFILL_ROWS)) * J, visible, sms)
     partials = sums = None
     if split > 1:
         partials = out_THD.new_empty((T, H, split, D), dtype=torch.float32)
@@ -93,9 +93,9 @@ def paged_attention(
     if coded:
         scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
     uniform = not any((*scale_strides[:2], *scale_strides[3:5]))
-    # Request r owns the tiles from query_starts[r] * group // CHUNK_ROWS + r on, at least as many
+    # Request r owns the tiles from query_starts[r] * group // PREFILL_ROWS + r on, at least as many
     # as its rows need, so their number follows from T and R alone.
-    tickets = (T * group // CHUNK_ROWS + R) * J * split
+    tickets = (T * group // PREFILL_ROWS + R) * J * split
     with on_device(q_THD):
         launch(
             _chunk_attention,
@@ -136,8 +136,8 @@ def paged_attention(
             maxnreg=CODED_REGISTERS if coded else REGISTERS,
         )
     if split == 1:
-        return whole(out_THD, digits)
-    return merge_parts(partials, sums, query_starts_R1, out_THD, digits)
+        return whole(out_THD, limbs)
+    return merge_parts(partials, sums, query_starts_R1, out_THD, limbs)
 
 
 def _boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:

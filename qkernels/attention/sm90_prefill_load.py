@@ -12,13 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from qkernels.attention.config import CHUNK_KEYS, CHUNK_ROWS, CHUNK_STAGES
-from qkernels.gpu.gluon_compat import load_box, load_elements, reshaped
+from qkernels.attention.config import PREFILL_KEYS, PREFILL_ROWS, PREFILL_STAGES
+from qkernels.gpu.gluon_compat import load_elements, reshaped, tma_load
 
-ROWS = gl.constexpr(CHUNK_ROWS)
-HALF = gl.constexpr(CHUNK_ROWS // 2)  # rows of a warpgroup
-KEYS = gl.constexpr(CHUNK_KEYS)
-STAGES = gl.constexpr(CHUNK_STAGES)
+ROWS = gl.constexpr(PREFILL_ROWS)
+HALF = gl.constexpr(PREFILL_ROWS // 2)  # rows of a warpgroup
+KEYS = gl.constexpr(PREFILL_KEYS)
+STAGES = gl.constexpr(PREFILL_STAGES)
 COLUMNS = gl.constexpr(64)  # 128 bytes of 16-bit numbers: the widest row that is swizzled
 PIECE = gl.constexpr(16)  # query rows that are loaded together
 SLOTS = gl.constexpr(2)  # tiles that are known, and whose queries have room
@@ -181,7 +181,7 @@ def _copy_step(desc, ring, n, pages, kv_head, B: gl.constexpr):
                 box = boxes.index((slot * chunks + c) * boxes_of_chunk + b)
                 page = pages[(piece * SLOT_ROWS + b * BOX) // B]
                 row = (piece * SLOT_ROWS + b * BOX) % B
-                load_box(desc, [page, row, kv_head, c * WIDTH], full, box)
+                tma_load(desc, [page, row, kv_head, c * WIDTH], full, box)
 
 
 @gluon.jit

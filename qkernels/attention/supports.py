@@ -52,6 +52,6 @@ def hopper_attention(problem: Problem) -> str | None:
         return f"takes heads of 16 to 128, divisible by 8, not {problem.head_dim}"
     if problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
-    if not problem.bulk_pages:
+    if not problem.tma_pages:
         return "takes pages whose address and strides are multiples of 16 bytes"
     return None

@@ -18,15 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.attention.config import AttentionTile, attention_tile
+from qkernels.attention.config import AttentionConfig, default_attention_config
 from qkernels.attention.merge_splits import merge_parts, whole
+from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
 from qkernels.gpu.config import power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import early, start_early
-from qkernels.operands.limbs import DigitForm, Digits
-from qkernels.tuning.table import tile_table_of
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.tuning.table import tuning_table_of
 
 LOG2_E = math.log2(math.e)
 
@@ -46,10 +47,10 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
-    digits: DigitForm | None = None,
-    settled: bool = False,
-    tile: AttentionTile | None = None,
-) -> torch.Tensor | Digits:
+    limbs: LimbForm | None = None,
+    inputs_ready: bool = False,
+    tile: AttentionConfig | None = None,
+) -> torch.Tensor | Limbs:
     """As ops.paged_attention; `tile` replaces the choice of attention/config.py."""
     T, H, D = q_THD.shape
     R, J = context_lengths_R.shape[0], k_pages_PBJD.shape[2]
@@ -57,7 +58,7 @@ def paged_attention(
         q_THD = q_THD.contiguous()
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return whole(out_THD, digits)
+        return whole(out_THD, limbs)
     if tile is None:
         problem = {
             "num_requests": R,
@@ -71,10 +72,10 @@ def paged_attention(
         }
         row = None  # tables hold tiles for pages of the queries' own dtype
         if k_scales_PBJ is None:
-            row = tile_table_of(q_THD.device).find("paged_attention", **problem)
-        tile = row.tile if row else None
+            row = tuning_table_of(q_THD.device).find(TUNED, **problem)
+        tile = row.config if row else None
     if tile is None:
-        tile = attention_tile(
+        tile = default_attention_config(
             **problem,
             page_element_size=k_pages_PBJD.element_size(),
             sm_count=sm_count(q_THD.device),
@@ -149,13 +150,13 @@ def paged_attention(
                 BLOCK_Q=tile.block_q,
                 KEYS=tile.keys,
                 STAGES=tile.stages,
-                SETTLED=settled,
+                INPUTS_READY=inputs_ready,
                 num_warps=tile.warps,
-                **early(q_THD, T),
+                **pdl_options(q_THD, T),
             )
     if tile.split == 1:
-        return whole(out_THD, digits)
-    return merge_parts(partials, sums, query_starts_R1, out_THD, digits)
+        return whole(out_THD, limbs)
+    return merge_parts(partials, sums, query_starts_R1, out_THD, limbs)
 
 
 def gluon_refuses(
@@ -247,18 +248,18 @@ def _paged_attention(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    SETTLED: tl.constexpr,  # which rows and keys there are is read before the kernel in front ends
-    EARLY: tl.constexpr,
+    INPUTS_READY: tl.constexpr,  # rows and lengths may be read before the previous kernel ends
+    PDL: tl.constexpr,
 ):
     block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if EARLY and not SETTLED:
-        start_early()
+    if PDL and not INPUTS_READY:
+        pdl_launch_and_wait()
     request = _request_of(starts_ptr, block, R, BLOCK_Q)
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
     before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
-    if EARLY and SETTLED:
-        start_early()
+    if PDL and INPUTS_READY:
+        pdl_launch_and_wait()
     first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
     if first_row >= count:
         return

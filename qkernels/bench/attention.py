@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
+from qkernels.attention.tuned import TUNED
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
 # keys of each request, query rows of each request
@@ -139,7 +140,7 @@ def _paged_attention(
             want=want.transpose(1, 2).reshape(m * rows, H, D),
             allowed_error=1e-2,
             baselines=others,
-            tuned=None if codes else ("paged_attention", problem),
+            tuned=None if codes else (TUNED, problem),
         )
 
 

@@ -23,14 +23,14 @@ def _rms_norm(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator
 
 def _norm(op: str, shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     C = NORM_SHAPES[shape]
-    added = op == "add_rms_norm"
+    reduced = op == "add_rms_norm"
     weight = torch.rand(C, device="cuda", dtype=torch.bfloat16) + 0.5
     for m in ms:
-        num_bytes = 2 * m * C * (4 if added else 2)
+        num_bytes = 2 * m * C * (4 if reduced else 2)
         x, y = torch.randn(2, copies_needed(num_bytes), m, C, device="cuda", dtype=torch.bfloat16)
-        total = (x[0] + y[0] if added else x[0]).double()
+        total = (x[0] + y[0] if reduced else x[0]).double()
         want = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-        if added:
+        if reduced:
             calls = [
                 lambda a=a, b=b: ops.add_rms_norm(a, b, weight, 1e-5)[0]
                 for a, b in zip(x, y, strict=True)
@@ -40,7 +40,7 @@ def _norm(op: str, shape: str, ms: tuple[int, ...], baselines: Baselines) -> Ite
         others: dict[str, list[Call]] = {}
         if "torch" in baselines:
             others["torch"] = [
-                lambda a=a, b=b: functional.rms_norm(a + b if added else a, (C,), weight, 1e-5)
+                lambda a=a, b=b: functional.rms_norm(a + b if reduced else a, (C,), weight, 1e-5)
                 for a, b in zip(x, y, strict=True)
             ]
         yield Case(

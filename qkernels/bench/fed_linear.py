@@ -1,4 +1,4 @@
-"""A W4A16 product of few rows with the operation before it, which may make its digits.
+"""A W4A16 product of few rows with the operation before it, which may make its limbs.
 
 Baseline "apart", where it does: the same two operations, the input between them as a tensor.
 """

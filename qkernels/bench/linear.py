@@ -23,6 +23,8 @@ from qkernels.bench.measure import (
     relative_error,
 )
 from qkernels.errors import KernelError
+from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16.tuned import TUNED as WNA16
 
 LINEAR_SHAPES = {  # [N, K]
     "qkv": (6144, 4096),
@@ -94,7 +96,7 @@ def _weight_only(
             want=x.double() @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
-            tuned=("w4a16", {"N": N, "K": K, "group": GROUP, "bits": bits, "M": m}),
+            tuned=(WNA16, {"N": N, "K": K, "group": GROUP, "bits": bits, "M": m}),
         )
 
 
@@ -139,7 +141,7 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
             want=(codes.double() * scales.double()) @ weight_NK.t(),
             allowed_error=5e-3,
             baselines=others,
-            tuned=("w8a8", {"N": N, "K": K, "integers": True, "M": m}),
+            tuned=(W8A8, {"N": N, "K": K, "integers": True, "M": m}),
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from qkernels.errors import KernelError
+from qkernels.tuning.op import TunedOp
 
 COLD_BYTES = 400e6  # an H200's L2 holds 60 MB
 MAX_CALLS = 64  # of one graph; small inputs stay in the cache, as they do in a model
@@ -73,8 +74,8 @@ class Case:
     timer: Callable[[list[Call]], float] = time_calls  # microseconds of one call
     operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
     baselines: dict[str, list[Call]] = field(default_factory=dict)  # the same work, done otherwise
-    # operation of qkernels/tile_table.py and this problem's fields; None: it has no tiles
-    tuned: tuple[str, dict[str, object]] | None = None
+    # operation of qkernels/tuning_table.py and this problem's fields; None: it has no tiles
+    tuned: tuple[TunedOp, dict[str, object]] | None = None
 
 
 Baselines = frozenset[str]

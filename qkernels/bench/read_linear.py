@@ -22,7 +22,7 @@ from qkernels.bench.measure import (
 )
 from qkernels.linear import input_forms
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.operands.split_k import LinearOutput, PartReader, split_heads
+from qkernels.operands.split_k import Consumer, LinearOutput, split_heads
 
 READ_M = (8, 16, 32, 64)
 SMALL_SHAPES = {  # of Qwen2.5-0.5B, [N, K]
@@ -30,9 +30,9 @@ SMALL_SHAPES = {  # of Qwen2.5-0.5B, [N, K]
     "small_o": (896, 896),
     "small_down": (896, 4864),
 }
-READ_SHAPES: dict[PartReader, dict[str, tuple[int, int]]] = {
-    reader: {name: (LINEAR_SHAPES | SMALL_SHAPES)[name] for name in names}
-    for reader, names in {
+READ_SHAPES: dict[Consumer, dict[str, tuple[int, int]]] = {
+    consumer: {name: (LINEAR_SHAPES | SMALL_SHAPES)[name] for name in names}
+    for consumer, names in {
         "rope": ("qkv", "small_qkv"),
         "norm": ("o", "down", "small_o", "small_down"),
     }.items()
@@ -63,7 +63,7 @@ def _rope(M: int, N: int) -> tuple[Read, Read]:
 
     def run(y: LinearOutput) -> torch.Tensor:
         heads = split_heads(y, (H, J, J), D)
-        return ops.rope_write_kv_(*heads, cos_sin, positions, *pages, slots, settled=True)
+        return ops.rope_write_kv_(*heads, cos_sin, positions, *pages, slots, inputs_ready=True)
 
     def exact(y: torch.Tensor) -> torch.Tensor:
         q, k, _ = split_heads(y, (H, J, J), D)
@@ -73,48 +73,48 @@ def _rope(M: int, N: int) -> tuple[Read, Read]:
 
 
 def _read(
-    reader: PartReader,
+    consumer: Consumer,
     make: Callable[[int, int], tuple[Read, Read]],
     shape: str,
     ms: tuple[int, ...],
     baselines: Baselines,
 ) -> Iterator[Case]:
-    N, K = read_shape(READ_SHAPES[reader], shape)
+    N, K = read_shape(READ_SHAPES[consumer], shape)
     num_bytes = N * K // 2
     packed = [random_weight(N, K, seed=i) for i in range(copies_needed(num_bytes))]
     weight_NK = packed[0].dequantize(torch.float64)
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
 
-    def call(x: torch.Tensor, weight: PreparedWeight, read: Read, by: PartReader | None) -> Call:
+    def call(x: torch.Tensor, weight: PreparedWeight, read: Read, by: Consumer | None) -> Call:
         return lambda: read(input_forms.linear(x, weight, None, by))
 
     for m in ms:
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
         run, exact = make(m, N)
-        left = not isinstance(input_forms.linear(x, weights[0], None, reader), torch.Tensor)
+        left = not isinstance(input_forms.linear(x, weights[0], None, consumer), torch.Tensor)
         apart = left and "apart" in baselines
         yield Case(
-            op=f"w4a16_{reader}",
+            op=f"w4a16_{consumer}",
             shape=shape,
             m=m,
             num_bytes=num_bytes + 2 * N * K // GROUP + 2 * m * (K + 3 * N),
             operations=2 * m * N * K,
-            calls=[call(x, weight, run, reader) for weight in weights],
+            calls=[call(x, weight, run, consumer) for weight in weights],
             want=exact(x.double() @ weight_NK.t()),
-            values=itemgetter(0) if reader == "norm" else itself,
+            values=itemgetter(0) if consumer == "norm" else itself,
             allowed_error=8e-3,  # rounded twice
             baselines={"apart": [call(x, w, run, None) for w in weights]} if apart else {},
         )
 
 
-def _benched(reader: PartReader, make: Callable[[int, int], tuple[Read, Read]]) -> BenchedOp:
-    shapes = READ_SHAPES[reader]
+def _benched(consumer: Consumer, make: Callable[[int, int], tuple[Read, Read]]) -> BenchedOp:
+    shapes = READ_SHAPES[consumer]
     return BenchedOp(
-        cases=lambda shape, ms, baselines: _read(reader, make, shape, ms, baselines),
+        cases=lambda shape, ms, baselines: _read(consumer, make, shape, ms, baselines),
         shapes=shapes,
         default_m=dict.fromkeys(shapes, READ_M),
         baselines=("apart",),
-        dims=2 if reader == "norm" else 0,  # N alone says nothing of heads
+        dims=2 if consumer == "norm" else 0,  # N alone says nothing of heads
     )
 
 

@@ -142,7 +142,7 @@ def _check_gpu() -> None:
 
 def versions() -> str:
     """The line that every table of times starts with."""
-    tuned = tuning_table.tile_table_of(torch.device("cuda", torch.cuda.current_device()))
+    tuned = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device()))
     return f"{_software()}, bf16" + (f", {len(tuned.rows)} tiles from --tune" if tuned.rows else "")
 
 

@@ -3,12 +3,12 @@
 Plain Python; knows no operation.
 """
 
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
 HOPPER_SHARED_BYTES = 227 * 1024  # of a block on sm_90
 
 
-class CompiledIn:
+class CompileTimeConfig:
     """A tile that is a kernel's constant, with what is computed of it.
 
     Triton's cache on disk knows a constant by its `cache_key`, or by its text, which for a
@@ -50,10 +50,10 @@ def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int
 def split_fault(split: int, steps: int, tiles: int, outputs: int) -> str | None:
     if not 1 <= split <= steps:
         return f"split must be 1 to {steps}, the steps of K, found {split}"
-    if split > 1 and split * outputs > LINEAR_WORKSPACE_FLOATS:
+    if split > 1 and split * outputs > WORKSPACE_FLOATS:
         return f"split {split} of {outputs} outputs overruns the workspace"
-    if split > 1 and tiles > LINEAR_COUNTERS:
-        return f"{tiles} tiles cannot be split: there are {LINEAR_COUNTERS} counters"
+    if split > 1 and tiles > WORKSPACE_COUNTERS:
+        return f"{tiles} tiles cannot be split: there are {WORKSPACE_COUNTERS} counters"
     return None
 
 

@@ -33,7 +33,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def has_dependent_launch(device: torch.device) -> bool:
+def has_pdl(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it ends: sm_90 and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 

@@ -24,8 +24,8 @@ DTYPES = {
 _RENAMED = gl.constexpr(hasattr(tma, "async_load"))
 
 # a box between memory and shared memory, by the copy engine
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 # elements at pointers into shared memory
 load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

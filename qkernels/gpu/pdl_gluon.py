@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def wait_for_kernel_before():
+def griddepcontrol_wait():
     """Until it has ended and its writes are seen. Weights may be read before: they never change."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
@@ -13,7 +13,7 @@ def wait_for_kernel_before():
 
 
 @gluon.jit
-def let_kernel_after_start():
+def launch_dependents():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0",
         "=r,~{memory}",

@@ -56,7 +56,7 @@ def twice(values):
 
 
 @gluon.jit
-def pieces_of(x, COUNT: gl.constexpr):
+def split_columns(x, COUNT: gl.constexpr):
     """x [rows, columns] as COUNT tensors of neighbouring columns; COUNT a power of two."""
     xs = (x,)
     for _ in gl.static_range(COUNT.bit_length() - 1):

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from qkernels.gpu.gluon_compat import barrier
-from qkernels.gpu.registers import pieces_of
+from qkernels.gpu.registers import split_columns
 
 NUMBERS_AT_ONCE = gl.constexpr(64 * 128)  # of other parts that a warpgroup has on their way
 
@@ -40,13 +40,13 @@ def _inside(lines):
 
 
 @gluon.jit
-def meet(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
+def reduce_scatter(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
     """This part's share of the columns, summed over all parts in order: [rows, columns / SPLIT].
 
     `place` numbers the warpgroup's share of a tile. Each part hands the others their columns and
     waits for its own, so all parts of a tile must run at once.
     """
-    shares = pieces_of(sums, SPLIT)
+    shares = split_columns(sums, SPLIT)
     SIZE: gl.constexpr = shares[0].shape[0] * shares[0].shape[1]
     LAYOUT: gl.constexpr = shares[0].type.layout
     lines = (_lines(shares[0]),)
@@ -80,7 +80,7 @@ def meet(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def add_if_last(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
+def reduce_in_last_arriver(sums, place, part, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
     """The sums of all parts in order and True for the last part to come; for others False.
 
     `place` as in `meet`. No part waits for another, so they need not run at once.

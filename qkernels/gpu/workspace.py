@@ -5,8 +5,8 @@ import functools
 import torch
 
 # Partial sums of all splits: 16 MiB of float32, allocated once for each device.
-LINEAR_WORKSPACE_FLOATS = 2**22
-LINEAR_COUNTERS = 4096  # output tiles that may be split
+WORKSPACE_FLOATS = 2**22
+WORKSPACE_COUNTERS = 4096  # output tiles that may be split
 
 
 @functools.cache
@@ -16,5 +16,5 @@ def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     A fixed size and place, so that captured CUDA graphs stay valid. Products on one device must
     follow each other, on one stream. A kernel leaves every counter at zero.
     """
-    partials = torch.empty(LINEAR_WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-    return partials, torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
+    partials = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
+    return partials, torch.zeros(WORKSPACE_COUNTERS, dtype=torch.int32, device=device)

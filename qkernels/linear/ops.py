@@ -10,8 +10,8 @@ from qkernels.checks import check_float, check_tensor
 from qkernels.errors import KernelError
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import CODE_DTYPES
-from qkernels.operands.limbs import DigitForm, Digits
-from qkernels.operands.split_k import LinearOutput, PartReader
+from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.operands.split_k import Consumer, LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
 
 
@@ -88,40 +88,40 @@ def linear_codes(
     return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias, zeros_M1)
 
 
-def digit_form(weight: PreparedWeight, rows: int) -> DigitForm | None:
-    """How `linear_digits` takes so many rows of inputs as digits; None: `linear` is as fast."""
+def limb_form(weight: PreparedWeight, rows: int) -> LimbForm | None:
+    """How `linear_limbs` takes so many rows of inputs as limbs; None: `linear` is as fast."""
     if weight.input_order is not None:
         return None
-    form_of = getattr(dispatch.linear_module(weight.kernel), "digit_form", None)
+    form_of = getattr(dispatch.linear_module(weight.kernel), "limb_form", None)
     return None if form_of is None else form_of(weight, rows)
 
 
-def linear_digits(
-    digits: Digits, weight: PreparedWeight, bias: torch.Tensor | None = None
+def linear_limbs(
+    limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`linear` of digits in the form that `digit_form` names: [M, N] in the weight's dtype."""
-    if digits.words.device != weight.device or digits.in_features != weight.in_features:
+    """`linear` of limbs in the form that `limb_form` names: [M, N] in the weight's dtype."""
+    if limbs.words.device != weight.device or limbs.in_features != weight.in_features:
         raise KernelError(
-            "linear_digits digits",
+            "linear_limbs limbs",
             f"expected those of {weight.in_features} inputs on {weight.device},"
-            f" found {digits.in_features} on {digits.words.device}",
+            f" found {limbs.in_features} on {limbs.words.device}",
         )
     if bias is not None:
         check_tensor(
-            "linear_digits bias", bias, (weight.out_features,), (weight.dtype,), digits.words
+            "linear_limbs bias", bias, (weight.out_features,), (weight.dtype,), limbs.words
         )
-    run = getattr(dispatch.linear_module(weight.kernel), "linear_digits", None)
+    run = getattr(dispatch.linear_module(weight.kernel), "linear_limbs", None)
     if run is None or weight.input_order is not None:
         raise KernelError(
-            "linear_digits weight",
-            f"{weight.kernel} takes no digits" if run is None else "its inputs are reordered",
+            "linear_limbs weight",
+            f"{weight.kernel} takes no limbs" if run is None else "its inputs are reordered",
             "use ops.linear",
         )
-    return run(digits, weight, bias)
+    return run(limbs, weight, bias)
 
 
-def linear_for(
-    reader: PartReader,
+def linear_split_k(
+    consumer: Consumer,
     x: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
@@ -129,13 +129,13 @@ def linear_for(
     """`linear` whose result one operation takes, and adds parts of K itself where that is faster.
 
     `reader` says which: add_rms_norm or add_rms_norm_quantize; or rope_write_kv_, by split_heads.
-    Of rows for which `digit_form` makes digits, nothing is left.
+    Of rows for which `limb_form` makes limbs, nothing is left.
     """
     check_linear(x, weight, bias)
     module = dispatch.linear_module(weight.kernel)
-    run = getattr(module, "linear_for", None)
+    run = getattr(module, "linear_split_k", None)
     x = weight.sorted_inputs(x)
-    return module.linear(x, weight, bias) if run is None else run(reader, x, weight, bias)
+    return module.linear(x, weight, bias) if run is None else run(consumer, x, weight, bias)
 
 
 def check_linear(x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> None:

@@ -13,8 +13,8 @@ from formats.packed import PackedWeight
 from formats.weights import Weight
 from qkernels.linear.by_codes import linear_by_codes
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.operands.limbs import Digits
-from qkernels.operands.limbs_reference import inputs_of
+from qkernels.operands.limbs import Limbs
+from qkernels.operands.limbs_reference import from_limbs
 from qkernels.rowwise.reference import quantize_input
 
 # Inputs of one float32 product of int8 codes: 2^10 * 2^7 * 2^7 = 2^24, still exact.
@@ -82,11 +82,11 @@ def linear_codes(
     return y_MN.to(weight.dtype)
 
 
-def linear_digits(
-    digits: Digits, weight: PreparedWeight, bias: torch.Tensor | None = None
+def linear_limbs(
+    limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """linear of the inputs that the digits stand for."""
-    return linear(inputs_of(digits).to(weight.dtype), weight, bias)
+    """linear of the inputs that the limbs stand for."""
+    return linear(from_limbs(limbs).to(weight.dtype), weight, bias)
 
 
 def scale_sums(

@@ -1,10 +1,10 @@
-"""A linear's input as 8-bit digits: which body wants them where. Knows no kernel.
+"""A linear's input as 8-bit limbs: which body wants them where. Knows no kernel.
 
 The 128 inputs of a row and step become integers of 31 bits with one power of two as their scale:
 exact where an input has its last bit above 2^-30 of the largest. Each integer is four signed
-digits, the lowest first: x = scale * sum over d of digit_d 256^d.
+limbs, the lowest first: x = scale * sum over d of digit_d 256^d.
 
-Legend: M rows, K inputs, T tiles of 8 columns, each of two rows with four digits.
+Legend: M rows, K inputs, T tiles of 8 columns, each of two rows with four limbs.
 """
 
 from dataclasses import dataclass
@@ -12,38 +12,38 @@ from dataclasses import dataclass
 import torch
 
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.workspace import LINEAR_WORKSPACE_FLOATS, workspace
+from qkernels.gpu.workspace import WORKSPACE_FLOATS, workspace
 
-LINEAR_DIGITS_MAX_ROWS = 4
-LINEAR_DIGITS = 4  # of one input, 8 bits each
-LINEAR_DIGITS_COLUMNS = 8  # of one product of the tensor core: a row takes LINEAR_DIGITS of them
-LINEAR_MAX_BLOCK_K = 128
-TILE_WORDS = LINEAR_MAX_BLOCK_K * LINEAR_DIGITS_COLUMNS // 4  # a step's tile, 4 digits in a word
+LIMBS_MAX_ROWS = 4
+LIMBS_OF_INPUT = 4  # of one input, 8 bits each
+LIMBS_COLUMNS = 8  # of one product of the tensor core: a row takes LIMBS_OF_INPUT of them
+K_STEP = 128
+TILE_WORDS = K_STEP * LIMBS_COLUMNS // 4  # a step's tile, 4 limbs in a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DigitForm:
-    """How a body takes its input as digits: what the operations of ops.py are asked for."""
+class LimbForm:
+    """How a body takes its input as limbs: what the operations of ops.py are asked for."""
 
     bits: int  # of the weight's codes: words have the inputs that a word of codes meets
     with_sums: bool = False  # for an asymmetric weight
 
     def refuses(self, M: int, K: int) -> str | None:
-        """Why M rows of K inputs cannot be such digits, as what was expected; None: they can."""
-        if K == 0 or K % LINEAR_MAX_BLOCK_K:
-            return f"expected inputs divisible by {LINEAR_MAX_BLOCK_K}"
-        if not 0 < M <= LINEAR_DIGITS_MAX_ROWS:
-            return f"expected 1 to {LINEAR_DIGITS_MAX_ROWS} rows"
-        if not linear_digits_fit(M, K):
-            return f"expected digits that fit into {LINEAR_WORKSPACE_FLOATS} words"
+        """Why M rows of K inputs cannot be such limbs, as what was expected; None: they can."""
+        if K == 0 or K % K_STEP:
+            return f"expected inputs divisible by {K_STEP}"
+        if not 0 < M <= LIMBS_MAX_ROWS:
+            return f"expected 1 to {LIMBS_MAX_ROWS} rows"
+        if not limbs_fit(M, K):
+            return f"expected limbs that fit into {WORKSPACE_FLOATS} words"
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digits:
-    """x [M, K] as digits, in the device's workspace until its next use. Beyond M rows: anything.
+class Limbs:
+    """x [M, K] as limbs, in the device's workspace until its next use. Beyond M rows: anything.
 
-    A word has digits of four inputs, those that four bytes of the weight's words (gemm.py) meet.
+    A word has limbs of four inputs, those that four bytes of the weight's words (gemm.py) meet.
     Word (i, w, t) of a step has inputs
 
         4 bits: k = 64 i + 32 (w / 2) + 8 (w % 2) + 2 t + {0, 16, 1, 17}
@@ -53,10 +53,10 @@ class Digits:
 
         words   int32 [K/128, T, 2 i, 8 columns, 4 t, 4 w]
         scales  float32 [K/128, T, 8]: 256^d scale; NaN where x has one, or an inf
-        sums    int32 [K/128, T, 8]: of a column's digits; None without sums
+        sums    int32 [K/128, T, 8]: of a column's limbs; None without sums
     """
 
-    form: DigitForm
+    form: LimbForm
     num_rows: int
     words: torch.Tensor
     scales: torch.Tensor
@@ -64,15 +64,15 @@ class Digits:
 
     @property
     def in_features(self) -> int:
-        return self.words.shape[0] * LINEAR_MAX_BLOCK_K
+        return self.words.shape[0] * K_STEP
 
 
-def empty_digits(form: DigitForm, M: int, K: int, device: torch.device) -> Digits:
+def empty_limbs(form: LimbForm, M: int, K: int, device: torch.device) -> Limbs:
     """A place for M rows of K inputs, divisible by 128.
 
-    The caller has asked tiles.linear_digits_fit.
+    The caller has asked tiles.limbs_fit.
     """
-    steps = K // LINEAR_MAX_BLOCK_K
+    steps = K // K_STEP
     free, _ = workspace(device)
 
     def take(*shape: int) -> torch.Tensor:
@@ -81,16 +81,14 @@ def empty_digits(form: DigitForm, M: int, K: int, device: torch.device) -> Digit
         taken, free = free[:size].view(shape), free[size:]
         return taken
 
-    tiles = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS)
-    words = take(steps, tiles, 2, LINEAR_DIGITS_COLUMNS, 4, 4).view(torch.int32)
-    scales = take(steps, tiles, LINEAR_DIGITS_COLUMNS)
+    tiles = ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS)
+    words = take(steps, tiles, 2, LIMBS_COLUMNS, 4, 4).view(torch.int32)
+    scales = take(steps, tiles, LIMBS_COLUMNS)
     sums = take(*scales.shape).view(torch.int32) if form.with_sums else None
-    return Digits(form=form, num_rows=M, words=words, scales=scales, sums=sums)
+    return Limbs(form=form, num_rows=M, words=words, scales=scales, sums=sums)
 
 
-def linear_digits_fit(M: int, K: int) -> bool:
-    """Whether the digits of M rows, their scales and sums fit into the workspace."""
-    columns = ceil_div(M * LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS) * LINEAR_DIGITS_COLUMNS
-    return K // LINEAR_MAX_BLOCK_K * columns * (LINEAR_MAX_BLOCK_K // 4 + 2) <= (
-        LINEAR_WORKSPACE_FLOATS
-    )
+def limbs_fit(M: int, K: int) -> bool:
+    """Whether the limbs of M rows, their scales and sums fit into the workspace."""
+    columns = ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS) * LIMBS_COLUMNS
+    return K // K_STEP * columns * (K_STEP // 4 + 2) <= (WORKSPACE_FLOATS)

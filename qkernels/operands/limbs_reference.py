@@ -1,13 +1,13 @@
-"""Inputs to digits (limbs.py) and back, in plain torch, bit for bit. Knows no kernel."""
+"""Inputs to limbs (limbs.py) and back, in plain torch, bit for bit. Knows no kernel."""
 
 import torch
 
 from qkernels.operands.limbs import (
-    LINEAR_DIGITS,
-    LINEAR_MAX_BLOCK_K,
-    DigitForm,
-    Digits,
-    empty_digits,
+    K_STEP,
+    LIMBS_OF_INPUT,
+    LimbForm,
+    Limbs,
+    empty_limbs,
 )
 
 
@@ -19,40 +19,40 @@ def inputs_of_words(bits: int) -> torch.Tensor:
     return 64 * (t % 2) + 16 * w + 4 * i + 2 * (t // 2) + 8 * (b % 2) + b // 2
 
 
-def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
-    """As ops.input_digits."""
+def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
+    """As ops.to_limbs."""
     M, K = x_MK.shape
-    digits = empty_digits(form, M, K, x_MK.device)
-    x_MS = x_MK.float().view(M, -1, LINEAR_MAX_BLOCK_K)
+    limbs = empty_limbs(form, M, K, x_MK.device)
+    x_MS = x_MK.float().view(M, -1, K_STEP)
     exponents = (x_MS.abs().view(torch.int32).amax(2) >> 23).clamp(min=40)
     factors = ((283 - exponents) << 23).view(torch.float32)
     scales = ((exponents - 29) << 23).view(torch.float32)
     scales = scales.masked_fill(exponents == 255, float("nan"))
     integers = (x_MS * factors[:, :, None]).to(torch.int32)
     balanced = (integers + 0x00808080) ^ 0x00808080
-    bytes_DMS = torch.stack([balanced >> 8 * d & 255 for d in range(LINEAR_DIGITS)])
+    bytes_DMS = torch.stack([balanced >> 8 * d & 255 for d in range(LIMBS_OF_INPUT)])
     bytes_DMS = bytes_DMS[..., inputs_of_words(form.bits).to(x_MK.device)].to(torch.uint8)
     words = bytes_DMS.contiguous().view(torch.int32)[..., 0]  # [D, M, S, i, w, t]
     sums = bytes_DMS.view(torch.int8).sum((3, 4, 5, 6), dtype=torch.int32)  # [D, M, S]
     for m in range(M):
         own = slice(4 * m % 8, 4 * m % 8 + 4)
-        digits.words[:, m // 2, :, own] = words[:, m].permute(1, 2, 0, 4, 3)
-        powers = 256.0 ** torch.arange(LINEAR_DIGITS, device=x_MK.device)
-        digits.scales[:, m // 2, own] = scales[m, :, None] * powers
+        limbs.words[:, m // 2, :, own] = words[:, m].permute(1, 2, 0, 4, 3)
+        powers = 256.0 ** torch.arange(LIMBS_OF_INPUT, device=x_MK.device)
+        limbs.scales[:, m // 2, own] = scales[m, :, None] * powers
         if form.with_sums:
-            digits.sums[:, m // 2, own] = sums[:, m].t()
-    return digits
+            limbs.sums[:, m // 2, own] = sums[:, m].t()
+    return limbs
 
 
-def inputs_of(digits: Digits) -> torch.Tensor:
-    """The inputs [M, K] that the digits stand for, in float64: 31 bits do not fit into float32."""
-    M, form = digits.num_rows, digits.form
-    data = digits.words.view(torch.int8)  # [S, T, i, 8, t, w b]
-    data = data.unflatten(5, (4, 4)).unflatten(3, (2, LINEAR_DIGITS))
+def from_limbs(limbs: Limbs) -> torch.Tensor:
+    """The inputs [M, K] that the limbs stand for, in float64: 31 bits do not fit into float32."""
+    M, form = limbs.num_rows, limbs.form
+    data = limbs.words.view(torch.int8)  # [S, T, i, 8, t, w b]
+    data = data.unflatten(5, (4, 4)).unflatten(3, (2, LIMBS_OF_INPUT))
     data = data.permute(1, 3, 0, 4, 2, 6, 5, 7).flatten(0, 1)[:M]
-    scales = digits.scales.unflatten(2, (2, LINEAR_DIGITS))[..., 0]
+    scales = limbs.scales.unflatten(2, (2, LIMBS_OF_INPUT))[..., 0]
     scales = scales.permute(1, 2, 0).flatten(0, 1)[:M].double()
-    powers = 256.0 ** torch.arange(LINEAR_DIGITS, device=data.device, dtype=torch.float64)
+    powers = 256.0 ** torch.arange(LIMBS_OF_INPUT, device=data.device, dtype=torch.float64)
     values = (
         torch.einsum("msdiwtb,d->msiwtb", data.double(), powers)
         * scales[..., None, None, None, None]

@@ -52,7 +52,7 @@ def in_words(values, FORM: tl.constexpr):
 
 
 @triton.jit
-def store_digits(
+def store_limbs(
     values,
     words_ptr,
     scales_ptr,
@@ -63,7 +63,7 @@ def store_digits(
     steps,
     FORM: tl.constexpr,
 ):
-    """Inputs [BLOCK 32, 2, 2] of row m, in 16 bits, to their digits."""
+    """Inputs [BLOCK 32, 2, 2] of row m, in 16 bits, to their limbs."""
     low, high = values.split()  # bytes 0 and 1 of words, 2 and 3
     a, b = low.split()
     c, d = high.split()
@@ -77,16 +77,16 @@ def store_digits(
     words = _words(integers)
     own_step = first + tl.arange(0, scale.shape[0])
     own = (own_step * tiles + m // 2) * 8 + m * 4 % 8
-    for digit in tl.static_range(4):
-        tl.store(words_ptr + place + digit * 16, words[digit], mask=step < steps)
-        tl.store(scales_ptr + own + digit, scale * 256.0**digit, mask=own_step < steps)
+    for limb in tl.static_range(4):
+        tl.store(words_ptr + place + limb * 16, words[limb], mask=step < steps)
+        tl.store(scales_ptr + own + limb, scale * 256.0**limb, mask=own_step < steps)
         if FORM.with_sums:
-            tl.store(sums_ptr + own + digit, _sum_of_bytes(words[digit]), mask=own_step < steps)
+            tl.store(sums_ptr + own + limb, _sum_of_bytes(words[limb]), mask=own_step < steps)
 
 
 @triton.jit
 def _integers(values):
-    """(integers below 2^30 whose bytes are signed digits, four [BLOCK 32]; scales [BLOCK]).
+    """(integers below 2^30 whose bytes are signed limbs, four [BLOCK 32]; scales [BLOCK]).
 
     Below 2^30 no digit overflows. Both powers of two are normal numbers: what is below 2^-87 counts
     as if it were that large.
@@ -109,12 +109,12 @@ def _integers(values):
 
 @triton.jit
 def _words(integers):
-    """Of each of the four digits, that of four integers, a byte each."""
+    """Of each of the four limbs, that of four integers, a byte each."""
     words = ()
-    for digit in tl.static_range(4):
-        word = integers[0] >> 8 * digit & 255
+    for limb in tl.static_range(4):
+        word = integers[0] >> 8 * limb & 255
         for j in tl.static_range(1, 4):
-            word |= (integers[j] >> 8 * digit & 255) << 8 * j
+            word |= (integers[j] >> 8 * limb & 255) << 8 * j
         words = words + (word,)
     return words
 

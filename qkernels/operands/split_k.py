@@ -10,11 +10,11 @@ from qkernels.errors import KernelError
 
 # The operation that takes the sums and adds them: ops.add_rms_norm, plain or with its result
 # rounded, or ops.rope_write_kv_.
-PartReader = Literal["norm", "rope"]
+Consumer = Literal["norm", "rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialSums:
+class SplitKPartials:
     """Stands for a tensor: the sum over S of float32 [S, *shape], in order, rounded to dtype."""
 
     parts: torch.Tensor
@@ -48,16 +48,16 @@ class PartialSums:
         return sum(others, first).to(self.dtype)
 
 
-LinearOutput = torch.Tensor | PartialSums
+LinearOutput = torch.Tensor | SplitKPartials
 
 
-def added(x: LinearOutput) -> torch.Tensor:
+def reduced(x: LinearOutput) -> torch.Tensor:
     """x as a tensor, in plain torch."""
-    return x.total() if isinstance(x, PartialSums) else x
+    return x.total() if isinstance(x, SplitKPartials) else x
 
 
 def split_heads(x: LinearOutput, heads: Iterable[int], head_dim: int) -> tuple[LinearOutput, ...]:
     """x [T, sum(heads) D] to views [T, heads, D], one for each number of heads."""
-    if isinstance(x, PartialSums):
+    if isinstance(x, SplitKPartials):
         return tuple(replace(x, parts=each) for each in split_heads(x.parts, heads, head_dim))
     return x.unflatten(-1, (-1, head_dim)).split(list(heads), dim=-2)

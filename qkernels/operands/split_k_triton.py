@@ -6,42 +6,42 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.operands.split_k import LinearOutput, PartialSums
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 _TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumFormat:
-    """Constants of load_sum, compiled in."""
+class PartialsFormat:
+    """Constants of load_reduced, compiled in."""
 
     parts: int  # to add; 0: there is the tensor itself
     dtype: tl.dtype  # of the tensor
 
 
-def sum_source(x: LinearOutput) -> tuple[torch.Tensor, int, SumFormat]:
-    """What load_sum reads: (the tensor, or the first part; elements from part to part; format)."""
+def partials_source(x: LinearOutput) -> tuple[torch.Tensor, int, PartialsFormat]:
+    """What load_reduced reads: (the tensor or the first split; stride between splits; format)."""
     dtype = _TRITON_DTYPE[x.dtype]
-    if isinstance(x, PartialSums):
+    if isinstance(x, SplitKPartials):
         parts = x.parts
-        return parts[0], parts.stride(0), SumFormat(parts=parts.shape[0], dtype=dtype)
-    return x, 0, SumFormat(parts=0, dtype=dtype)
+        return parts[0], parts.stride(0), PartialsFormat(parts=parts.shape[0], dtype=dtype)
+    return x, 0, PartialsFormat(parts=0, dtype=dtype)
 
 
-def sum_warps(block: int) -> int:
+def reduce_warps(block: int) -> int:
     """Of a program that adds the parts of a row of `block` channels: 2 for each thread, or more."""
     return min(16, max(1, block // 64))
 
 
 def contiguous(x: LinearOutput) -> LinearOutput:
-    if isinstance(x, PartialSums):
+    if isinstance(x, SplitKPartials):
         return replace(x, parts=x.parts.contiguous())
     return x.contiguous()
 
 
 @triton.jit
-def load_sum(ptrs, mask, stride_part, SUM: tl.constexpr):
-    """What `ptrs` to sum_source's tensor stand for: all parts added in order. 0 where masked."""
+def load_reduced(ptrs, mask, stride_part, SUM: tl.constexpr):
+    """Values at `ptrs` into partials_source's tensor, splits added in order; 0 where masked."""
     PARTS: tl.constexpr = SUM.parts
     if PARTS == 0:
         return tl.load(ptrs, mask=mask, other=0.0)

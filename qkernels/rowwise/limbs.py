@@ -9,42 +9,42 @@ import triton.language as tl
 
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import early, start_early
-from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K, DigitForm, Digits, empty_digits
-from qkernels.operands.limbs_triton import load_steps, store_digits
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
+from qkernels.operands.limbs_triton import load_steps, store_limbs
 
 STEPS_OF_BLOCK = 2
 
 
-def input_digits(x_MK: torch.Tensor, form: DigitForm) -> Digits:
-    """As ops.input_digits."""
-    return digits_by_steps(_input_digits, x_MK.contiguous(), x_MK.shape[1], form)
+def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
+    """As ops.to_limbs."""
+    return limbs_by_steps(_to_limbs, x_MK.contiguous(), x_MK.shape[1], form)
 
 
-def digits_by_steps(kernel, x: torch.Tensor, K: int, form: DigitForm) -> Digits:
-    """Digits of K inputs of each row of x, by a kernel that does some steps of a row in a block."""
-    M, steps = x.shape[0], K // LINEAR_MAX_BLOCK_K
-    digits = empty_digits(form, M, K, x.device)
+def limbs_by_steps(kernel, x: torch.Tensor, K: int, form: LimbForm) -> Limbs:
+    """Limbs of K inputs of each row of x, by a kernel that does some steps of a row in a block."""
+    M, steps = x.shape[0], K // K_STEP
+    limbs = empty_limbs(form, M, K, x.device)
     with on_device(x):
         launch(
             kernel,
             (ceil_div(steps, STEPS_OF_BLOCK), M),
             x,
-            digits.words,
-            digits.scales,
-            digits.sums,
+            limbs.words,
+            limbs.scales,
+            limbs.sums,
             M,
             steps,
             FORM=form,
             BLOCK=STEPS_OF_BLOCK,
             num_warps=1,
-            **early(x, M),
+            **pdl_options(x, M),
         )
-    return digits
+    return limbs
 
 
 @triton.jit(do_not_specialize=["M"])
-def _input_digits(
+def _to_limbs(
     x_ptr,  # [M, K]
     words_ptr,
     scales_ptr,
@@ -53,11 +53,11 @@ def _input_digits(
     steps,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK steps of one row."""
     m, first = tl.program_id(1), tl.program_id(0) * BLOCK
-    if EARLY:
-        start_early()
+    if PDL:
+        pdl_launch_and_wait()
     values = load_steps(x_ptr + m.to(tl.int64) * steps * 128, first, steps, BLOCK, FORM)
-    store_digits(values, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
+    store_limbs(values, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

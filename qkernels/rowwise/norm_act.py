@@ -10,9 +10,9 @@ import triton.language as tl
 
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import early, start_early
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.split_k import LinearOutput
-from qkernels.operands.split_k_triton import contiguous, load_sum, sum_source, sum_warps
+from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
 
 
 def _warps(block: int) -> int:
@@ -37,7 +37,7 @@ def _norm(
     x: LinearOutput, residual: torch.Tensor | None, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     C = x.shape[-1]
-    source, stride_part, format = sum_source(contiguous(x))
+    source, stride_part, format = partials_source(contiguous(x))
     out = torch.empty_like(source, dtype=x.dtype)
     total = None if residual is None else torch.empty_like(out)
     block = power_of_two(C)
@@ -56,9 +56,9 @@ def _norm(
                 C,
                 eps,
                 BLOCK=block,
-                num_warps=sum_warps(block) if format.parts else _warps(block),
+                num_warps=reduce_warps(block) if format.parts else _warps(block),
                 SUM=format,
-                **early(out, rows),
+                **pdl_options(out, rows),
             )
     return out, total
 
@@ -75,17 +75,17 @@ def _rms_norm(
     eps,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = SUM.dtype
     row = tl.program_id(0).to(tl.int64) * C
     c = tl.arange(0, BLOCK)
     mask = c < C
     weight = tl.load(weight_ptr + c, mask=mask, other=0.0)
-    if EARLY:
+    if PDL:
         # after the weight, which never changes; x is the previous kernel's until it ends
-        start_early()
-    x = load_sum(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
+        pdl_launch_and_wait()
+    x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded
@@ -115,7 +115,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
                 width,
                 BLOCK=block,
                 num_warps=4,
-                **early(x, rows),
+                **pdl_options(x, rows),
             )
     return out
 
@@ -126,11 +126,11 @@ def _silu_and_mul(
     out_ptr,
     I,  # noqa: E741  the legend's name
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    if EARLY:
-        start_early()
+    if PDL:
+        pdl_launch_and_wait()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * I + c, mask=c < I, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
-"""Norm or activation, and its result as digits for the next linear, in one Triton kernel.
+"""Norm or activation, and its result as limbs for the next linear, in one Triton kernel.
 
-What the two operations in turn compute (norm_act.py, input_digits.py), without a kernel between
+What the two operations in turn compute (norm_act.py, to_limbs.py), without a kernel between
 them. Legend: M rows, C channels, I intermediate size.
 """
 
@@ -10,34 +10,32 @@ import triton.language as tl
 
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import early, start_early
-from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K, DigitForm, Digits, empty_digits
-from qkernels.operands.limbs_triton import load_steps, store_digits, store_steps
-from qkernels.rowwise.limbs import digits_by_steps, input_digits
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
+from qkernels.operands.limbs_triton import load_steps, store_limbs, store_steps
+from qkernels.rowwise.limbs import limbs_by_steps, to_limbs
 from qkernels.rowwise.norm_act import add_rms_norm, rms_norm
 
-# Steps of a block, so that a row has several: each sums up the whole row, and makes digits of its
+# Steps of a block, so that a row has several: each sums up the whole row, and makes limbs of its
 # part. One block for 32 steps is busy for 1 us with instructions alone.
 NORM_STEPS = 8
 MOST_CHANNELS = 2**14  # of a row that a block's registers hold
 
 
-def rms_norm_digits(
-    x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: DigitForm
-) -> Digits:
-    """As ops.rms_norm_digits."""
-    digits, _ = _norm(x_MC, None, weight_C, eps, form)
-    return digits
+def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: LimbForm) -> Limbs:
+    """As ops.rms_norm_limbs."""
+    limbs, _ = _norm(x_MC, None, weight_C, eps, form)
+    return limbs
 
 
-def add_rms_norm_digits(
+def add_rms_norm_limbs(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
-    form: DigitForm,
-) -> tuple[Digits, torch.Tensor]:
-    """As ops.add_rms_norm_digits."""
+    form: LimbForm,
+) -> tuple[Limbs, torch.Tensor]:
+    """As ops.add_rms_norm_limbs."""
     return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, form)
 
 
@@ -46,31 +44,31 @@ def _norm(
     residual_MC: torch.Tensor | None,
     weight_C: torch.Tensor,
     eps: float,
-    form: DigitForm,
-) -> tuple[Digits, torch.Tensor | None]:
+    form: LimbForm,
+) -> tuple[Limbs, torch.Tensor | None]:
     M, C = x_MC.shape
     if C > MOST_CHANNELS:
         if residual_MC is None:
             normed_MC, total_MC = rms_norm(x_MC, weight_C, eps), None
         else:
             normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
-        return input_digits(normed_MC, form), total_MC
+        return to_limbs(normed_MC, form), total_MC
     x_MC = x_MC.contiguous()
-    digits = empty_digits(form, M, C, x_MC.device)
+    limbs = empty_limbs(form, M, C, x_MC.device)
     total_MC = None if residual_MC is None else torch.empty_like(x_MC)
-    steps = C // LINEAR_MAX_BLOCK_K
+    steps = C // K_STEP
     whole = power_of_two(C)
     with on_device(x_MC):
         launch(
-            _rms_norm_digits,
+            _rms_norm_limbs,
             (M, ceil_div(steps, NORM_STEPS)),
             x_MC,
             residual_MC,
             weight_C,
             total_MC,
-            digits.words,
-            digits.scales,
-            digits.sums,
+            limbs.words,
+            limbs.scales,
+            limbs.sums,
             M,
             steps,
             eps,
@@ -78,13 +76,13 @@ def _norm(
             WHOLE=whole,
             BLOCK=NORM_STEPS,
             num_warps=8,
-            **early(x_MC, M),
+            **pdl_options(x_MC, M),
         )
-    return digits, total_MC
+    return limbs, total_MC
 
 
 @triton.jit(do_not_specialize=["M"])
-def _rms_norm_digits(
+def _rms_norm_limbs(
     x_ptr,  # [M, C]
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C]
@@ -98,18 +96,18 @@ def _rms_norm_digits(
     FORM: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The sum of one row, and digits of BLOCK steps of it."""
+    """The sum of one row, and limbs of BLOCK steps of it."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     m, first = tl.program_id(0), tl.program_id(1) * BLOCK
     row = m.to(tl.int64) * steps * 128
     c = tl.arange(0, WHOLE)
     inside = c < steps * 128
     weight = load_steps(weight_ptr, first, steps, BLOCK, FORM).to(tl.float32)
-    if EARLY:
+    if PDL:
         # after the weight, which never changes; x is the previous kernel's until it ends
-        start_early()
+        pdl_launch_and_wait()
     x = tl.load(x_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
     own = load_steps(x_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
     if residual_ptr is not None:
@@ -122,16 +120,16 @@ def _rms_norm_digits(
         own = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + eps)
     y = (weight * (own * factor).to(DTYPE).to(tl.float32)).to(DTYPE)
-    store_digits(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
+    store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
 
 
-def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm) -> Digits:
-    """As ops.silu_and_mul_digits."""
-    return digits_by_steps(_silu_and_mul_digits, x_M2I.contiguous(), x_M2I.shape[1] // 2, form)
+def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
+    """As ops.silu_and_mul_limbs."""
+    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), x_M2I.shape[1] // 2, form)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _silu_and_mul_digits(
+def _silu_and_mul_limbs(
     x_ptr,  # [M, 2 I]
     words_ptr,
     scales_ptr,
@@ -140,16 +138,16 @@ def _silu_and_mul_digits(
     steps,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK steps of one row."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     m, first = tl.program_id(1), tl.program_id(0) * BLOCK
     row_ptr = x_ptr + m.to(tl.int64) * steps * 256
-    if EARLY:
-        start_early()
+    if PDL:
+        pdl_launch_and_wait()
     gate = load_steps(row_ptr, first, steps, BLOCK, FORM).to(tl.float32)
     up = load_steps(row_ptr + steps * 128, first, steps, BLOCK, FORM).to(tl.float32)
     activated = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
     y = (activated * up).to(DTYPE)
-    store_digits(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
+    store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

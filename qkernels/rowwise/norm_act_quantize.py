@@ -13,12 +13,12 @@ from formats.scheme import ActivationSpec
 from qkernels.gpu.config import power_of_two
 from qkernels.gpu.device import INTERPRETED, sm_count
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import start_early
+from qkernels.gpu.pdl import pdl_launch_and_wait
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.codes_triton import CODE_RANGE, encode, scale_of_chunks
 from qkernels.operands.split_k import LinearOutput
-from qkernels.operands.split_k_triton import contiguous, load_sum, sum_source, sum_warps
-from qkernels.rowwise.quantize import NO_DEPENDENT_LAUNCH, dependent_launch, row_chunks, row_warps
+from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
+from qkernels.rowwise.quantize import NO_PDL, dependent_launch, row_chunks, row_warps
 
 
 def rms_norm_quantize(
@@ -54,7 +54,7 @@ def _norm(
     scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     M, C = x_MC.shape
-    source, stride_part, format = sum_source(contiguous(x_MC))
+    source, stride_part, format = partials_source(contiguous(x_MC))
     codes_MC, scales_M1 = _empty_codes(M, C, activation, x_MC.device)
     total_MC = None if residual_MC is None else torch.empty_like(residual_MC)
     if M:
@@ -74,7 +74,7 @@ def _norm(
                 C,
                 eps,
                 BLOCK=block,
-                num_warps=sum_warps(block) if format.parts else row_warps(block),
+                num_warps=reduce_warps(block) if format.parts else row_warps(block),
                 SUM=format,
                 **_rounding(activation),
                 **dependent_launch(M, C, x_MC.device),
@@ -95,7 +95,7 @@ def silu_and_mul_quantize(
         # us of 4096 rows of 14336: three blocks on an SM 70.7, two 77; with dependent launch 72.1.
         # Of 256 rows: two on an SM 6.2; three, with one beside waiting blocks elsewhere, 7.5
         many = 2 * sm_count(x_M2I.device) < M
-        early = NO_DEPENDENT_LAUNCH if many else dependent_launch(M, width, x_M2I.device)
+        pdl = NO_PDL if many else dependent_launch(M, width, x_M2I.device)
         with on_device(x_M2I):
             launch(
                 _silu_and_mul_quantize,
@@ -110,7 +110,7 @@ def silu_and_mul_quantize(
                 num_warps=warps,
                 maxnreg=(80 if many else 96) if bounded else None,
                 **_rounding(activation),
-                **early,
+                **pdl,
             )
     return codes_MI, scales_M1
 
@@ -150,8 +150,8 @@ def _rms_norm_quantize(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
-    EARLY: tl.constexpr,
-    SIGNAL_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+    LAUNCH_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = SUM.dtype
@@ -160,9 +160,9 @@ def _rms_norm_quantize(
     c = tl.arange(0, BLOCK)
     mask = c < C
     weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    if EARLY:
-        start_early(SIGNAL_FIRST)
-    x = load_sum(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
+    if PDL:
+        pdl_launch_and_wait(LAUNCH_FIRST)
+    x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded
@@ -204,16 +204,16 @@ def _silu_and_mul_quantize(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
-    EARLY: tl.constexpr,
-    SIGNAL_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+    LAUNCH_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     DYNAMIC: tl.constexpr = scale_ptr is None
     place = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNK)
-    if EARLY:
-        start_early(SIGNAL_FIRST)
+    if PDL:
+        pdl_launch_and_wait(LAUNCH_FIRST)
     # the loads of all chunks are under way before the first is used
     gates = ()
     ups = ()

@@ -7,9 +7,9 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels import dispatch
-from qkernels.checks import check_digit_rows, check_float, check_tensor, expect_ndim
+from qkernels.checks import check_float, check_limb_rows, check_tensor, expect_ndim
 from qkernels.errors import KernelError
-from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput
 
 
@@ -141,50 +141,50 @@ def _run_quantized(
     )
 
 
-def input_digits(x_MK: torch.Tensor, form: DigitForm, kernel: str | None = None) -> Digits:
-    """The inputs of a linear, float16 or bfloat16, as 8-bit digits (limbs.py).
+def to_limbs(x_MK: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
+    """The inputs of a linear, float16 or bfloat16, as 8-bit limbs (limbs.py).
 
-    What makes digits puts them into the device's workspace: one `linear_digits` must follow before
+    What makes limbs puts them into the device's workspace: one `linear_limbs` must follow before
     anything else multiplies. `kernel` names a row of qkernels.dispatch instead of the best one.
     """
-    check_digits("input_digits", x_MK, form)
-    return _run_limbs("input_digits", x_MK, kernel)(x_MK, form)
+    check_limbs("to_limbs", x_MK, form)
+    return _run_limbs("to_limbs", x_MK, kernel)(x_MK, form)
 
 
-def rms_norm_digits(
+def rms_norm_limbs(
     x_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
-    form: DigitForm,
+    form: LimbForm,
     kernel: str | None = None,
-) -> Digits:
-    """input_digits(rms_norm(x)) of x [M, C], in one pass."""
-    op = "rms_norm_digits"
-    check_digits(op, x_MC, form)
+) -> Limbs:
+    """to_limbs(rms_norm(x)) of x [M, C], in one pass."""
+    op = "rms_norm_limbs"
+    check_limbs(op, x_MC, form)
     check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
     return _run_limbs(op, x_MC, kernel)(x_MC, weight_C, eps, form)
 
 
-def add_rms_norm_digits(
+def add_rms_norm_limbs(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
-    form: DigitForm,
+    form: LimbForm,
     kernel: str | None = None,
-) -> tuple[Digits, torch.Tensor]:
-    """Returns (input_digits(rms_norm(x + residual)), x + residual)."""
-    op = "add_rms_norm_digits"
-    check_digits(op, x_MC, form)
+) -> tuple[Limbs, torch.Tensor]:
+    """Returns (to_limbs(rms_norm(x + residual)), x + residual)."""
+    op = "add_rms_norm_limbs"
+    check_limbs(op, x_MC, form)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
     check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
     return _run_limbs(op, x_MC, kernel)(x_MC, residual_MC, weight_C, eps, form)
 
 
-def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm, kernel: str | None = None) -> Digits:
-    """input_digits(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
-    check_digits("silu_and_mul_digits", x_M2I, form, halves=2)
-    return _run_limbs("silu_and_mul_digits", x_M2I, kernel)(x_M2I, form)
+def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
+    """to_limbs(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
+    check_limbs("silu_and_mul_limbs", x_M2I, form, halves=2)
+    return _run_limbs("silu_and_mul_limbs", x_M2I, kernel)(x_M2I, form)
 
 
 def _run_limbs(op: str, x: torch.Tensor, kernel: str | None):
@@ -209,9 +209,9 @@ def check_quantized(
         check_tensor(f"{op} scale", scale, (), (torch.float32,), x)
 
 
-def check_digits(op: str, x: torch.Tensor, form: DigitForm, halves: int = 1) -> None:
-    """Raise KernelError unless x [M, halves K] can become digits."""
+def check_limbs(op: str, x: torch.Tensor, form: LimbForm, halves: int = 1) -> None:
+    """Raise KernelError unless x [M, halves K] can become limbs."""
     _, width = expect_ndim(f"{op} x", x, 2)
     if width % halves:
         raise KernelError(f"{op} x", f"an odd width, found {list(x.shape)}")
-    check_digit_rows(f"{op} x", x, width // halves, form)
+    check_limb_rows(f"{op} x", x, width // halves, form)

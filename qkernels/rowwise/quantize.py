@@ -12,9 +12,9 @@ import triton.language as tl
 from formats.activation import MIN_INPUT_SCALE
 from formats.scheme import ActivationSpec
 from qkernels.gpu.config import ceil_div, power_of_two
-from qkernels.gpu.device import INTERPRETED, has_dependent_launch, sm_count
+from qkernels.gpu.device import INTERPRETED, has_pdl, sm_count
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import start_early
+from qkernels.gpu.pdl import pdl_launch_and_wait
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.codes_triton import (
     CODE_RANGE,
@@ -24,7 +24,7 @@ from qkernels.operands.codes_triton import (
     scale_of_chunks,
 )
 
-NO_DEPENDENT_LAUNCH = {"EARLY": False, "SIGNAL_FIRST": False}
+NO_PDL = {"PDL": False, "LAUNCH_FIRST": False}
 
 
 def row_warps(block: int) -> int:
@@ -42,16 +42,16 @@ def row_chunks(width: int, element_size: int) -> tuple[int, int, int]:
 
 
 def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, bool]:
-    """Launch arguments: EARLY and, with it, whether the next kernel starts before this one can.
+    """Launch arguments: PDL and, with it, whether the next kernel starts before this one can.
 
     A product then copies its first weights while the kernel before both of them ends: rounding
     included, qkv at 256 rows takes 14.9 us, else 15.3; down at 1 row 18.7, else 19.4. But blocks
     that wait take the room of working ones: down at 64 rows 19.9, else 19.6, at 256 33.8 and 33.4.
     """
-    if not has_dependent_launch(device):
-        return NO_DEPENDENT_LAUNCH
+    if not has_pdl(device):
+        return NO_PDL
     first = rows <= (2 * sm_count(device) if width <= 8192 else 16)
-    return {"EARLY": True, "SIGNAL_FIRST": first, "launch_pdl": True}
+    return {"PDL": True, "LAUNCH_FIRST": first, "launch_pdl": True}
 
 
 def quantize_input(
@@ -167,15 +167,15 @@ def _quantize_rows(
     MIN_SCALE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EARLY: tl.constexpr,
-    SIGNAL_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+    LAUNCH_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     DYNAMIC: tl.constexpr = scale_ptr is None
     c = tl.arange(0, CHUNK)
-    if EARLY:
-        start_early(SIGNAL_FIRST)
+    if PDL:
+        pdl_launch_and_wait(LAUNCH_FIRST)
     x = ()
     for i in tl.static_range(CHUNKS):
         k = i * CHUNK + c
@@ -201,16 +201,16 @@ def _quantize_groups(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
-    EARLY: tl.constexpr,
-    SIGNAL_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+    LAUNCH_FIRST: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     mask = (group < groups)[:, None] & (k >= 0)
-    if EARLY:
-        start_early(SIGNAL_FIRST)
+    if PDL:
+        pdl_launch_and_wait(LAUNCH_FIRST)
     x = tl.load(x_ptr + row * stride_x + k, mask=mask, other=0.0)
     scales = scale_of(magnitude_bits(x), LARGEST, MIN_SCALE)
     DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
@@ -236,13 +236,13 @@ def _quantize_rows_asymmetric(
     MIN_SCALE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EARLY: tl.constexpr,
-    SIGNAL_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+    LAUNCH_FIRST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNK)
-    if EARLY:
-        start_early(SIGNAL_FIRST)
+    if PDL:
+        pdl_launch_and_wait(LAUNCH_FIRST)
     x = ()
     low = tl.zeros((CHUNK,), tl.float32)
     high = tl.zeros((CHUNK,), tl.float32)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from formats.activation import MIN_INPUT_SCALE
 from formats.activation import quantize_input as round_input
 from formats.scheme import ActivationSpec
-from qkernels.operands.limbs import DigitForm, Digits
-from qkernels.operands.limbs_reference import input_digits
-from qkernels.operands.split_k import LinearOutput, added
+from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.operands.limbs_reference import to_limbs
+from qkernels.operands.split_k import LinearOutput, reduced
 
 
 def quantize_input(
@@ -48,7 +48,7 @@ def add_rms_norm(
     x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual); the sum is rounded before it is normed."""
-    total = added(x) + residual
+    total = reduced(x) + residual
     return rms_norm(total, weight_C, eps), total
 
 
@@ -89,25 +89,23 @@ def silu_and_mul_quantize(
     return quantize_input(silu_and_mul(x_M2I), activation, scale)
 
 
-def rms_norm_digits(
-    x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: DigitForm
-) -> Digits:
-    """input_digits of rms_norm."""
-    return input_digits(rms_norm(x_MC, weight_C, eps), form)
+def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: LimbForm) -> Limbs:
+    """to_limbs of rms_norm."""
+    return to_limbs(rms_norm(x_MC, weight_C, eps), form)
 
 
-def add_rms_norm_digits(
+def add_rms_norm_limbs(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor,
     eps: float,
-    form: DigitForm,
-) -> tuple[Digits, torch.Tensor]:
-    """input_digits of add_rms_norm, and the sum."""
+    form: LimbForm,
+) -> tuple[Limbs, torch.Tensor]:
+    """to_limbs of add_rms_norm, and the sum."""
     normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
-    return input_digits(normed_MC, form), total_MC
+    return to_limbs(normed_MC, form), total_MC
 
 
-def silu_and_mul_digits(x_M2I: torch.Tensor, form: DigitForm) -> Digits:
-    """input_digits of silu_and_mul."""
-    return input_digits(silu_and_mul(x_M2I), form)
+def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
+    """to_limbs of silu_and_mul."""
+    return to_limbs(silu_and_mul(x_M2I), form)

@@ -43,7 +43,7 @@ def triton_silu_quantize(problem: Problem) -> str | None:
     return _refuses_float8(problem) or _refuses_rows(problem, limit)
 
 
-def triton_digits(problem: Problem) -> str | None:
+def triton_limbs(problem: Problem) -> str | None:
     reason = needs_triton(problem)
     if reason is None and problem.dtype not in HALF_DTYPES:
         reason = f"takes float16 and bfloat16, not {problem.dtype}"

@@ -45,8 +45,8 @@ def search(values_ptr, n, target, largest, by_mass, ROUNDS: tl.constexpr):
             sums += tl.where(above, weights[None, :], 0.0)
         totals = tl.sum(sums, 1)
         # totals fall from pivot to pivot, and the first was known to reach the target
-        digit = tl.sum(((totals >= target) & (pivot > 0)).to(tl.int32))
-        found += digit.to(tl.uint32) << (28 - 4 * i)
+        limb = tl.sum(((totals >= target) & (pivot > 0)).to(tl.int32))
+        found += limb.to(tl.uint32) << (28 - 4 * i)
     return found
 
 

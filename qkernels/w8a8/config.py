@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from qkernels.gpu.config import (
     HOPPER_SHARED_BYTES,
     WARPGROUP_ROWS,
-    CompiledIn,
+    CompileTimeConfig,
     ceil_div,
     is_power,
     launch_fault,
     power_of_two,
     split_fault,
 )
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8Tile:
+class W8A8TritonConfig:
     """How one W8A8 product is cut. The grid is [all output tiles, split]."""
 
     block_m: int
@@ -31,7 +31,7 @@ class Int8Tile:
     warps: int = 4
     stages: int = 4
     weight_left: bool = True  # y^T = W x^T: few rows then fill the narrow side of the tensor core
-    early: bool = True  # start while the kernel before it ends
+    pdl: bool = True  # start while the kernel before it ends
     tiles_m_of_group: int = 8  # row tiles that run beside each other
 
 
@@ -49,32 +49,34 @@ INT8_BARRIER_BYTES = 256  # of shared memory, beside the stages
 # M = 512   33.1 / 21.9 / 118 / 69.1   L / 128 x 128 / L / 128 x 128
 # M = 1024  63.9 / 36.5 / 204 / 113    L
 # M = 4096  188 / 132 / 797 / 436      L
-def int8_tile(M: int, N: int, K: int, sm_count: int, integers: bool = True) -> Int8Tile:
+def default_w8a8_triton_config(
+    M: int, N: int, K: int, sm_count: int, integers: bool = True
+) -> W8A8TritonConfig:
     """The tile for M >= 1 rows of int8 codes, or of float8 ones."""
     if M <= 64:
         block_m = max(16, power_of_two(M))
         if ceil_div(N, 128) >= 1.5 * sm_count:
-            return Int8Tile(block_m=block_m, block_n=128)
+            return W8A8TritonConfig(block_m=block_m, block_n=128)
         # 128 KB of stages at 64 rows leave room for one block on an SM
         blocks_per_sm = 1 if block_m == 64 else 2
         split = _int8_split(M, N, ceil_div(N, 64), ceil_div(K, 256), 14, blocks_per_sm * sm_count)
-        return Int8Tile(block_m=block_m, block_n=64, block_k=256, split=split)
+        return W8A8TritonConfig(block_m=block_m, block_n=64, block_k=256, split=split)
     rows = ceil_div(M, 128)
     large = rows * ceil_div(N, 256)
     if M <= 256 and large < 0.75 * sm_count:
         tiles = rows * ceil_div(N, 64)
         split = _int8_split(M, N, tiles, ceil_div(K, 128), 28, 2 * sm_count)
         stages = 6 if split * tiles <= sm_count else 4
-        return Int8Tile(block_m=128, block_n=64, split=split, stages=stages)
-    early = M <= 256
+        return W8A8TritonConfig(block_m=128, block_n=64, split=split, stages=stages)
+    pdl = M <= 256
     if not integers:  # sums of float8 take twice the registers
-        return Int8Tile(block_m=128, block_n=128, warps=8, weight_left=False, early=early)
+        return W8A8TritonConfig(block_m=128, block_n=128, warps=8, weight_left=False, pdl=pdl)
     if 2 * large <= sm_count:
-        return Int8Tile(block_m=128, block_n=128, weight_left=False, early=early)
-    return Int8Tile(block_m=128, block_n=256, warps=8, weight_left=False, early=early)
+        return W8A8TritonConfig(block_m=128, block_n=128, weight_left=False, pdl=pdl)
+    return W8A8TritonConfig(block_m=128, block_n=256, warps=8, weight_left=False, pdl=pdl)
 
 
-def fitted(tile: Int8Tile, shared_bytes: int) -> Int8Tile:
+def fitted(tile: W8A8TritonConfig, shared_bytes: int) -> W8A8TritonConfig:
     """The tile with as many stages as fit into a block's shared memory; one stage always stays.
 
     An H200 has 227 KB; GPUs for desktops that copy in bulk (sm_120) have 99.
@@ -91,23 +93,23 @@ def _int8_split(M: int, N: int, tiles: int, steps: int, steps_of_part: int, max_
         for split in (4, 3, 2)
         if steps // split >= steps_of_part
         and split * tiles <= max_blocks
-        and split * M * N <= LINEAR_WORKSPACE_FLOATS
-        and tiles <= LINEAR_COUNTERS
+        and split * M * N <= WORKSPACE_FLOATS
+        and tiles <= WORKSPACE_COUNTERS
     )
     return next(fits, 1)
 
 
-INT8_HOPPER_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
+SM90_BLOCK_K = 128  # bytes of a row in one stage: the widest swizzle of shared memory
 INT8_HOPPER_BOX = 64  # weight rows that lie side by side, 8 KB of a step
-INT8_HOPPER_IDLE_ROWS = (0, 16, 32)
-INT8_HOPPER_SPLITS = (1, 2, 4)
-INT8_HOPPER_MAX_GROUP = 64  # left tiles beside each other
+SM90_IDLE_ROWS = (0, 16, 32)
+SM90_SPLITS = (1, 2, 4)
+SM90_MAX_GROUP = 64  # left tiles beside each other
 _INT8_HOPPER_LEAST_STAGES = 3
 _REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8HopperTile(CompiledIn):
+class W8A8Sm90Config(CompileTimeConfig):
     """How w8a8/sm90.py cuts one product. The grid is as many blocks as run at once."""
 
     parts: int  # warpgroups that multiply, each its own rows of the left operand
@@ -115,7 +117,9 @@ class Int8HopperTile(CompiledIn):
     part: int = 64  # rows of the left operand for each warpgroup
     idle_rows: int = 0  # of them without a weight row: smaller tiles, for more SMs
     split: int = 1  # parts of K that different blocks sum
-    meet: bool = False  # the parts share the result's columns; else the last to end has them all
+    reduce_scatter: bool = (
+        False  # the parts share the result's columns; else the last to end has them all
+    )
     weight_left: bool = True  # the weight's rows are the left operand's
     left_of_group: int = 8  # left tiles that run beside each other
     steps_of_sum: int = 0  # steps between two emptyings of a float8 sum; 0: integers
@@ -145,7 +149,7 @@ class Int8HopperTile(CompiledIn):
     @property
     def share(self) -> int:
         """Columns of the result that a block stores of a tile."""
-        return self.block_right // self.split if self.meet else self.block_right
+        return self.block_right // self.split if self.reduce_scatter else self.block_right
 
     @property
     def store_width(self) -> int:
@@ -156,7 +160,7 @@ class Int8HopperTile(CompiledIn):
     def stages(self) -> int:
         """As many as shared memory holds beside the pieces of the result and the barriers."""
         stores = self.parts * self.stores * self.part * self.store_width * 2
-        stage = (self.block_left + self.block_right) * INT8_HOPPER_BLOCK_K + 16
+        stage = (self.block_left + self.block_right) * SM90_BLOCK_K + 16
         shared = (HOPPER_SHARED_BYTES + 1024) // self.blocks_per_sm - 1024  # 1 KB is the system's
         factors = self.parts * self.column_factors * self.share * 4 * self.factors_in_shared
         return min(self.max_stages, (shared - 512 - stores - factors) // stage)
@@ -219,14 +223,14 @@ class Int8HopperTile(CompiledIn):
         if self.split == 1:
             return True
         places = sm_count * self.blocks_per_sm
-        runs = not self.meet or self.tiles(M, N) * self.split <= places
+        runs = not self.reduce_scatter or self.tiles(M, N) * self.split <= places
         return runs and self.fits_workspace(M, N)
 
     def fits_workspace(self, M: int, N: int) -> bool:
         """Whether the partial sums of all parts have a slot, and their warpgroups a counter."""
         slots = self.tiles(M, N) * self.split * self.block_left * self.block_right
         counters = self.tiles(M, N) * self.parts
-        return slots <= LINEAR_WORKSPACE_FLOATS and counters <= LINEAR_COUNTERS
+        return slots <= WORKSPACE_FLOATS and counters <= WORKSPACE_COUNTERS
 
 
 # Above 64 rows: (tile, time of one tile on an SM, in tiles of 128 x 128 inside a large grid). A
@@ -241,11 +245,11 @@ class Int8HopperTile(CompiledIn):
 # At 4096 rows the power limit decides, and all large tiles are within 5 percent.
 _INT8_HOPPER_TILES = {
     "int": (
-        (Int8HopperTile(parts=1, block_right=128), 0.7),
-        (Int8HopperTile(parts=2, block_right=128), 1.08),
-        (Int8HopperTile(parts=2, block_right=256), 2.0),
+        (W8A8Sm90Config(parts=1, block_right=128), 0.7),
+        (W8A8Sm90Config(parts=2, block_right=128), 1.08),
+        (W8A8Sm90Config(parts=2, block_right=256), 2.0),
         (
-            Int8HopperTile(
+            W8A8Sm90Config(
                 parts=2,
                 part=128,
                 block_right=128,
@@ -255,14 +259,14 @@ _INT8_HOPPER_TILES = {
             ),
             1.98,
         ),
-        (Int8HopperTile(parts=3, block_right=256), 3.06),
+        (W8A8Sm90Config(parts=3, block_right=256), 3.06),
     ),
     # a float8 sum takes twice the registers: qkv / gate_up at 4096 rows 164 / 794. A step's sum is
     # waited for, so two warpgroups take turns: qkv at 128 rows 11.3, with one of 128 columns 13.1
     "float": (
-        (Int8HopperTile(parts=2, block_right=64, steps_of_sum=1), 0.7),
+        (W8A8Sm90Config(parts=2, block_right=64, steps_of_sum=1), 0.7),
         (
-            Int8HopperTile(
+            W8A8Sm90Config(
                 parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
             ),
             1.08,
@@ -271,9 +275,9 @@ _INT8_HOPPER_TILES = {
     # with the weight left, each thread would load a scale for a quarter of x's rows in every step:
     # qkv at 128 rows 40.7
     "blocks": (
-        (Int8HopperTile(parts=2, block_right=64, weight_left=False, steps_of_sum=1), 0.7),
+        (W8A8Sm90Config(parts=2, block_right=64, weight_left=False, steps_of_sum=1), 0.7),
         (
-            Int8HopperTile(
+            W8A8Sm90Config(
                 parts=2, block_right=128, weight_left=False, left_of_group=16, steps_of_sum=1
             ),
             1.08,
@@ -285,16 +289,16 @@ _INT8_HOPPER_TILES = {
 _INT8_HOPPER_TILES["asymmetric"] = _INT8_HOPPER_TILES["int"][:-1]
 
 
-def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> Int8HopperTile:
+def default_sm90_config(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> W8A8Sm90Config:
     """The tile for M >= 1 rows.
 
     `kind`: "int", "asymmetric" where x has zero points, "float", or "blocks" of float8 with scales
     of their own.
     """
     if M <= 64:
-        return _int8_hopper_tile_of_few_rows(M, N, K, sm_count, kind)
+        return _default_config_of_few_rows(M, N, K, sm_count, kind)
 
-    def time(row: tuple[Int8HopperTile, float]) -> float:
+    def time(row: tuple[W8A8Sm90Config, float]) -> float:
         tile, cost = row
         return ceil_div(tile.tiles(M, N), sm_count) * cost
 
@@ -308,16 +312,16 @@ def int8_hopper_tile(M: int, N: int, K: int, sm_count: int, kind: str = "int") -
     # us at 128 rows, x rounded, in 2 parts that meet: down 23.4 (25.5 where the last of them adds
     # up), o 9.6 (10.5 in one part). Of codes o is faster in one, 7.7 and 8.8: its 64 blocks leave
     # other SMs to those of the next product
-    halves = replace(tile, split=2, meet=True)
-    worth = ceil_div(K, INT8_HOPPER_BLOCK_K) >= (56 if tile.steps_of_sum else 32)
+    halves = replace(tile, split=2, reduce_scatter=True)
+    worth = ceil_div(K, SM90_BLOCK_K) >= (56 if tile.steps_of_sum else 32)
     return halves if worth and halves.fits(M, N, sm_count) else tile
 
 
-def int8_hopper_starts(M: int, integers: bool) -> list[Int8HopperTile]:
+def sm90_search_starts(M: int, integers: bool) -> list[W8A8Sm90Config]:
     """Tiles of every size that a choice is made from: where a search on another GPU begins."""
     if M > 64:
         return [tile for tile, _ in _INT8_HOPPER_TILES["int" if integers else "float"]]
-    one = Int8HopperTile(
+    one = W8A8Sm90Config(
         parts=1, block_right=max(16, power_of_two(M)), steps_of_sum=0 if integers else 2
     )
     two = replace(one, parts=2)
@@ -331,16 +335,14 @@ def int8_hopper_starts(M: int, integers: bool) -> list[Int8HopperTile]:
 #          two, two blocks an SM - / - / 32.0 / -  one, 4 parts, two blocks 10.3 / 7.8 / - / 20.2
 # M = 32   two 10.3 / 8.7 / 32.6 / 22.4            one 9.2 / 8.3 / 34.7 / 20.5, two blocks 32.0
 # M = 64   two 11.0 / 9.2 / 33.3 / 25.1            one 10.1 / 8.3 / 34.9 / 20.5, two blocks 33.6
-def _int8_hopper_tile_of_few_rows(
-    M: int, N: int, K: int, sm_count: int, kind: str
-) -> Int8HopperTile:
+def _default_config_of_few_rows(M: int, N: int, K: int, sm_count: int, kind: str) -> W8A8Sm90Config:
     if kind == "blocks":
         if (
             M > 16
         ):  # see _INT8_HOPPER_TILES: with the weight left qkv takes 15.0 us at 64 rows, int8 8.8
-            return Int8HopperTile(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
-        return Int8HopperTile(parts=2, block_right=16, steps_of_sum=1)
-    tile = Int8HopperTile(
+            return W8A8Sm90Config(parts=1, block_right=64, weight_left=False, steps_of_sum=1)
+        return W8A8Sm90Config(parts=2, block_right=16, steps_of_sum=1)
+    tile = W8A8Sm90Config(
         parts=1,
         block_right=max(16, power_of_two(M)),
         # one step of float8 would be waited for before the next begins
@@ -353,7 +355,7 @@ def _int8_hopper_tile_of_few_rows(
         return replace(tile, parts=2 if M <= 16 else 1, blocks_per_sm=2)
     if M <= 16 and 4 * tiles <= 2 * sm_count:
         quarters = replace(tile, split=4, blocks_per_sm=2)
-        has_steps = ceil_div(K, INT8_HOPPER_BLOCK_K) >= 4
+        has_steps = ceil_div(K, SM90_BLOCK_K) >= 4
         return quarters if has_steps and quarters.fits_workspace(M, N) else tile
     if kind == "int" and M > 32:
         return _with_idle_rows(tile, M, N, K, sm_count)
@@ -363,21 +365,23 @@ def _int8_hopper_tile_of_few_rows(
 # us, x rounded (of codes), in tiles of 64 outputs / of fewer: qkv in 48 at 64 rows 9.8 (8.7) / 9.5
 # (8.4), at 128 11.1 (9.5) / 10.5 (9.6), at 32 9.1 (8.7) / 9.9 (8.7); in 32 o at 128 9.7 (8.9), in
 # parts that meet, / 9.3 (8.5), o at 64 7.9 (6.6) / 8.4 (7.1), down at 64 19.7 (17.7) / 20.9 (18.5)
-def _with_idle_rows(tile: Int8HopperTile, M: int, N: int, K: int, sm_count: int) -> Int8HopperTile:
+def _with_idle_rows(tile: W8A8Sm90Config, M: int, N: int, K: int, sm_count: int) -> W8A8Sm90Config:
     """The tile made smaller for SMs that would have none: what an SM takes in is waited for.
 
     Few rows of x are less to take in than what free SMs save the next product. The numbers of rows
     between those that were measured, and K far from 4096, keep what they had.
     """
     most = 32 if 96 < M <= 128 else 16 if 56 < M <= 128 else 0
-    if not 32 <= ceil_div(K, INT8_HOPPER_BLOCK_K) < 64:
+    if not 32 <= ceil_div(K, SM90_BLOCK_K) < 64:
         most = 0
-    tiles = [replace(tile, idle_rows=idle) for idle in INT8_HOPPER_IDLE_ROWS if idle <= most]
+    tiles = [replace(tile, idle_rows=idle) for idle in SM90_IDLE_ROWS if idle <= most]
     fit = [each for each in tiles if each.fits(M, N, sm_count) and each.tiles(M, N) <= sm_count]
     return max(fit, key=lambda each: each.tiles(M, N), default=tile)
 
 
-def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = True) -> str | None:
+def w8a8_triton_config_fault(
+    tile: W8A8TritonConfig, *, M: int, N: int, K: int, integers: bool = True
+) -> str | None:
     """None: the kernel can run it."""
     left, right = tile.block_m, tile.block_n
     if tile.weight_left:
@@ -396,8 +400,8 @@ def int8_tile_fault(tile: Int8Tile, *, M: int, N: int, K: int, integers: bool = 
     )  # fmt: skip
 
 
-def int8_hopper_tile_fault(
-    tile: Int8HopperTile, *, M: int, N: int, K: int, integers: bool = True
+def w8a8_sm90_config_fault(
+    tile: W8A8Sm90Config, *, M: int, N: int, K: int, integers: bool = True
 ) -> str | None:
     """None: the kernel can run it on a GPU of enough SMs, which the tile's `fits` knows."""
     if tile.parts not in (1, 2, 3) or tile.part not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
@@ -407,20 +411,20 @@ def int8_hopper_tile_fault(
         return f"block_right must be a power of two from {least} to 256, found {tile.block_right}"
     if tile.weight_left and tile.part > WARPGROUP_ROWS:
         return "part is 128 where x is left"
-    if tile.idle_rows not in INT8_HOPPER_IDLE_ROWS or N % tile.part_rows and tile.idle_rows:
-        return f"idle_rows must be of {INT8_HOPPER_IDLE_ROWS} and divide {N} outputs, found {tile}"
+    if tile.idle_rows not in SM90_IDLE_ROWS or N % tile.part_rows and tile.idle_rows:
+        return f"idle_rows must be of {SM90_IDLE_ROWS} and divide {N} outputs, found {tile}"
     if tile.idle_rows and not (tile.weight_left and tile.part == WARPGROUP_ROWS):
         return f"idle rows are the weight's, of 64, found {tile}"
-    if tile.split not in INT8_HOPPER_SPLITS or tile.split > ceil_div(K, INT8_HOPPER_BLOCK_K):
-        return f"split must be of {INT8_HOPPER_SPLITS} and leave each part a step, found {tile}"
-    if tile.meet and (tile.split == 1 or tile.share < 16):
+    if tile.split not in SM90_SPLITS or tile.split > ceil_div(K, SM90_BLOCK_K):
+        return f"split must be of {SM90_SPLITS} and leave each part a step, found {tile}"
+    if tile.reduce_scatter and (tile.split == 1 or tile.share < 16):
         return f"parts that meet are several and store at least 16 columns each, found {tile}"
     allowed = (0,) if integers else (1, 2) if M <= 64 else (1,)
     if tile.steps_of_sum not in allowed:
         return f"steps_of_sum must be of {allowed} at {M} rows, found {tile.steps_of_sum}"
     if tile.stores not in (1, 2) or tile.blocks_per_sm not in (1, 2):
         return f"stores and blocks_per_sm must be 1 or 2, found {tile}"
-    if tile.max_first_stages < 1 or not 1 <= tile.left_of_group <= INT8_HOPPER_MAX_GROUP:
+    if tile.max_first_stages < 1 or not 1 <= tile.left_of_group <= SM90_MAX_GROUP:
         return f"left_of_group or max_first_stages is out of range: {tile}"
     if not tile.fits_sm or not tile.fits_thread:
         return f"registers or shared memory of an SM do not hold it: {tile}"

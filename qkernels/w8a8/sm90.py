@@ -27,25 +27,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from formats.weights import Weight
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import sm_count
-from qkernels.gpu.gluon_compat import descriptor, load_box
+from qkernels.gpu.gluon_compat import descriptor, tma_load
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl_gluon import let_kernel_after_start, wait_for_kernel_before
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.pipeline import new_barriers
-from qkernels.gpu.registers import pieces_of
-from qkernels.gpu.split_k_reduce import add_if_last, meet
+from qkernels.gpu.registers import split_columns
+from qkernels.gpu.split_k_reduce import reduce_in_last_arriver, reduce_scatter
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.by_codes import linear_by_codes
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.rowwise.quantize import quantize_input
-from qkernels.tuning.table import tile_table_of
+from qkernels.tuning.table import tuning_table_of
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import (
-    INT8_HOPPER_BLOCK_K,
     INT8_HOPPER_BOX,
-    Int8HopperTile,
-    int8_hopper_tile,
+    SM90_BLOCK_K,
+    W8A8Sm90Config,
+    default_sm90_config,
 )
 from qkernels.w8a8.sm90_epilogue import factors_ahead, store
+from qkernels.w8a8.tuned import TUNED
 
 BOX = gl.constexpr(INT8_HOPPER_BOX)
 
@@ -71,13 +72,13 @@ def in_boxes(codes_NK: torch.Tensor) -> torch.Tensor:
     """
     N, K = codes_NK.shape
     box = INT8_HOPPER_BOX
-    rows, steps = ceil_div(N, box), ceil_div(K, INT8_HOPPER_BLOCK_K)
+    rows, steps = ceil_div(N, box), ceil_div(K, SM90_BLOCK_K)
     bytes_NK = codes_NK.view(torch.int8)
-    if (rows * box, steps * INT8_HOPPER_BLOCK_K) != (N, K):
-        padded = bytes_NK.new_zeros(rows * box, steps * INT8_HOPPER_BLOCK_K)
+    if (rows * box, steps * SM90_BLOCK_K) != (N, K):
+        padded = bytes_NK.new_zeros(rows * box, steps * SM90_BLOCK_K)
         padded[:N, :K] = bytes_NK
         bytes_NK = padded
-    boxes = bytes_NK.view(rows, box, steps, INT8_HOPPER_BLOCK_K).transpose(1, 2)
+    boxes = bytes_NK.view(rows, box, steps, SM90_BLOCK_K).transpose(1, 2)
     return boxes.contiguous().view(codes_NK.dtype)
 
 
@@ -95,7 +96,7 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
     *,
-    tile: Int8HopperTile | None = None,
+    tile: W8A8Sm90Config | None = None,
 ) -> torch.Tensor:
     """As ops.linear_codes; equal inputs, equal bits. `tile` replaces that of w8a8/config.py."""
     (M, K), N = codes_MK.shape, weight.out_features
@@ -108,9 +109,9 @@ def linear_codes(
     tile = tile or _chosen_tile(device, M, N, K, kind)
     codes_MK = codes_MK.contiguous()
     x_rows = tile.block_right if tile.weight_left else tile.part
-    x = descriptor(codes_MK, [x_rows, INT8_HOPPER_BLOCK_K])
-    boxes = weight.tensors["codes"].view(-1, INT8_HOPPER_BLOCK_K)
-    boxes = descriptor(boxes, [tile.weight_box, INT8_HOPPER_BLOCK_K])
+    x = descriptor(codes_MK, [x_rows, SM90_BLOCK_K])
+    boxes = weight.tensors["codes"].view(-1, SM90_BLOCK_K)
+    boxes = descriptor(boxes, [tile.weight_box, SM90_BLOCK_K])
     scales_N = weight.tensors["scales"]
     partials, counters = workspace(device)
     places = sm_count(device) * tile.blocks_per_sm
@@ -143,7 +144,7 @@ def linear_codes(
     return y_MN
 
 
-def _result(y_MN: torch.Tensor, tile: Int8HopperTile) -> TensorDescriptor:
+def _result(y_MN: torch.Tensor, tile: W8A8Sm90Config) -> TensorDescriptor:
     """Where pieces of the result go. What idle rows gave lies beyond the end of a part: cut off."""
     if not tile.weight_left:
         return descriptor(y_MN, [tile.part, tile.store_width])
@@ -154,7 +155,7 @@ def _result(y_MN: torch.Tensor, tile: Int8HopperTile) -> TensorDescriptor:
     return descriptor(parts, [1, tile.store_width, tile.part])
 
 
-def _chosen_tile(device: torch.device, M: int, N: int, K: int, kind: str) -> Int8HopperTile:
+def _chosen_tile(device: torch.device, M: int, N: int, K: int, kind: str) -> W8A8Sm90Config:
     """A tile measured on this GPU, else the choice of w8a8/config.py.
 
     A table says nothing of zero points or blocks. Of the SMs it says what somebody wrote: parts of
@@ -162,10 +163,14 @@ def _chosen_tile(device: torch.device, M: int, N: int, K: int, kind: str) -> Int
     """
     sms = sm_count(device)
     if kind in ("int", "float"):
-        row = tile_table_of(device).find("w8a8", N=N, K=K, integers=kind == "int", M=M)
-        if row is not None and isinstance(row.tile, Int8HopperTile) and row.tile.fits(M, N, sms):
-            return row.tile
-    return int8_hopper_tile(M, N, K, sms, kind)
+        row = tuning_table_of(device).find(TUNED, N=N, K=K, integers=kind == "int", M=M)
+        if (
+            row is not None
+            and isinstance(row.config, W8A8Sm90Config)
+            and row.config.fits(M, N, sms)
+        ):
+            return row.config
+    return default_sm90_config(M, N, K, sms, kind)
 
 
 @gluon.jit
@@ -200,7 +205,7 @@ def _copy_weight(operands, rings, sizes, tile, step, stage, pred, TILE: gl.const
             copy = (tile * PARTS + i) * COPIES + j
             row = ((copy // OF_BOX * steps + step) * OF_BOX + copy % OF_BOX) * ROWS
             place = buf.slice(j * ROWS, ROWS, dim=0)
-            load_box(weight, [row, 0], full.index(stage), place, pred=pred)
+            tma_load(weight, [row, 0], full.index(stage), place, pred=pred)
 
 
 @gluon.jit
@@ -226,7 +231,7 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
         mbarrier.expect(full.index(stage), BYTES)
         tile = tile_left if WEIGHT_LEFT else tile_right
         _copy_weight(operands, rings, sizes, tile, begin + stage, stage, True, TILE)
-    wait_for_kernel_before()
+    griddepcontrol_wait()
     stage = 0
     phase = 1
     count = 0
@@ -240,17 +245,17 @@ def _copy(operands, rings, sizes, TILE: gl.constexpr):
             tile = tile_left if WEIGHT_LEFT else tile_right
             _copy_weight(operands, rings, sizes, tile, step, stage, fresh, TILE)
             if WEIGHT_LEFT:
-                load_box(x, [tile_right * BR, step * BK], bar, right_bufs.index(stage))
+                tma_load(x, [tile_right * BR, step * BK], bar, right_bufs.index(stage))
             else:
                 for i in gl.static_range(PARTS):
                     row = (tile_left * PARTS + i) * PART
-                    load_box(x, [row, step * BK], bar, left_bufs.index(stage * PARTS + i))
+                    tma_load(x, [row, step * BK], bar, left_bufs.index(stage * PARTS + i))
             count += 1
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-    let_kernel_after_start()
+    launch_dependents()
 
 
 @gluon.jit
@@ -289,7 +294,7 @@ def _multiply(
     columns: gl.constexpr = min(BR, 128)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
     units = tiles_left * tiles_right * TILE.split
-    wait_for_kernel_before()
+    griddepcontrol_wait()
     stage = 0
     phase = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
@@ -297,9 +302,9 @@ def _multiply(
         row = (tile_left * PARTS + WHICH) * TILE.part_rows
         column = tile_right * BR
         # of a tile whose parts meet, this block stores some columns
-        stored = column + unit % SPLIT * SHARE if TILE.meet else column
+        stored = column + unit % SPLIT * SHARE if TILE.reduce_scatter else column
         sums = gl.zeros([PART, BR], SUM, layout)
-        piece: gl.constexpr = pieces_of(sums, PIECES)[0].type.layout
+        piece: gl.constexpr = split_columns(sums, PIECES)[0].type.layout
         # from memory while the product runs
         factors = factors_ahead(pointers, sizes, row, stored, TILE, HAS_BIAS, BLOCKS, piece)
         if STEPS_OF_SUM == 0:
@@ -340,13 +345,13 @@ def _multiply(
                     part = part * gl.expand_dims(scales, 0 if TILE.weight_left else 1)
                 sums += part
         complete = True
-        if TILE.meet:
+        if TILE.reduce_scatter:
             place = unit // SPLIT * PARTS + WHICH
-            sums = meet(sums, place, unit % SPLIT, partials_ptr, counters_ptr, SPLIT)
+            sums = reduce_scatter(sums, place, unit % SPLIT, partials_ptr, counters_ptr, SPLIT)
         elif SPLIT > 1:
             # the warpgroups of one part of the output meet at one counter, one slot for each
             place = unit // SPLIT * PARTS + WHICH
-            sums, complete = add_if_last(
+            sums, complete = reduce_in_last_arriver(
                 sums, place, unit % SPLIT, partials_ptr, counters_ptr, SPLIT
             )
         if complete:
@@ -403,7 +408,7 @@ def _w8a8_hopper(
     M,
     N,
     K,
-    TILE: gl.constexpr,  # a Int8HopperTile
+    TILE: gl.constexpr,  # a W8A8Sm90Config
     HAS_BIAS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     BLOCKS: gl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from qkernels.gpu.gluon_compat import reshaped, store_box
-from qkernels.gpu.registers import pieces_of
+from qkernels.gpu.gluon_compat import reshaped, tma_store
+from qkernels.gpu.registers import split_columns
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def store(
     COUNT: gl.constexpr = TILE.share // WIDTH
     PART: gl.constexpr = TILE.part
     Y_LAYOUT: gl.constexpr = y.layout
-    pieces = pieces_of(sums, COUNT)
+    pieces = split_columns(sums, COUNT)
     M_AXIS: gl.constexpr = 0 if WEIGHT_LEFT else 1
     layout: gl.constexpr = pieces[0].type.layout
     scales_buf = factor_bufs.index(WHICH * TILE.column_factors)
@@ -142,8 +142,8 @@ def store(
         fence_async_shared()
         if TILE.idle_rows:
             of_part = reshaped(buf, [1, WIDTH, PART], Y_LAYOUT)
-            store_box(y, [row // TILE.part_rows, column + j * WIDTH, 0], of_part)
+            tma_store(y, [row // TILE.part_rows, column + j * WIDTH, 0], of_part)
         elif WEIGHT_LEFT:
-            store_box(y, [column + j * WIDTH, row], buf)
+            tma_store(y, [column + j * WIDTH, row], buf)
         else:
-            store_box(y, [row, column + j * WIDTH], buf)
+            tma_store(y, [row, column + j * WIDTH], buf)

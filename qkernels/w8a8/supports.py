@@ -13,7 +13,8 @@ from qkernels.problem import (
     refuses_activation,
 )
 from qkernels.tuning import table as tuning_table
-from qkernels.tuning.table import bucket
+from qkernels.tuning.op import bucket
+from qkernels.w8a8.tuned import TUNED
 
 
 def note_int8(problem: Problem, tile: type) -> str:
@@ -22,13 +23,13 @@ def note_int8(problem: Problem, tile: type) -> str:
         return ""
     if problem.activation.per == "group":  # no table is for blocks
         return ""
-    rows = tuning_table.tile_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
-        "w8a8",
+    rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
+        TUNED,
         N=problem.out_features,
         K=problem.in_features,
         integers=problem.activation.type == "int",
     )
-    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.tile, tile))
+    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, tile))
     found = ", ".join(f"up to {each} rows" for each in most)
     return f"tiles measured on this GPU: {found}" if most else ""
 

@@ -17,15 +17,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from formats.fp8 import Fp8Weight
 from formats.weights import Weight
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.device import has_dependent_launch, shared_bytes, sm_count
+from qkernels.gpu.device import has_pdl, shared_bytes, sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.tma import describe
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.by_codes import linear_by_codes
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.rowwise.quantize import quantize_input
-from qkernels.tuning.table import tile_table_of
-from qkernels.w8a8.config import Int8Tile, fitted, int8_tile
+from qkernels.tuning.table import tuning_table_of
+from qkernels.w8a8.config import W8A8TritonConfig, default_w8a8_triton_config, fitted
+from qkernels.w8a8.tuned import TUNED
 
 BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
 
@@ -74,7 +75,7 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
     *,
-    tile: Int8Tile | None = None,
+    tile: W8A8TritonConfig | None = None,
 ) -> torch.Tensor:
     """As ops.linear_codes; equal inputs, equal bits. `tile` replaces that of w8a8/config.py."""
     N, K = weight.out_features, weight.in_features
@@ -88,7 +89,7 @@ def linear_codes(
     blocks = weight.tensors["scales"].ndim == 2
     if blocks:
         tile = replace(tile, block_k=BLOCK)
-    early = tile.early and has_dependent_launch(device)
+    pdl = tile.pdl and has_pdl(device)
     codes_NK = weight.tensors["codes"]
     partials, counters = workspace(device)
     grid = (ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m), tile.split)
@@ -117,20 +118,22 @@ def linear_codes(
             STAGES=tile.stages,
             TILES_M_OF_GROUP=tile.tiles_m_of_group,
             WEIGHT_LEFT=tile.weight_left,
-            EARLY=early,
+            PDL=pdl,
             BLOCKS=blocks,
             num_warps=tile.warps,
-            **({"launch_pdl": True} if early else {}),
+            **({"launch_pdl": True} if pdl else {}),
         )
     return y_MN
 
 
-def _chosen_tile(device: torch.device, M: int, N: int, K: int, integers: bool) -> Int8Tile:
+def _chosen_tile(device: torch.device, M: int, N: int, K: int, integers: bool) -> W8A8TritonConfig:
     """A tile measured on this GPU, else the choice of w8a8/config.py."""
-    row = tile_table_of(device).find("w8a8", N=N, K=K, integers=integers, M=M)
-    if row is not None and isinstance(row.tile, Int8Tile):
-        return row.tile
-    return fitted(int8_tile(M, N, K, sm_count(device), integers), shared_bytes(device))
+    row = tuning_table_of(device).find(TUNED, N=N, K=K, integers=integers, M=M)
+    if row is not None and isinstance(row.config, W8A8TritonConfig):
+        return row.config
+    return fitted(
+        default_w8a8_triton_config(M, N, K, sm_count(device), integers), shared_bytes(device)
+    )
 
 
 @triton.jit
@@ -203,7 +206,7 @@ def _w8a8(
     STAGES: tl.constexpr,
     TILES_M_OF_GROUP: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCKS: tl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
 ):
     SUM: tl.constexpr = partials_ptr.dtype.element_ty
@@ -220,7 +223,7 @@ def _w8a8(
     steps = tl.cdiv(K, BK)
     first = part * steps // SPLIT
     last = (part + 1) * steps // SPLIT
-    if EARLY:
+    if PDL:
         num_bytes = tl.minimum(tl.minimum(last * BK, K) - first * BK, 4 * BK)
         _prefetch_rows(weight_ptr, n, first * BK, N, K, num_bytes)
         # weights never change; codes and workspace are the previous kernels' until they end
@@ -244,7 +247,7 @@ def _w8a8(
             total = tl.dot(weight_codes, x_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
         else:
             total = tl.dot(x_codes, weight_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if WEIGHT_LEFT:
         total = total.T

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K
+from qkernels.operands.limbs import K_STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearFormat:
+class WeightNumerics:
     """Constants that are compiled in. For groups divisible by a step of 128 inputs."""
 
     bits: int
@@ -19,10 +19,12 @@ class LinearFormat:
     has_bias: bool
 
 
-def linear_format(weight: PreparedWeight, bias: torch.Tensor | None, offset: int) -> LinearFormat:
-    return LinearFormat(
+def weight_numerics(
+    weight: PreparedWeight, bias: torch.Tensor | None, offset: int
+) -> WeightNumerics:
+    return WeightNumerics(
         bits=weight.spec.bits,
-        steps_of_group=weight.spec.group_length(weight.in_features) // LINEAR_MAX_BLOCK_K,
+        steps_of_group=weight.spec.group_length(weight.in_features) // K_STEP,
         offset=offset,
         has_offsets="offsets" in weight.tensors,
         has_bias=bias is not None,

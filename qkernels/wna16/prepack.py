@@ -9,7 +9,7 @@ import torch
 from formats.packed import PackedWeight
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.layout import LINEAR_TILE_N, linear_block_k, linear_padded_n
+from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
 
 def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
@@ -50,11 +50,11 @@ def prepare_weight(
     number to subtract: what an unpacked 0 is + zero, exact in `dtype`.
     """
     packed = packed if device is None else packed.to(device)
-    block_k = linear_block_k(packed.spec.group_length(packed.in_features))
+    block_k = k_step(packed.spec.group_length(packed.in_features))
     bits = packed.spec.bits
     order = fragment_order if bits == 4 else byte_order
     words_NW = _pad_rows(order(packed.codes()))
-    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, LINEAR_TILE_N))
+    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, TILE_N))
     tensors = {
         "words": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
         "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
@@ -75,12 +75,12 @@ def prepare_weight(
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    missing = linear_padded_n(rows.shape[0]) - rows.shape[0]
+    missing = padded_n(rows.shape[0]) - rows.shape[0]
     return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
 
 def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
-    return _pad_rows(values_NG).unflatten(0, (-1, LINEAR_TILE_N)).transpose(1, 2).contiguous()
+    return _pad_rows(values_NG).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
 # (activation dtype, bits) -> what an unpacked code 0 is

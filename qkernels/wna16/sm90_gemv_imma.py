@@ -1,6 +1,6 @@
-"""W4A16 of a few rows on the integer tensor core: x as 8-bit digits. Knows no file format.
+"""W4A16 of a few rows on the integer tensor core: x as 8-bit limbs. Knows no file format.
 
-The four digits of an input (limbs.py) are columns of an 8-bit product, which few rows leave
+The four limbs of an input (limbs.py) are columns of an 8-bit product, which few rows leave
 empty anyway. Codes become operands by a mask: a byte is 16 (q - 8), or q - 128. The sum of a step
 is exact; then the scale multiplies it. Every warp streams its own part of the weight from memory
 into operand registers, and nothing is shared between warps before the end.
@@ -17,18 +17,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl_gluon import let_kernel_after_start, wait_for_kernel_before
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.registers import signed_nibbles
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import (
-    LINEAR_DIGITS,
-    LINEAR_DIGITS_COLUMNS,
-    LINEAR_MAX_BLOCK_K,
+    K_STEP,
+    LIMBS_COLUMNS,
+    LIMBS_OF_INPUT,
     TILE_WORDS,
-    Digits,
+    Limbs,
 )
-from qkernels.wna16.layout import LINEAR_TILE_N
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
+from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 
 # Floats that are integers, 1.5 2^23 and 2^22 around it: of 128 products |sum| <= 128 128 255.
 MAGIC = gl.constexpr(0x4B400000)
@@ -40,8 +40,8 @@ def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
     """Where each lane (g = lane / 4, t = lane % 4) has what.
 
     Both operands lie in memory as the lanes want them, 16 bytes at a time. WEIGHTS: bytes of codes
-    [W, BN row], of digits 4 bits in a row of 64, or 8 bits in a row of 128, whose halves are two
-    turns. INPUTS: digits [W, 1024]. PRODUCT: what the tensor core adds up.
+    [W, BN row], of limbs 4 bits in a row of 64, or 8 bits in a row of 128, whose halves are two
+    turns. INPUTS: limbs [W, 1024]. PRODUCT: what the tensor core adds up.
     """
 
     def streamed(size: int, row: int = 64) -> gl.DistributedLinearLayout:
@@ -67,27 +67,27 @@ def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
 
 
 def linear(
-    digits: Digits,
+    limbs: Limbs,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearDigitsTile,
+    tile: GemvImmaConfig,
     *,
     offset: int,
 ) -> torch.Tensor:
-    """Digits of M rows to [M, N]. For groups of 128 n, and few rows.
+    """Limbs of M rows to [M, N]. For groups of 128 n, and few rows.
 
     `offset`: what gemm.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
     """
-    M, K = digits.num_rows, digits.in_features
+    M, K = limbs.num_rows, limbs.in_features
     N, bits = weight.out_features, weight.spec.bits
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=weight.device)
     with on_device(y_MN):
         launch(
             _w4a16_digits,
-            (weight.tensors["words"].shape[0] * (LINEAR_TILE_N // tile.block_n),),
-            digits.words.view(torch.int8),
-            digits.scales,
-            digits.sums,
+            (weight.tensors["words"].shape[0] * (TILE_N // tile.block_n),),
+            limbs.words.view(torch.int8),
+            limbs.scales,
+            limbs.sums,
             weight.tensors["words"].view(torch.int8),
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
@@ -95,16 +95,16 @@ def linear(
             y_MN,
             M,
             N,
-            K // LINEAR_MAX_BLOCK_K,
-            STEPS_OF_GROUP=weight.spec.group_length(K) // LINEAR_MAX_BLOCK_K,
+            K // K_STEP,
+            STEPS_OF_GROUP=weight.spec.group_length(K) // K_STEP,
             BITS=bits,
             OFFSET=offset,
-            TILES=digits.words.shape[1],
-            COLUMNS=LINEAR_DIGITS_COLUMNS,
-            D=LINEAR_DIGITS,
+            TILES=limbs.words.shape[1],
+            COLUMNS=LIMBS_COLUMNS,
+            D=LIMBS_OF_INPUT,
             W=tile.warps,
             BN=tile.block_n,
-            TILE_N=LINEAR_TILE_N,
+            TILE_N=TILE_N,
             AHEAD=tile.ahead,
             **layouts(tile.warps, tile.block_n, bits),
             num_warps=tile.warps,
@@ -137,11 +137,11 @@ def _left(codes, BITS: gl.constexpr, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def _right(digits, PRODUCT: gl.constexpr):
-    """Digits [W, 1024] as limbs.py has them to [W, 128, 8], inputs in the order of `_left`."""
-    W: gl.constexpr = digits.shape[0]
+def _right(limbs, PRODUCT: gl.constexpr):
+    """Limbs [W, 1024] as limbs.py has them to [W, 128, 8], inputs in the order of `_left`."""
+    W: gl.constexpr = limbs.shape[0]
     # [W, i, column, t, w, b]
-    x = digits.reshape([W, 2, 8, 4, 4, 4]).permute([0, 1, 4, 3, 5, 2])
+    x = limbs.reshape([W, 2, 8, 4, 4, 4]).permute([0, 1, 4, 3, 5, 2])
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 4)
     return gl.convert_layout(x.reshape([W, 128, 8]), RIGHT, assert_trivial=True)
 
@@ -160,7 +160,7 @@ def _store(sums, y_ptr, bias_ptr, first_n, first_m, M, N):
 
 @gluon.jit(do_not_specialize=["M"])
 def _w4a16_digits(
-    digits_ptr,  # [steps, T, 1024] bytes
+    limbs_ptr,  # [steps, T, 1024] bytes
     input_scales_ptr,  # [steps, T, 8]
     sums_ptr,  # [steps, T, 8] or None: symmetric
     codes_ptr,  # [N/64, steps, 64, 16 BITS] bytes: the words of gemm.py
@@ -199,8 +199,8 @@ def _w4a16_digits(
     row_warp = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
     row = gl.arange(0, BN, layout=gl.SliceLayout(0, ROWS))
     group_rows = stored * (steps // STEPS_OF_GROUP) * TILE_N + part * BN + row[None, :]
-    digit_warp = gl.arange(0, W, layout=gl.SliceLayout(1, INPUTS))
-    digit = gl.arange(0, 128 * COLUMNS, layout=gl.SliceLayout(0, INPUTS))[None, :]
+    limb_warp = gl.arange(0, W, layout=gl.SliceLayout(1, INPUTS))
+    limb = gl.arange(0, 128 * COLUMNS, layout=gl.SliceLayout(0, INPUTS))[None, :]
     column_warp = gl.arange(0, W, layout=gl.SliceLayout(1, COLS))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, COLS))[None, :]
     magic = gl.full([W, BN, COLUMNS], MAGIC, gl.int32, PRODUCT)
@@ -225,27 +225,27 @@ def _w4a16_digits(
                 offsets += (gl.load(offsets_ptr + group, mask=inside, other=0.0),)
         if first == 0:
             # weights never change; the rest is the kernel's before until it ends
-            wait_for_kernel_before()
+            griddepcontrol_wait()
         for i in gl.static_range(AHEAD):
             left = _left(codes[i], BITS, PRODUCT)
             scale = scales[i].to(gl.float32)[:, :, None] / SHIFTED
-            step = gl.minimum(first + i * W + digit_warp, steps - 1)[:, None] * TILES
+            step = gl.minimum(first + i * W + limb_warp, steps - 1)[:, None] * TILES
             column_step = gl.minimum(first + i * W + column_warp, steps - 1)[:, None] * TILES
             new = ()
             for j in gl.static_range(TILES):
-                digits = gl.load(digits_ptr + (step + j) * (128 * COLUMNS) + digit)
+                limbs = gl.load(limbs_ptr + (step + j) * (128 * COLUMNS) + limb)
                 of_columns = (column_step + j) * COLUMNS + column
                 initial = magic
                 if offsets_ptr is not None:
                     # how far the zero is from the one that the operand has subtracted
                     zero = SHIFTED * (offsets[i].to(gl.float32) - OFFSET).to(gl.int32)[:, :, None]
                     initial -= zero * gl.load(sums_ptr + of_columns)[:, None, :]
-                product = mma_v2(left, _right(digits, PRODUCT), initial)
+                product = mma_v2(left, _right(limbs, PRODUCT), initial)
                 exact = product.to(gl.float32, bitcast=True) - MAGIC_FLOAT
                 input_scale = gl.load(input_scales_ptr + of_columns)[:, None, :]
                 new += (totals[j] + exact * (scale * input_scale),)
             totals = new
-    let_kernel_after_start()
+    launch_dependents()
     for j in gl.static_range(TILES):
         digits_of_rows = totals[j].reshape([W, BN, COLUMNS // D, D])
         sums = gl.sum(gl.sum(digits_of_rows, 3), 0)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from qkernels.gpu.config import MAX_STAGES, ceil_div
 from qkernels.operands.limbs import (
-    LINEAR_DIGITS,
-    LINEAR_DIGITS_COLUMNS,
-    LINEAR_DIGITS_MAX_ROWS,
-    LINEAR_MAX_BLOCK_K,
-    linear_digits_fit,
+    K_STEP,
+    LIMBS_COLUMNS,
+    LIMBS_MAX_ROWS,
+    LIMBS_OF_INPUT,
+    limbs_fit,
 )
-from qkernels.wna16.layout import linear_block_k
+from qkernels.wna16.layout import k_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearDigitsTile:
+class GemvImmaConfig:
     """How one product of few rows is cut for the integer tensor core (sm90_gemv_imma.py)."""
 
     block_n: int = 16  # 16, 32 or 64
@@ -26,14 +26,14 @@ class LinearDigitsTile:
     ahead: int = 2  # steps that a warp asks for at once
 
 
-def linear_digits_pay(M: int, N: int, K: int) -> bool:
-    """Whether 4 bits gain by digits that have to be made first, by a kernel of their own.
+def limbs_pay(M: int, N: int, K: int) -> bool:
+    """Whether 4 bits gain by limbs that have to be made first, by a kernel of their own.
 
     Measured, us for qkv / o / gate_up / down, in brackets the ring, which takes x as it is:
     M = 1  5.8 (6.4) / 4.8 (5.1) / 18.1 (18.4) / 11.0 to 11.8 (10.5), 128256 x 4096 65 (78)
     M = 4  7.0 (6.3) / 5.1 (5.2) / 18.9 (18.5) / 12.3 (10.5)
     """
-    return N * K > 2**27 or (M <= 2 and K // LINEAR_MAX_BLOCK_K <= 64)
+    return N * K > 2**27 or (M <= 2 and K // K_STEP <= 64)
 
 
 # Measured, us for qkv / o / gate_up / down, in brackets the portable body:
@@ -44,33 +44,33 @@ def linear_digits_pay(M: int, N: int, K: int) -> bool:
 # M = 1, 8 bits 9.3 (10.7) / 7.4 (9.3) / 34.9 (41.0) / 18.7 (21.7)
 # M = 4, 8 bits 10.9 (10.5) / 8.7 (9.5) / 36.3 (41.5) / 21.0 (21.4)
 @functools.lru_cache(maxsize=4096)
-def linear_digits_tile(
+def default_gemv_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
-) -> LinearDigitsTile | None:
+) -> GemvImmaConfig | None:
     """The tile for few rows; None: there are more, or a step lies in several groups."""
-    if M > LINEAR_DIGITS_MAX_ROWS or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+    if M > LIMBS_MAX_ROWS or k_step(group) != K_STEP:
         return None
-    if not linear_digits_fit(M, K):
+    if not limbs_fit(M, K):
         return None
-    steps = K // LINEAR_MAX_BLOCK_K
-    # a block reads all digits: where there are many blocks, fewer and larger ones
-    wide = M > LINEAR_DIGITS_COLUMNS // LINEAR_DIGITS and 2.5 * sm_count < N / 16
+    steps = K // K_STEP
+    # a block reads all limbs: where there are many blocks, fewer and larger ones
+    wide = M > LIMBS_COLUMNS // LIMBS_OF_INPUT and 2.5 * sm_count < N / 16
     if bits == 8:  # a step is twice as many bytes
         warps, ahead = 16 if steps > 64 else 8, 1
     else:
         warps = 4 if wide else 8
         ahead = min(2, ceil_div(steps, warps))
-    return LinearDigitsTile(block_n=32 if wide else 16, warps=warps, ahead=ahead)
+    return GemvImmaConfig(block_n=32 if wide else 16, warps=warps, ahead=ahead)
 
 
-def linear_digits_tile_fault(
-    tile: LinearDigitsTile, *, M: int, N: int, K: int, group: int, bits: int
+def gemv_config_fault(
+    tile: GemvImmaConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
     """None: the kernel can run it."""
-    if M > LINEAR_DIGITS_MAX_ROWS or bits not in (4, 8):
-        return f"takes at most {LINEAR_DIGITS_MAX_ROWS} rows and 4 or 8 bits, found {M} and {bits}"
-    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or not linear_digits_fit(M, K):
-        return f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, found {group} of {K} inputs"
+    if M > LIMBS_MAX_ROWS or bits not in (4, 8):
+        return f"takes at most {LIMBS_MAX_ROWS} rows and 4 or 8 bits, found {M} and {bits}"
+    if k_step(group) != K_STEP or not limbs_fit(M, K):
+        return f"takes groups divisible by {K_STEP}, found {group} of {K} inputs"
     if tile.block_n not in (16, 32, 64):
         return f"block_n must be 16, 32 or 64, found {tile.block_n}"
     if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.ahead <= MAX_STAGES:

@@ -26,15 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl_gluon import wait_for_kernel_before
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait
 from qkernels.gpu.pipeline import advance, after, new_barriers
-from qkernels.gpu.split_k_reduce import meet
+from qkernels.gpu.split_k_reduce import reduce_scatter
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.wna16.dequant import factors, in_full, load_pieces, rows_layout, unpack
-from qkernels.wna16.layout import LINEAR_TILE_N
-from qkernels.wna16.numerics import linear_format
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile
+from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.numerics import weight_numerics
+from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.sm90_large_m_epilogue import store
 from qkernels.wna16.sm90_large_m_load import copy, ends, unit_of_work
 
@@ -50,7 +50,7 @@ def linear(
     x_MK: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearHopperTile,
+    tile: LargeMConfig,
     *,
     offset: int,
 ) -> torch.Tensor:
@@ -65,7 +65,7 @@ def linear(
     tiles = tile.tiles(M, N)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
     box = words_box(weight.spec.bits)
-    format = linear_format(weight, bias, offset)
+    format = weight_numerics(weight, bias, offset)
     # parts of a tile wait for each other: all must run at once
     assert tile.split == 1 or (tile.fits(M, N, K) and tile.blocks == tiles * tile.split), tile
     assert tile.blocks <= sm_count(x_MK.device), tile
@@ -80,7 +80,7 @@ def linear(
             scales,
             scales if offsets is None else offsets,
             scales if bias is None else bias,
-            descriptor(y_MN, [tile.store_rows, LINEAR_TILE_N]),
+            descriptor(y_MN, [tile.store_rows, TILE_N]),
             partials,
             counters,
             M,
@@ -97,7 +97,7 @@ def linear(
 
 
 @functools.cache
-def _compiled_in(tile: LinearHopperTile) -> LinearHopperTile:
+def _compiled_in(tile: LargeMConfig) -> LargeMConfig:
     """The tile without its grid: one kernel does any number of tiles."""
     return replace(tile, blocks=0)
 
@@ -216,7 +216,9 @@ def _multiply_units(
         ptr_rows = stored * (steps // FORMAT.steps_of_group) * 64 + rows
         sums, at = _sums(rings, pointers, ptr_rows, begin, end, at, WHICH, TILE, BM, FORMAT, DTYPE)
         if SPLIT > 1:
-            sums = meet(sums, tile * PARTS + WHICH, part, partials_ptr, counters_ptr, SPLIT)
+            sums = reduce_scatter(
+                sums, tile * PARTS + WHICH, part, partials_ptr, counters_ptr, SPLIT
+            )
             m += part * (BM // SPLIT)
         n = (tile_n * PARTS + WHICH) * 64
         sums = in_full(sums, FORMAT, DTYPE)
@@ -239,7 +241,7 @@ def _multiply(
     first = gl.program_id(0)
     zero = first * 0
     at = (zero, zero, zero)
-    wait_for_kernel_before()
+    griddepcontrol_wait()
     at = _multiply_units(
         descs, rings, pointers, sizes, first, whole_end, at, WHICH, TILE, False, FORMAT
     )
@@ -266,8 +268,8 @@ def _w4a16_hopper(
     N,
     K,
     whole,  # tiles that are not cut in halves
-    TILE: gl.constexpr,  # a LinearHopperTile
-    FORMAT: gl.constexpr,  # a LinearFormat
+    TILE: gl.constexpr,  # a LargeMConfig
+    FORMAT: gl.constexpr,  # a WeightNumerics
 ):
     DTYPE: gl.constexpr = y_desc.dtype
     PARTS: gl.constexpr = TILE.parts

@@ -8,11 +8,11 @@ Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's, as in the 
 import functools
 from dataclasses import dataclass, replace
 
-from qkernels.gpu.config import HOPPER_SHARED_BYTES, CompiledIn, ceil_div
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
-from qkernels.operands.limbs import LINEAR_MAX_BLOCK_K
-from qkernels.wna16.layout import LINEAR_TILE_N, linear_block_k, linear_padded_n
-from qkernels.wna16.triton_config import linear_tile
+from qkernels.gpu.config import HOPPER_SHARED_BYTES, CompileTimeConfig, ceil_div
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
+from qkernels.operands.limbs import K_STEP
+from qkernels.wna16.layout import TILE_N, k_step, padded_n
+from qkernels.wna16.triton_config import default_triton_config
 
 _REGISTERS = 65536  # of an SM
 _COPY_REGISTERS = 24  # of a thread of the warp that copies, where it gives its own to the others
@@ -20,7 +20,7 @@ _MAX_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearHopperTile(CompiledIn):
+class LargeMConfig(CompileTimeConfig):
     """How one product is cut for the Hopper body: tiles of 64 parts outputs by block_m rows.
 
     A block makes several tiles, or with `split` one part of K of one tile.
@@ -70,9 +70,9 @@ class LinearHopperTile(CompiledIn):
     @property
     def stages(self) -> int:
         """Stages of x that are on their way: as many as shared memory holds, up to 8."""
-        stores = self.parts * self.store_buffers * LINEAR_TILE_N * self.store_rows * 2
-        words = self.parts * LINEAR_TILE_N * LINEAR_MAX_BLOCK_K * self.bits // 8
-        x = self.block_m * LINEAR_MAX_BLOCK_K * 2 // self.stages_of_step
+        stores = self.parts * self.store_buffers * TILE_N * self.store_rows * 2
+        words = self.parts * TILE_N * K_STEP * self.bits // 8
+        x = self.block_m * K_STEP * 2 // self.stages_of_step
 
         def num_bytes(stages: int) -> int:
             return stages * x + ceil_div(stages, self.stages_of_step) * words + stores + 512
@@ -99,9 +99,9 @@ class LinearHopperTile(CompiledIn):
         return left // self.parts // 8 * 8
 
     def tiles(self, M: int, N: int) -> int:
-        return ceil_div(N, LINEAR_TILE_N * self.parts) * ceil_div(M, self.block_m)
+        return ceil_div(N, TILE_N * self.parts) * ceil_div(M, self.block_m)
 
-    def on(self, M: int, N: int, sm_count: int) -> "LinearHopperTile":
+    def on(self, M: int, N: int, sm_count: int) -> "LargeMConfig":
         """The same with the blocks that it takes for M rows on such a GPU."""
         units = self.tiles(M, N) * self.split * (2 if self.halves else 1)
         return replace(self, blocks=min(units, sm_count))
@@ -110,12 +110,12 @@ class LinearHopperTile(CompiledIn):
         """Whether each part of K has a step and a block, and its sums a place in the workspace."""
         if self.split == 1:
             return True
-        floats = self.tiles(M, N) * self.split * self.parts * LINEAR_TILE_N * self.block_m
+        floats = self.tiles(M, N) * self.split * self.parts * TILE_N * self.block_m
         return (
-            self.split <= K // LINEAR_MAX_BLOCK_K
+            self.split <= K // K_STEP
             and self.tiles(M, N) * self.split <= self.blocks
-            and floats <= LINEAR_WORKSPACE_FLOATS
-            and self.tiles(M, N) * self.parts <= LINEAR_COUNTERS
+            and floats <= WORKSPACE_FLOATS
+            and self.tiles(M, N) * self.parts <= WORKSPACE_COUNTERS
         )
 
 
@@ -125,8 +125,8 @@ _STEP = {
     8: {(2, 64): 0.58, (2, 128): 0.72, (3, 128): 1.1, (2, 256): 1.27},
 }
 
-LINEAR_HOPPER_SIZES = tuple(_STEP[4])
-LINEAR_HOPPER_SPLITS = (1, 2, 4)
+LARGE_M_SIZES = tuple(_STEP[4])
+LARGE_M_SPLITS = (1, 2, 4)
 _START = 5.2  # us of a launch, the first copies and the last store
 _ROUND = 2.5  # us from one tile of a block to its next
 _MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
@@ -155,20 +155,20 @@ _MIN_ROWS = 33  # below, most of a tile's rows would be empty
 # M = 256   25.3 (32.0) / 18.7 (23.7) / 90.2 (136.3) / 47.3 (62.1)
 # M = 512   40.5 (63.0) / 28.3 (32.8) / 172.0 (253.2) / 82.4 (111.7)
 @functools.lru_cache(maxsize=4096)
-def linear_hopper_tile(
+def default_large_m_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
-) -> LinearHopperTile | None:
+) -> LargeMConfig | None:
     """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
-    if linear_block_k(group) != LINEAR_MAX_BLOCK_K or M < _MIN_ROWS:
+    if k_step(group) != K_STEP or M < _MIN_ROWS:
         return None
     best, least = None, _other_time(M, N, K, group, bits, sm_count)
-    for parts, block_m in LINEAR_HOPPER_SIZES:
+    for parts, block_m in LARGE_M_SIZES:
         if block_m == 64 and M > 64:
             continue
         for split, halves in ((1, False), (2, False), (4, False), (1, True)):
             if halves and block_m < 256:
                 continue
-            tile = LinearHopperTile(
+            tile = LargeMConfig(
                 blocks=sm_count,
                 bits=bits,
                 parts=parts,
@@ -182,10 +182,10 @@ def linear_hopper_tile(
     return best
 
 
-def _time(tile: LinearHopperTile, M: int, N: int, K: int) -> float:
+def _time(tile: LargeMConfig, M: int, N: int, K: int) -> float:
     """Microseconds, as measured tiles of these sizes add up."""
     step = _STEP[tile.bits][tile.parts, tile.block_m]
-    steps = K / LINEAR_MAX_BLOCK_K / tile.split
+    steps = K / K_STEP / tile.split
     tiles = tile.tiles(M, N)
     if tile.halves:
         rounds, rest = divmod(tiles, tile.blocks)
@@ -203,28 +203,28 @@ def _time(tile: LinearHopperTile, M: int, N: int, K: int) -> float:
 
 def _other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> float:
     """Microseconds of the portable body, or of dequantizing and the library."""
-    portable = linear_tile(M, N, K, group, sm_count)
+    portable = default_triton_config(M, N, K, group, sm_count)
     if portable is None:
         return 2e-6 * M * N * K / _LIBRARY_RATE + (2 + bits / 8) * 1e-6 * N * K / _DEQUANTIZE_RATE
-    blocks = linear_padded_n(N) // LINEAR_TILE_N * ceil_div(M, portable.block_m) * portable.split
-    steps = K / LINEAR_MAX_BLOCK_K / portable.split
+    blocks = padded_n(N) // TILE_N * ceil_div(M, portable.block_m) * portable.split
+    steps = K / K_STEP / portable.split
     waves = ceil_div(blocks, 2 * sm_count)
     products = waves * steps * _PORTABLE_STEP[bits][max(64, portable.block_m)]
     return _PORTABLE_START + products + _PORTABLE_MEETING * portable.split
 
 
-def linear_hopper_tile_fault(
-    tile: LinearHopperTile, *, M: int, N: int, K: int, group: int, bits: int
+def large_m_config_fault(
+    tile: LargeMConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
     """None: the kernel can run it on a GPU of at least `tile.blocks` SMs."""
     if tile.bits != bits or bits not in (4, 8):
         return f"is for {tile.bits} bits, of 4 and 8, found {bits}"
-    if linear_block_k(group) != LINEAR_MAX_BLOCK_K:
-        return f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, found {group}"
-    if (tile.parts, tile.block_m) not in LINEAR_HOPPER_SIZES:
-        return f"parts and block_m must be of {LINEAR_HOPPER_SIZES}, found {tile}"
-    if tile.split not in LINEAR_HOPPER_SPLITS or tile.blocks < 1:
-        return f"split must be of {LINEAR_HOPPER_SPLITS} and blocks at least 1, found {tile}"
+    if k_step(group) != K_STEP:
+        return f"takes groups divisible by {K_STEP}, found {group}"
+    if (tile.parts, tile.block_m) not in LARGE_M_SIZES:
+        return f"parts and block_m must be of {LARGE_M_SIZES}, found {tile}"
+    if tile.split not in LARGE_M_SPLITS or tile.blocks < 1:
+        return f"split must be of {LARGE_M_SPLITS} and blocks at least 1, found {tile}"
     if tile.halves and (tile.block_m < 256 or tile.split > 1):
         return f"halves are for tiles of 256 rows and whole K, found {tile}"
     if tile.block_m == 64 and M > 64:

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from qkernels.gpu.gluon_compat import store_box
-from qkernels.gpu.registers import pieces_of
+from qkernels.gpu.gluon_compat import tma_store
+from qkernels.gpu.registers import split_columns
 
 
 @gluon.jit
@@ -30,11 +30,11 @@ def store(
         row = n + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
         # beyond the edge nothing is stored; any bias will do there
         sums += gl.load(bias_ptr + gl.minimum(row, N - 1)).to(gl.float32)[:, None]
-    pieces = pieces_of(sums, sums.shape[1] // ROWS)
+    pieces = split_columns(sums, sums.shape[1] // ROWS)
     for j in gl.static_range(sums.shape[1] // ROWS):
         # the last copy out of this buffer has read it
         tma.store_wait(BUFFERS - 1)
         buf = bufs.index(which * BUFFERS + j % BUFFERS)
         buf.permute((1, 0)).store(pieces[j].to(y.dtype))
         fence_async_shared()
-        store_box(y, [m + j * ROWS, n], buf)
+        tma_store(y, [m + j * ROWS, n], buf)

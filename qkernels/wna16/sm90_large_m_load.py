@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from qkernels.gpu.gluon_compat import load_box
-from qkernels.gpu.pdl_gluon import let_kernel_after_start, wait_for_kernel_before
+from qkernels.gpu.gluon_compat import tma_load
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.pipeline import advance, after
 
 
@@ -86,7 +86,7 @@ def _copy_words(
         stored = gl.minimum(tile_n * PARTS + i, stored_tiles - 1)
         row = (stored * steps + step) * (8 * FORMAT.bits)
         words_of_part = words.index(place * PARTS + i)
-        load_box(words_desc, [row, 0], full.index(stage), words_of_part, pred=pred)
+        tma_load(words_desc, [row, 0], full.index(stage), words_of_part, pred=pred)
         group = (stored * (steps // FORMAT.steps_of_group) + step // FORMAT.steps_of_group) * 64
         _prefetch(scales_ptr + group)
         if FORMAT.has_offsets:
@@ -143,7 +143,7 @@ def _copy_units(
                     mbarrier.expect(bar, X_BYTES)
                 for j in gl.static_range(BOXES):
                     box = xs.index(BOXES * stage + j).slice(0, BM, dim=0)
-                    load_box(desc, [m, step * 128 + (i * BOXES + j) * 64], bar, box)
+                    tma_load(desc, [m, step * 128 + (i * BOXES + j) * 64], bar, box)
                 stage, phase = advance(stage, phase, TILE.stages)
             place = after(place, TILE.words_slots)
             count += 1
@@ -168,7 +168,7 @@ def copy(descs, rings, pointers, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr
         step, stage = begin + place, STAGES_OF_STEP * place
         mbarrier.expect(full.index(stage), BYTES)
         _copy_words(descs, rings, pointers, sizes, tile_n, step, stage, place, True, TILE, FORMAT)
-    wait_for_kernel_before()
+    griddepcontrol_wait()
     at = (zero, zero + 1, zero)
     count, at = _copy_units(
         descs, rings, pointers, sizes, first, whole_end, started, zero, at, TILE, False, FORMAT
@@ -188,4 +188,4 @@ def copy(descs, rings, pointers, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr
             True,
             FORMAT,
         )
-    let_kernel_after_start()
+    launch_dependents()

@@ -20,18 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkernels.gpu.device import sm_count
-from qkernels.gpu.gluon_compat import descriptor, load_box
+from qkernels.gpu.gluon_compat import descriptor, tma_load
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl_gluon import let_kernel_after_start, wait_for_kernel_before
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.pipeline import advance, new_barriers
-from qkernels.gpu.split_k_reduce import add_if_last
+from qkernels.gpu.split_k_reduce import reduce_in_last_arriver
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.wna16.dequant import load_pieces, rows_layout
 from qkernels.wna16.dequant_int4 import codes_in_full, exact_codes, zeros_to_subtract
-from qkernels.wna16.layout import LINEAR_TILE_N
-from qkernels.wna16.numerics import linear_format
-from qkernels.wna16.sm90_small_m_config import LinearRingTile
+from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.numerics import weight_numerics
+from qkernels.wna16.sm90_small_m_config import SmallMConfig
 
 SLICE = 64  # inputs of one copy of x: 128 bytes, the widest swizzle
 WORDS_BOX = [32, 32]  # a stored tile's words of a step, in rows of 128 bytes
@@ -42,7 +42,7 @@ def linear(
     x_MK: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearRingTile,
+    tile: SmallMConfig,
     *,
     offset: int,
 ) -> torch.Tensor:
@@ -51,7 +51,7 @@ def linear(
     `offset`: what gemm.py subtracts where symmetric.
     """
     y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
-    _launch(x_MK, weight, bias, tile, y_MN, offset, parts_apart=False)
+    _launch(x_MK, weight, bias, tile, y_MN, offset, unreduced=False)
     return y_MN
 
 
@@ -59,7 +59,7 @@ def linear_parts(
     x_MK: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearRingTile,
+    tile: SmallMConfig,
     *,
     offset: int,
 ) -> torch.Tensor:
@@ -67,7 +67,7 @@ def linear_parts(
     parts_SMN = torch.empty(
         (tile.split, x_MK.shape[0], weight.out_features), dtype=torch.float32, device=x_MK.device
     )
-    _launch(x_MK, weight, bias, tile, parts_SMN, offset, parts_apart=True)
+    _launch(x_MK, weight, bias, tile, parts_SMN, offset, unreduced=True)
     return parts_SMN
 
 
@@ -75,10 +75,10 @@ def _launch(
     x_MK: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearRingTile,
+    tile: SmallMConfig,
     y: torch.Tensor,
     offset: int,
-    parts_apart: bool,
+    unreduced: bool,
 ) -> None:
     M, K = x_MK.shape
     N = weight.out_features
@@ -91,8 +91,8 @@ def _launch(
             (min(units, tile.blocks_of_sm * sm_count(x_MK.device)),),
             descriptor(weight.tensors["words"].view(-1, WORDS_BOX[1]), WORDS_BOX),
             descriptor(x_MK, [tile.rows, SLICE]),
-            descriptor(scales.view(-1), [LINEAR_TILE_N]),
-            descriptor((scales if offsets is None else offsets).view(-1), [LINEAR_TILE_N]),
+            descriptor(scales.view(-1), [TILE_N]),
+            descriptor((scales if offsets is None else offsets).view(-1), [TILE_N]),
             scales if bias is None else bias,
             y,
             partials,
@@ -102,8 +102,8 @@ def _launch(
             K // 128,
             tile.tiles(N),
             TILE=tile,
-            FORMAT=linear_format(weight, bias, offset),
-            APART=parts_apart,
+            FORMAT=weight_numerics(weight, bias, offset),
+            UNREDUCED=unreduced,
             num_warps=4,
             maxnreg=tile.registers,
             launch_pdl=True,
@@ -156,7 +156,7 @@ def _multiply(
     WHICH: gl.constexpr,
     TILE: gl.constexpr,
     FORMAT: gl.constexpr,
-    APART: gl.constexpr,
+    UNREDUCED: gl.constexpr,
 ):
     """One warpgroup: its 64 outputs of each tile, and their results."""
     _, xs, scales, _, full, empty = rings
@@ -179,7 +179,7 @@ def _multiply(
             stage, phase = advance(stage, phase, TILE.stages)
         if FORMAT.has_bias:
             sums += _bias(pointers, sizes, tile * PARTS + WHICH, part, SUMS)[:, None]
-        if APART:
+        if UNREDUCED:
             _store_part(sums, pointers, sizes, tile * PARTS + WHICH, part)
         else:
             _finish(sums, pointers, sizes, tile * PARTS + WHICH, part, TILE)
@@ -218,7 +218,9 @@ def _finish(sums, pointers, sizes, place, part, TILE: gl.constexpr):
     M, N, _, _ = sizes
     last = True
     if TILE.split > 1:
-        sums, last = add_if_last(sums, place, part, partials_ptr, counters_ptr, TILE.split)
+        sums, last = reduce_in_last_arriver(
+            sums, place, part, partials_ptr, counters_ptr, TILE.split
+        )
     if last:
         _store(sums.to(y_ptr.dtype.element_ty), y_ptr, place * 64, M, N)
 
@@ -252,11 +254,11 @@ def _copy_weight(
         # beyond the last stored tile: the last, whose results go nowhere
         stored = gl.minimum(tile * PARTS + i, (N + 63) // 64 - 1)
         at = stage * PARTS + i
-        load_box(words_desc, [(stored * steps + step) * 32, 0], bar, words.index(at), pred=pred)
+        tma_load(words_desc, [(stored * steps + step) * 32, 0], bar, words.index(at), pred=pred)
         group = stored * (steps // FORMAT.steps_of_group) + step // FORMAT.steps_of_group
-        load_box(scales_desc, [group * 64], bar, scales.index(at), pred=pred)
+        tma_load(scales_desc, [group * 64], bar, scales.index(at), pred=pred)
         if FORMAT.has_offsets:
-            load_box(offsets_desc, [group * 64], bar, offsets.index(at), pred=pred)
+            tma_load(offsets_desc, [group * 64], bar, offsets.index(at), pred=pred)
 
 
 @gluon.jit
@@ -273,9 +275,9 @@ def _copy(descs, rings, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr):
     started = gl.minimum(end - begin, STAGES)
     for i in range(started):
         _copy_weight(descs, rings, sizes, tile, begin + i, i, True, TILE, FORMAT)
-    if TILE.early:
-        let_kernel_after_start()
-    wait_for_kernel_before()
+    if TILE.launch_early:
+        launch_dependents()
+    griddepcontrol_wait()
     count = stage
     for unit in range(gl.program_id(0), tiles * TILE.split, gl.num_programs(0)):
         tile, _, begin, end = _unit(unit, steps, TILE.split)
@@ -284,11 +286,11 @@ def _copy(descs, rings, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr):
             _copy_weight(descs, rings, sizes, tile, step, stage, count >= started, TILE, FORMAT)
             for half in gl.static_range(2):
                 place = [0, step * 128 + half * 64]
-                load_box(x_desc, place, full.index(stage), xs.index(2 * stage + half))
+                tma_load(x_desc, place, full.index(stage), xs.index(2 * stage + half))
             count += 1
             stage, phase = advance(stage, phase, STAGES)
-    if not TILE.early:
-        let_kernel_after_start()
+    if not TILE.launch_early:
+        launch_dependents()
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "tiles"])
@@ -305,9 +307,9 @@ def _w4a16_ring(
     N,
     steps,
     tiles,
-    TILE: gl.constexpr,  # a LinearRingTile
-    FORMAT: gl.constexpr,  # a LinearFormat
-    APART: gl.constexpr,  # parts of K are left to whoever reads y
+    TILE: gl.constexpr,  # a SmallMConfig
+    FORMAT: gl.constexpr,  # a WeightNumerics
+    UNREDUCED: gl.constexpr,  # parts of K are left to whoever reads y
 ):
     STAGES: gl.constexpr = TILE.stages
     R: gl.constexpr = TILE.rows
@@ -330,8 +332,8 @@ def _w4a16_ring(
     COPY: gl.constexpr = TILE.copy_registers
     gl.warp_specialize(
         [
-            (_multiply, (rings, pointers, sizes, 0, TILE, FORMAT, APART)),
-            (_multiply, (rings, pointers, sizes, 1, TILE, FORMAT, APART)),
+            (_multiply, (rings, pointers, sizes, 0, TILE, FORMAT, UNREDUCED)),
+            (_multiply, (rings, pointers, sizes, 1, TILE, FORMAT, UNREDUCED)),
             (_copy, (descs, rings, sizes, TILE, FORMAT)),
         ],
         [4, 1],

@@ -9,25 +9,25 @@ import functools
 import math
 from dataclasses import dataclass
 
-from qkernels.gpu.config import MAX_STAGES, CompiledIn, ceil_div
-from qkernels.gpu.workspace import LINEAR_WORKSPACE_FLOATS
-from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS, LINEAR_MAX_BLOCK_K
-from qkernels.operands.split_k import PartReader
-from qkernels.wna16.layout import LINEAR_TILE_N, linear_block_k
+from qkernels.gpu.config import MAX_STAGES, CompileTimeConfig, ceil_div
+from qkernels.gpu.workspace import WORKSPACE_FLOATS
+from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
+from qkernels.operands.split_k import Consumer
+from qkernels.wna16.layout import TILE_N, k_step
 
-LINEAR_RING_ROWS = (8, 16, 32, 64)  # of x that a tile has place for
-LINEAR_RING_TILE_N = 2 * LINEAR_TILE_N
+SMALL_M_ROWS = (8, 16, 32, 64)  # of x that a tile has place for
+SMALL_M_TILE_N = 2 * TILE_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRingTile(CompiledIn):
+class SmallMConfig(CompileTimeConfig):
     """How one product of up to 64 rows is cut for the ring (sm90_small_m.py)."""
 
     rows: int  # of x that it has place for
     split: int = 1  # parts of K
     stages: int = 4  # steps of 128 inputs on their way
     alone: bool = False  # one block on an SM, with twice the registers; else two
-    early: bool = False  # the next kernel is let in at the start, not when all is on its way
+    launch_early: bool = False  # the next kernel is let in at the start, not when all is on its way
 
     @property
     def blocks_of_sm(self) -> int:
@@ -53,17 +53,17 @@ class LinearRingTile(CompiledIn):
         return (3 * self.registers - self.copy_registers) // 2 // 8 * 8
 
     def tiles(self, N: int) -> int:
-        return ceil_div(N, LINEAR_RING_TILE_N)
+        return ceil_div(N, SMALL_M_TILE_N)
 
     def fits(self, N: int, K: int) -> bool:
         """Whether each part of K has a step, and sums a place in the workspace.
 
         Sums that have one have counters, too.
         """
-        floats = self.tiles(N) * self.split * LINEAR_RING_TILE_N * self.rows
-        if self.split > 1 and floats > LINEAR_WORKSPACE_FLOATS:
+        floats = self.tiles(N) * self.split * SMALL_M_TILE_N * self.rows
+        if self.split > 1 and floats > WORKSPACE_FLOATS:
             return False
-        return self.split <= K // LINEAR_MAX_BLOCK_K
+        return self.split <= K // K_STEP
 
 
 # What the choice adds up, in microseconds: a step of an SM's blocks, by rows that there is place
@@ -100,38 +100,42 @@ class _Ring:
 
     @property
     def steps(self) -> int:
-        return self.K // LINEAR_MAX_BLOCK_K
+        return self.K // K_STEP
 
     @property
     def alone(self) -> bool:
         """64 rows want more registers than half of an SM's, and get them if none has two tiles."""
-        return self.rows == 64 and ceil_div(self.N, LINEAR_RING_TILE_N) <= self.sm_count
+        return self.rows == 64 and ceil_div(self.N, SMALL_M_TILE_N) <= self.sm_count
 
-    def tile(self, split: int) -> LinearRingTile:
-        early = split == 1 or self.steps // split >= _RING_EARLY_STEPS
-        many = self.alone or (self.rows < 64 and split == 1) or (self.rows == 8 and early)
-        return LinearRingTile(
-            rows=self.rows, split=split, stages=4 if many else 3, alone=self.alone, early=early
+    def tile(self, split: int) -> SmallMConfig:
+        launch_early = split == 1 or self.steps // split >= _RING_EARLY_STEPS
+        many = self.alone or (self.rows < 64 and split == 1) or (self.rows == 8 and launch_early)
+        return SmallMConfig(
+            rows=self.rows,
+            split=split,
+            stages=4 if many else 3,
+            alone=self.alone,
+            launch_early=launch_early,
         )
 
-    def in_parts(self) -> list[LinearRingTile]:
+    def in_parts(self) -> list[SmallMConfig]:
         """All tiles that cut K and can run."""
         tiles = [self.tile(split) for split in range(2, _RING_MAX_SPLIT + 1)]
         return [tile for tile in tiles if tile.fits(self.N, self.K) and self._is_sound(tile)]
 
-    def _is_sound(self, tile: LinearRingTile) -> bool:
+    def _is_sound(self, tile: SmallMConfig) -> bool:
         return self.alone or self._units(tile) <= tile.blocks_of_sm * self.sm_count
 
-    def _units(self, tile: LinearRingTile) -> int:
+    def _units(self, tile: SmallMConfig) -> int:
         return tile.tiles(self.N) * tile.split
 
-    def fills(self, tile: LinearRingTile) -> bool:
+    def fills(self, tile: SmallMConfig) -> bool:
         """Whether the last round of blocks leaves little room for the next kernels'."""
         units = self._units(tile)
         places = self.sm_count * (1 if units <= self.sm_count else tile.blocks_of_sm)
         return (units - 1) % places + 1 > _RING_FULL * places
 
-    def product(self, tile: LinearRingTile) -> float:
+    def product(self, tile: SmallMConfig) -> float:
         """Microseconds until all parts have their sums."""
         units = self._units(tile)
         of_sm = ceil_div(units, self.sm_count)
@@ -143,18 +147,18 @@ class _Ring:
             + (rounds - 1) * _RING_ROUND
         )
 
-    def added_by_last(self, tile: LinearRingTile) -> float:
+    def added_by_last(self, tile: SmallMConfig) -> float:
         """Microseconds of a product whose last part adds all."""
         if tile.split == 1:
             return self.product(tile)
         full = _RING_FULL_COST[self.rows] if self.fills(tile) else 0.0
         return self.product(tile) + full + (tile.split + 3) * self.rows * _RING_ADDED_ROW
 
-    def added_by(self, reader: PartReader, tile: LinearRingTile) -> float:
+    def added_by(self, consumer: Consumer, tile: SmallMConfig) -> float:
         """Microseconds of a product in parts, and what `reader` takes longer to add them."""
-        if self.fills(tile) and (reader == "norm" or tile.alone):
+        if self.fills(tile) and (consumer == "norm" or tile.alone):
             return math.inf  # blocks that read much and wait for room: up to 3 us
-        if reader == "norm":
+        if consumer == "norm":
             read = self.N * _RING_READ_OUTPUT
         else:
             read = _RING_READ_PART + self.rows * self.N * _RING_READ_SUM
@@ -162,8 +166,8 @@ class _Ring:
 
 
 def _ring(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> _Ring | None:
-    rows = next((rows for rows in LINEAR_RING_ROWS if rows >= M), None)
-    if rows is None or bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+    rows = next((rows for rows in SMALL_M_ROWS if rows >= M), None)
+    if rows is None or bits != 4 or k_step(group) != K_STEP:
         return None
     return _Ring(rows, N, K, sm_count)
 
@@ -178,9 +182,9 @@ def _ring(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> _Ring
 # Stages of gate_up 3 / 4 / 5: 19.6 / 18.6 / 18.4 at 8 rows, 20.9 / 19.8 / 19.8 at 16; of down 2 / 3
 # / 4: 12.0 / 10.6 / 10.5, 12.9 / 11.4 / 12.1; of o 5.4 / 5.2 / 5.7.
 @functools.lru_cache(maxsize=4096)
-def linear_ring_tile(
+def default_small_m_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
-) -> LinearRingTile | None:
+) -> SmallMConfig | None:
     """The tile for up to 64 rows; None: there are more, or it cannot."""
     ring = _ring(M, N, K, group, bits, sm_count)
     if ring is None:
@@ -189,34 +193,33 @@ def linear_ring_tile(
 
 
 @functools.lru_cache(maxsize=4096)
-def linear_parts_tile(
-    reader: PartReader, M: int, N: int, K: int, group: int, bits: int, sm_count: int
-) -> LinearRingTile | None:
+def split_k_config(
+    consumer: Consumer, M: int, N: int, K: int, group: int, bits: int, sm_count: int
+) -> SmallMConfig | None:
     """The tile of a product whose parts `reader` adds; None: the last part adds them faster.
 
     The costs above choose, of 18 shapes and 8 to 64 rows, what takes 1.3 percent longer than the
     best of all splits and both ways (README.md has some of the measurements); 14 at most.
     """
     ring = _ring(M, N, K, group, bits, sm_count)
-    if ring is None or M <= LINEAR_DIGITS_MAX_ROWS:
-        return None  # of few rows the reader makes digits
-    best = min(ring.in_parts(), key=lambda tile: ring.added_by(reader, tile), default=None)
+    if ring is None or M <= LIMBS_MAX_ROWS:
+        return None  # of few rows the reader makes limbs
+    best = min(ring.in_parts(), key=lambda tile: ring.added_by(consumer, tile), default=None)
     if best is None:
         return None
-    last = ring.added_by_last(linear_ring_tile(M, N, K, group, bits, sm_count))
-    return best if ring.added_by(reader, best) < last else None
+    last = ring.added_by_last(default_small_m_config(M, N, K, group, bits, sm_count))
+    return best if ring.added_by(consumer, best) < last else None
 
 
-def linear_ring_tile_fault(
-    tile: LinearRingTile, *, M: int, N: int, K: int, group: int, bits: int
+def small_m_config_fault(
+    tile: SmallMConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
     """None: the kernel can run it."""
-    if bits != 4 or linear_block_k(group) != LINEAR_MAX_BLOCK_K:
+    if bits != 4 or k_step(group) != K_STEP:
         return f"takes 4 bits and groups divisible by 128, found {bits} and {group} of {K} inputs"
-    if tile.rows not in LINEAR_RING_ROWS or tile.rows < M:
+    if tile.rows not in SMALL_M_ROWS or tile.rows < M:
         return (
-            f"rows must be of {LINEAR_RING_ROWS} and at least the {M} of the problem,"
-            f" found {tile.rows}"
+            f"rows must be of {SMALL_M_ROWS} and at least the {M} of the problem, found {tile.rows}"
         )
     if tile.split < 1 or not 1 <= tile.stages <= MAX_STAGES:
         return (

@@ -3,12 +3,13 @@
 import torch
 
 from qkernels.gpu import device as gpu_device
-from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS, LINEAR_MAX_BLOCK_K
+from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
 from qkernels.problem import HALF_DTYPES, Problem, needs_triton
 from qkernels.tuning import table as tuning_table
-from qkernels.tuning.table import bucket
-from qkernels.wna16.layout import LINEAR_MIN_BLOCK_K, linear_block_k
-from qkernels.wna16.sm90_small_m_config import LINEAR_RING_ROWS
+from qkernels.tuning.op import bucket
+from qkernels.wna16.layout import MIN_K_STEP, k_step
+from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS
+from qkernels.wna16.tuned import TUNED
 
 FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
 CPU_GROUPS = (32, 64, 128, 256)
@@ -33,8 +34,8 @@ def triton_weight_only(problem: Problem, bits: int) -> str | None:
     if reason is not None:
         return reason
     group = problem.spec.group_length(problem.in_features)
-    if linear_block_k(group) < LINEAR_MIN_BLOCK_K or problem.in_features % group:
-        return f"takes groups divisible by {LINEAR_MIN_BLOCK_K}, not {group}"
+    if k_step(group) < MIN_K_STEP or problem.in_features % group:
+        return f"takes groups divisible by {MIN_K_STEP}, not {group}"
     if problem.out_features % 8:
         return f"takes a number of outputs divisible by 8, not {problem.out_features}"
     if problem.out_features * problem.in_features * bits // 32 >= 2**31:
@@ -46,13 +47,13 @@ def _note_weight_only_body(problem: Problem) -> str:
     """Which body runs where the config prefers one for Hopper: it chooses by the number of rows."""
     lacks = gpu_device.lacks_gluon(torch.device(problem.device))
     group = problem.spec.group_length(problem.in_features)
-    if lacks is None and linear_block_k(group) != LINEAR_MAX_BLOCK_K:
-        lacks = f"takes groups divisible by {LINEAR_MAX_BLOCK_K}, not {group}"
+    if lacks is None and k_step(group) != K_STEP:
+        lacks = f"takes groups divisible by {K_STEP}, not {group}"
     if lacks is not None:
         return f"all rows take the portable body; those for Hopper: {lacks}"
-    few = f"up to {LINEAR_DIGITS_MAX_ROWS} rows go as digits"
+    few = f"up to {LIMBS_MAX_ROWS} rows go as limbs"
     if problem.spec.bits == 4:
-        few += f" or through the ring, up to {LINEAR_RING_ROWS[-1]} through the ring"
+        few += f" or through the ring, up to {SMALL_M_ROWS[-1]} through the ring"
     return f"{few}, many rows take the Hopper body"
 
 
@@ -61,15 +62,15 @@ def note_weight_only(problem: Problem) -> str:
     note = _note_weight_only_body(problem)
     if problem.device != "cuda" or not torch.cuda.is_available():
         return note
-    rows = tuning_table.tile_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
-        "w4a16",
+    rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
+        TUNED,
         N=problem.out_features,
         K=problem.in_features,
         group=problem.spec.group_length(problem.in_features),
         bits=problem.spec.bits,
     )
     tiles = {
-        bucket(row.problem["M"]): "the library" if row.tile is None else type(row.tile).__name__
+        bucket(row.problem["M"]): "the library" if row.config is None else type(row.config).__name__
         for row in rows
     }
     found = ", ".join(f"up to {most} rows {tiles[most]}" for most in sorted(tiles))

@@ -9,17 +9,17 @@ import functools
 from dataclasses import dataclass
 
 from qkernels.gpu.config import ceil_div, launch_fault, split_fault
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
-from qkernels.wna16.layout import LINEAR_TILE_N, linear_block_k, linear_padded_n
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
+from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
 # Above this many rows the weight is dequantized to a scratch buffer for the library's GEMM. At 1024
 # rows of qkv / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, the scratch buffer 82 /
 # 58 / 421 / 204; at 2048 the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40.
-LINEAR_MAX_ROWS = 1024
+MAX_FUSED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearTile:
+class TritonGemmConfig:
     """How one W4A16 product is cut. The grid is [ceil(N / block_n), split, ceil(M / block_m)]."""
 
     block_m: int
@@ -27,8 +27,8 @@ class LinearTile:
     split: int  # parts of K that different blocks sum
     warps: int = 4
     stages: int = 3
-    bulk: bool = False  # x through the bulk copy engine
-    early: bool = False  # start while the kernel before it ends
+    use_tma: bool = False  # x through the bulk copy engine
+    pdl: bool = False  # start while the kernel before it ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class _LinearRow:
     block_m: int
     max_split: int
     blocks_per_sm: int  # splitting stops before the grid exceeds this
-    bulk: bool = False
-    early: bool = False
+    use_tma: bool = False
+    pdl: bool = False
     max_tiles_per_sm: float = float("inf")  # the row is for at most this many tiles of 64 outputs
     max_steps: float = float("inf")  # and for at most this many steps
     wide_from: float = float("inf")  # block_n is 128 from this many such tiles for each SM
@@ -57,32 +57,34 @@ _SPLITS = (10, 8, 6, 4, 3, 2)
 # M = 256   26.1 / 20.7 / 110 / 51.6  block_m 128, split 1 / 2 / 1 / 2
 # M = 1024  77.9 / 52.0 / 407 / 190
 _LINEAR_ROWS = (
-    _LinearRow(max_m=16, block_m=16, max_split=10, blocks_per_sm=7, early=True),
-    _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=4, bulk=True, early=True),
+    _LinearRow(max_m=16, block_m=16, max_split=10, blocks_per_sm=7, pdl=True),
+    _LinearRow(max_m=32, block_m=32, max_split=8, blocks_per_sm=4, use_tma=True, pdl=True),
     _LinearRow(
-        max_m=64, block_m=64, max_split=6, blocks_per_sm=3, bulk=True, early=True, wide_from=1.5
+        max_m=64, block_m=64, max_split=6, blocks_per_sm=3, use_tma=True, pdl=True, wide_from=1.5
     ),
     _LinearRow(
         max_m=128,
         block_m=64,
         max_split=3,
         blocks_per_sm=3,
-        bulk=True,
-        early=True,
+        use_tma=True,
+        pdl=True,
         max_tiles_per_sm=1,
         max_steps=64,
     ),
-    _LinearRow(max_m=128, block_m=128, max_split=4, blocks_per_sm=2, bulk=True, early=True),
-    _LinearRow(max_m=LINEAR_MAX_ROWS, block_m=128, max_split=2, blocks_per_sm=2, bulk=True),
+    _LinearRow(max_m=128, block_m=128, max_split=4, blocks_per_sm=2, use_tma=True, pdl=True),
+    _LinearRow(max_m=MAX_FUSED_ROWS, block_m=128, max_split=2, blocks_per_sm=2, use_tma=True),
 )
 
 
 @functools.lru_cache(maxsize=4096)
-def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile | None:
+def default_triton_config(
+    M: int, N: int, K: int, group: int, sm_count: int
+) -> TritonGemmConfig | None:
     """The tile for M >= 1 rows; None: dequantize and use the library's GEMM."""
-    N = linear_padded_n(N)
-    tiles_per_sm = N // LINEAR_TILE_N / sm_count
-    steps = K // linear_block_k(group)
+    N = padded_n(N)
+    tiles_per_sm = N // TILE_N / sm_count
+    steps = K // k_step(group)
 
     def is_for(row: _LinearRow) -> bool:
         return row.max_m >= M and tiles_per_sm <= row.max_tiles_per_sm and steps <= row.max_steps
@@ -91,35 +93,35 @@ def linear_tile(M: int, N: int, K: int, group: int, sm_count: int) -> LinearTile
     if row is None:
         return None
     wide = N % 128 == 0 and row.wide_from <= tiles_per_sm / 2
-    block_n = 128 if wide else LINEAR_TILE_N
+    block_n = 128 if wide else TILE_N
     tiles = N // block_n * ceil_div(M, row.block_m)
 
     def can_split(split: int) -> bool:
         return (
             split <= min(row.max_split, steps)
             and split * tiles <= row.blocks_per_sm * sm_count
-            and split * M * N <= LINEAR_WORKSPACE_FLOATS
-            and tiles <= LINEAR_COUNTERS
+            and split * M * N <= WORKSPACE_FLOATS
+            and tiles <= WORKSPACE_COUNTERS
         )
 
-    return LinearTile(
+    return TritonGemmConfig(
         block_m=row.block_m,
         block_n=block_n,
         split=next(filter(can_split, _SPLITS), 1),
-        bulk=row.bulk,
-        early=row.early,
+        use_tma=row.use_tma,
+        pdl=row.pdl,
     )
 
 
-def linear_tile_fault(
-    tile: LinearTile, *, M: int, N: int, K: int, group: int, bits: int
+def triton_config_fault(
+    tile: TritonGemmConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
     """None: the kernel can run it."""
-    padded_n = linear_padded_n(N)
-    if tile.block_n not in (LINEAR_TILE_N, 2 * LINEAR_TILE_N) or padded_n % tile.block_n:
-        return f"block_n must be 64 or 128 and divide {padded_n}, found {tile.block_n}"
-    tiles = padded_n // tile.block_n * ceil_div(M, max(1, tile.block_m))
+    stored_n = padded_n(N)
+    if tile.block_n not in (TILE_N, 2 * TILE_N) or stored_n % tile.block_n:
+        return f"block_n must be 64 or 128 and divide {stored_n}, found {tile.block_n}"
+    tiles = stored_n // tile.block_n * ceil_div(M, max(1, tile.block_m))
     return (
         launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)
-        or split_fault(tile.split, K // linear_block_k(group), tiles, M * N)
+        or split_fault(tile.split, K // k_step(group), tiles, M * N)
     )  # fmt: skip

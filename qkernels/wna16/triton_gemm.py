@@ -13,20 +13,20 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.device import INTERPRETED, has_dependent_launch
+from qkernels.gpu.device import INTERPRETED, has_pdl
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.tma import describe
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.layout import LINEAR_TILE_N, linear_block_k, linear_padded_n
+from qkernels.wna16.layout import TILE_N, k_step, padded_n
 from qkernels.wna16.prepack import offset_of
-from qkernels.wna16.triton_config import LinearTile
+from qkernels.wna16.triton_config import TritonGemmConfig
 
 # Or-ing a code q into this word's low bits gives a number exactly: 1024 + q in float16 (ten
 # mantissa bits), 128 + q in bfloat16 (seven). Both halves of a word are converted at once. bfloat16
 # has no room for 8 bits: two halves of the code make q - 128.
 MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
-BULK_COPY_ALIGNMENT = 16  # bytes, of the address that the bulk copy engine reads from
+TMA_ALIGNMENT = 16  # bytes, of the address that the bulk copy engine reads from
 
 # One dequantizing block: one warp, so that putting 16 bytes of a row together needs no barrier. All
 # sizes tried take the same time: 235 + 60 MB of gate_up in 80 us.
@@ -37,18 +37,18 @@ def linear(
     x_MK: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: LinearTile,
+    tile: TritonGemmConfig,
 ) -> torch.Tensor:
     """x [M, K], contiguous, to [M, N]."""
     (M, K), N = x_MK.shape, weight.out_features
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     partials, counters = workspace(x_MK.device)
     group = weight.spec.group_length(K)
-    block_k = linear_block_k(group)
-    grid = (linear_padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
-    early = tile.early and has_dependent_launch(x_MK.device)
+    block_k = k_step(group)
+    grid = (padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
+    pdl = tile.pdl and has_pdl(x_MK.device)
     x = x_MK
-    if tile.bulk:
+    if tile.use_tma:
         x = describe(TensorDescriptor, aligned(x_MK), (tile.block_m, block_k))
     with on_device(x_MK):
         launch(
@@ -72,21 +72,21 @@ def linear(
             BM=tile.block_m,
             BN=tile.block_n,
             BK=block_k,
-            TILE_N=LINEAR_TILE_N,
+            TILE_N=TILE_N,
             SPLIT=tile.split,
             STAGES=tile.stages,
-            BULK=tile.bulk,
-            EARLY=early,
+            USE_TMA=tile.use_tma,
+            PDL=pdl,
             INTERPRETED=INTERPRETED,
             num_warps=tile.warps,
-            **({"launch_pdl": True} if early else {}),
+            **({"launch_pdl": True} if pdl else {}),
         )
     return y_MN
 
 
 def aligned(x_MK: torch.Tensor) -> torch.Tensor:
     """x where the bulk copy engine can read it."""
-    return x_MK.clone() if x_MK.data_ptr() % BULK_COPY_ALIGNMENT else x_MK
+    return x_MK.clone() if x_MK.data_ptr() % TMA_ALIGNMENT else x_MK
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:
@@ -94,7 +94,7 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
     N, K = weight.out_features, weight.in_features
     out_NK = torch.empty((N, K), dtype=weight.dtype, device=weight.device)
     group, bits = weight.spec.group_length(K), weight.spec.bits
-    block_k = linear_block_k(group)
+    block_k = k_step(group)
     with on_device(out_NK):
         launch(
             _dequantize_weight,
@@ -111,7 +111,7 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
             BITS=bits,
             ROWS=DEQUANTIZE_ROWS,
             BK=block_k,
-            TILE_N=LINEAR_TILE_N,
+            TILE_N=TILE_N,
             INTERPRETED=INTERPRETED,
             num_warps=1,
         )
@@ -229,8 +229,8 @@ def _w4a16(
     TILE_N: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    BULK: tl.constexpr,
-    EARLY: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
@@ -246,7 +246,7 @@ def _w4a16(
     # the stored tile and the row in it: BN may span two stored tiles
     stored_tile = tile_n * (BN // TILE_N) + row // TILE_N
     stored_row = row % TILE_N
-    if not BULK:
+    if not USE_TMA:
         x_ptrs = x_ptr + m[None, :] * K + (first * BK + tl.arange(0, BK))[:, None]
     words_rows = ((stored_tile * steps + first) * TILE_N + stored_row) * WORDS
     words_ptrs = words_ptr + words_rows[:, None] + tl.arange(0, WORDS)[None, :]
@@ -255,13 +255,13 @@ def _w4a16(
         _prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_OF_GROUP, TILE_N, BN)
         if offsets_ptr is not None:
             _prefetch_groups(offsets_ptr, tile_n, first, last, groups, STEPS_OF_GROUP, TILE_N, BN)
-    if EARLY:
+    if PDL:
         # weights never change; x, and the workspace, are the previous kernel's until it ends
         tl.extra.cuda.gdc_wait()
 
     total = tl.zeros((BN, BM), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
-        if BULK:
+        if USE_TMA:
             x = x_ptr.load([tile_m * BM, step * BK]).T  # [BK, BM]
         else:
             x = tl.load(x_ptrs, mask=m[None, :] < M, other=0.0)
@@ -280,7 +280,7 @@ def _w4a16(
         total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
         words_ptrs += TILE_N * WORDS
 
-    if EARLY:
+    if PDL:
         # now, not sooner: the next kernel's waiting blocks would crowd some SMs (qkv in 4 parts:
         # 8.6 us without, 11.7 us when this stood at the top)
         tl.extra.cuda.gdc_launch_dependents()

@@ -7,7 +7,7 @@ import torch
 
 from qkernels import ops
 from qkernels.linear.input_forms import LinearInput
-from qkernels.operands.limbs import DigitForm, Digits
+from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput, split_heads
 from qserve.model.linear import Linear
 from qserve.model.model_config import ModelConfig
@@ -89,7 +89,7 @@ class Attention(torch.nn.Module):
             q_norm_D=self.q_norm,
             k_norm_D=self.k_norm,
             eps=self.eps,
-            settled=True,  # a step's inputs are there before its embedding begins
+            inputs_ready=True,  # a step's inputs are there before its embedding begins
         )
         form = self.o_proj.input_form(q.shape[0])
         out = ops.paged_attention(
@@ -105,7 +105,7 @@ class Attention(torch.nn.Module):
             max_context_len=step.max_context_len,
             k_scales_PBJ=cache.key_scales,
             v_scales_PBJ=cache.value_scales,
-            digits=form if isinstance(form, DigitForm) else None,
-            settled=True,
+            limbs=form if isinstance(form, LimbForm) else None,
+            inputs_ready=True,
         )
-        return self.o_proj(out if isinstance(out, Digits) else out.flatten(1), "norm")
+        return self.o_proj(out if isinstance(out, Limbs) else out.flatten(1), "norm")

@@ -9,7 +9,7 @@ from torch.nn import functional
 from qkernels import QuantLinear
 from qkernels.linear.input_forms import InputForm, LinearInput
 from qkernels.operands.codes import InputRounding
-from qkernels.operands.split_k import PartReader
+from qkernels.operands.split_k import Consumer
 
 
 class FloatLinear(torch.nn.Module):
@@ -24,7 +24,7 @@ class FloatLinear(torch.nn.Module):
         """It takes no other form than a tensor."""
         return None
 
-    def forward(self, x: torch.Tensor, reader: PartReader | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, consumer: Consumer | None = None) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -38,14 +38,14 @@ class SplitLinear(torch.nn.Module):
     def input_form(self, rows: int) -> InputForm:
         """That of every part, where they take 8-bit codes alike, by each row's own scale.
 
-        Digits stay in the workspace until the next product, so only one part could take them.
+        Limbs stay in the workspace until the next product, so only one part could take them.
         """
         first, *others = (part.input_form(rows) for part in self.parts)
         if not isinstance(first, InputRounding) or first.scale is not None:
             return None
         return first if all(each == first for each in others) else None
 
-    def forward(self, x: LinearInput, reader: PartReader | None = None) -> torch.Tensor:
+    def forward(self, x: LinearInput, consumer: Consumer | None = None) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
 
 

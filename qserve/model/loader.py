@@ -36,26 +36,26 @@ DUMMY_SCALE = 0.02
 class WeightSource:
     """Named tensors of a checkpoint, with a record of which were used."""
 
-    def __init__(self, reader: CheckpointReader, config: ModelConfig) -> None:
-        self.reader = reader
+    def __init__(self, consumer: CheckpointReader, config: ModelConfig) -> None:
+        self.consumer = consumer
         self.quant = config.quant
         self._used: set[str] = set()
         self._mislabelled = 0  # linears whose zeros follow the other rule than the label says
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A float tensor. Raises CheckpointError where its shape is not `shape`."""
-        if name not in self.reader:
+        if name not in self.consumer:
             raise CheckpointError(name, f"is missing from {self.reader.folder}")
-        found = self.reader.entries[name].shape
+        found = self.consumer.entries[name].shape
         if found != shape:
             raise CheckpointError(
                 name, f"expected {list(shape)} from config.json, found {list(found)}"
             )
         self._used.add(name)
-        return self.reader.get(name)
+        return self.consumer.get(name)
 
     def is_quantized(self, module: str) -> bool:
-        return is_quantized(module, self.reader.entries)
+        return is_quantized(module, self.consumer.entries)
 
     def stays_in_float(self, module: str) -> bool:
         """Does the configuration say that a module is not quantized?"""
@@ -67,8 +67,8 @@ class WeightSource:
             raise CheckpointError(
                 module, "has quantized tensors such as qweight, but no quantization_config"
             )
-        names = tensor_names(module, LAYOUTS[self.quant.method], self.reader.entries)
-        tensors = {field: self.reader.get(name) for field, name in names.items()}
+        names = tensor_names(module, LAYOUTS[self.quant.method], self.consumer.entries)
+        tensors = {field: self.consumer.get(name) for field, name in names.items()}
         self._used.update(names.values())
         weight = decode_linear(module, tensors, self.quant)
         if (weight.out_features, weight.in_features) != shape:
@@ -89,13 +89,13 @@ class WeightSource:
         for kind, found in find_kv_scales(attention, self).items():
             self._used.update(found)
             if found:
-                scale = self.reader.get(found[0])
+                scale = self.consumer.get(found[0])
                 check_kv_scale(found[0], scale)
                 scales[kind] = scale.float().reshape(())
         return scales
 
     def __contains__(self, name: str) -> bool:
-        return name in self.reader
+        return name in self.consumer
 
     def audit(self, tied_head: bool) -> None:
         """Raise CheckpointError, with the names, where tensors were left over."""
@@ -103,13 +103,13 @@ class WeightSource:
             logger.warning(
                 "%s: checkpoint_format says that zeros are %s, in %d linears the data says"
                 " otherwise; loaded as the data says",
-                self.reader.folder,
+                self.consumer.folder,
                 self.quant.zeros,
                 self._mislabelled,
             )
         left = {
             name
-            for name in self.reader.entries.keys() - self._used
+            for name in self.consumer.entries.keys() - self._used
             if not name.endswith(DERIVED_SUFFIXES) and not self._is_zero_bias(name)
         }
         if tied_head:
@@ -117,14 +117,14 @@ class WeightSource:
         if left:
             some = ", ".join(sorted(left)[:4])
             raise CheckpointError(
-                str(self.reader.folder),
+                str(self.consumer.folder),
                 f"{len(left)} tensors have no place in the model, among them {some}",
                 "config.json and the weights do not belong together",
             )
 
     def _is_zero_bias(self, name: str) -> bool:
         """Old GPTQ writers gave every linear a bias, of zero where the model has none."""
-        return name.endswith(".bias") and not self.reader.get(name).any()
+        return name.endswith(".bias") and not self.consumer.get(name).any()
 
 
 class DummySource:

@@ -7,12 +7,12 @@ import json
 import sys
 
 from offline_attention import ATTENTION
-from offline_digits import DIGITS
+from offline_digits import LIMBS
 from offline_int8 import INT8
 from offline_linear import LINEAR
 from offline_others import OTHERS
 
-CASES = LINEAR | DIGITS | INT8 | ATTENTION | OTHERS
+CASES = LINEAR | LIMBS | INT8 | ATTENTION | OTHERS
 
 if __name__ == "__main__":
     for case in sys.argv[1:] or CASES:

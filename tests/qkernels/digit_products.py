@@ -22,9 +22,9 @@ def check_product(
     weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
     got = gemm.linear(x, weight, bias, tile=tile)
     assert got.dtype == x.dtype
-    added = 0 if bias is None else bias.double()
+    reduced = 0 if bias is None else bias.double()
     weight_NK = packed.dequantize(torch.float64)
-    want = x.double() @ weight_NK.t() + added
+    want = x.double() @ weight_NK.t() + reduced
     assert_close(type(tile).__name__, want, got, min(4e-3, tolerance(got.dtype)))
     # inputs keep 30 bits or all of theirs, and codes have none to lose: what is left is the sum in
     # float32, and what rounding it to the dtype costs, which has a smallest number

@@ -1,12 +1,12 @@
-"""What makes the inputs of products, to fuzz: rounded to 8 bits, or as digits."""
+"""What makes the inputs of products, to fuzz: rounded to 8 bits, or as limbs."""
 
 import torch
 
 from formats.activation import quantize_input
 from formats.scheme import ActivationSpec
 from qkernels import ops, reference
-from qkernels.operands.limbs import DigitForm
-from qkernels.operands.limbs_reference import input_digits, inputs_of
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from qkernels.rowwise import reference as rowwise_reference
 from tests.qkernels.digit_bits import written
 from tests.qkernels.fuzz import FuzzedOp
@@ -65,38 +65,38 @@ def fuzz_fused_quantize(*, op, M, C, activation, dtype, spread, seed):
     assert_near(op, want, got, step * 1.001 + 4 * eps * want.abs())
 
 
-DIGIT_OPS = ("input_digits", "rms_norm_digits", "add_rms_norm_digits", "silu_and_mul_digits")
+DIGIT_OPS = ("to_limbs", "rms_norm_limbs", "add_rms_norm_limbs", "silu_and_mul_limbs")
 
 
 def fuzz_digits(*, op, M, steps, bits, with_sums, dtype, strided, spread, seed):
-    """Values near those of the plain operation, and the very digits of these values."""
-    form, K = DigitForm(bits=bits, with_sums=with_sums), 128 * steps
+    """Values near those of the plain operation, and the very limbs of these values."""
+    form, K = LimbForm(bits=bits, with_sums=with_sums), 128 * steps
     x = rows((M, 2 * K if "silu" in op else K), dtype, seed, strided, spread)
     if "norm" in op:
         plain = (rows((K,), dtype, seed + 2), 1e-5)
-        if op == "add_rms_norm_digits":
+        if op == "add_rms_norm_limbs":
             plain = (rows((M, K), dtype, seed + 3, spread=2), *plain)
         want = getattr(reference, op.removesuffix("_digits"))(x, *plain)
     else:
         plain = ()
         want = rowwise_reference.silu_and_mul(x) if "silu" in op else x
-    digits = getattr(ops, op)(x, *plain, form, kernel="triton")
-    if op == "add_rms_norm_digits":
-        (digits, total), (want, want_total) = digits, want
+    limbs = getattr(ops, op)(x, *plain, form, kernel="triton")
+    if op == "add_rms_norm_limbs":
+        (limbs, total), (want, want_total) = limbs, want
         assert torch.equal(total, want_total), "the sum differs from torch's"
-    got = written(digits)
-    exact = inputs_of(digits)
+    got = written(limbs)
+    exact = from_limbs(limbs)
     values = exact.to(want.dtype)
     # 31 bits of the step's largest
     largest = want.double().view(M, steps, 128).abs().amax(2).repeat_interleave(128, 1)
-    slack = 0 if op == "input_digits" else 4 * EPS[dtype]
+    slack = 0 if op == "to_limbs" else 4 * EPS[dtype]
     bound = slack * want.double().abs() + 2**-29 * largest
-    bound += 0 if op == "input_digits" else EPS[dtype] * 1e-2
+    bound += 0 if op == "to_limbs" else EPS[dtype] * 1e-2
     assert_near(op, want, exact, bound)
-    if op == "input_digits":
+    if op == "to_limbs":
         values = x
-    for have, twin in zip(got, written(input_digits(values, form)), strict=True):
-        assert torch.equal(have, twin), "not the digits of these values"
+    for have, twin in zip(got, written(to_limbs(values, form)), strict=True):
+        assert torch.equal(have, twin), "not the limbs of these values"
 
 
 INPUTS: dict[str, FuzzedOp] = {
@@ -126,7 +126,7 @@ INPUTS: dict[str, FuzzedOp] = {
         dynamic=("M", "spread"),
         cost=lambda *, M, C, **_: M * C * 10,
     ),
-    "digits": FuzzedOp(
+    "limbs": FuzzedOp(
         run=fuzz_digits,
         fields={
             "op": DIGIT_OPS,

@@ -5,7 +5,7 @@ import torch
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import rope
 from qkernels.attention import rope_write_kv as kv_cache
-from qkernels.operands.split_k import added as added_up
+from qkernels.operands.split_k import reduced as added_up
 from qkernels.rowwise import norm_act
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
@@ -26,9 +26,9 @@ from tests.qkernels.fuzz_values import (
 )
 
 
-def fuzz_rms_norm(*, M, C, added, parts, dtype, strided, seed):
+def fuzz_rms_norm(*, M, C, reduced, parts, dtype, strided, seed):
     x, weight = rows((M, C), dtype, seed, strided, 3), rows((C,), dtype, seed + 1)
-    if added:
+    if reduced:
         residual = rows((M, C), dtype, seed + 2, strided)
         given = in_parts(x, parts, seed)
         got, total = norm_act.add_rms_norm(given, residual, weight, 1e-5)
@@ -111,7 +111,7 @@ OTHERS: dict[str, FuzzedOp] = {
         fields={
             "M": ROWS,
             "C": WIDTHS,
-            "added": BOOLS,
+            "reduced": BOOLS,
             "parts": PARTS,
             "dtype": FLOAT,
             "strided": BOOLS,

@@ -12,15 +12,14 @@ from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
 from qkernels.bench.tune import OPTIONS
 from qkernels.gpu import device
-from qkernels.linear import ops as part_ops
-from qkernels.operands.split_k import added
-from qkernels.tuning import table as tile_table
+from qkernels.operands.split_k import reduced
+from qkernels.tuning import table as tuning_table
 from qkernels.w8a8 import triton_gemm as w8a8
-from qkernels.w8a8.config import Int8Tile
+from qkernels.w8a8.config import W8A8TritonConfig
 from qkernels.wna16 import gemm
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
-from qkernels.wna16.sm90_small_m_config import LinearRingTile
-from qkernels.wna16.triton_config import LINEAR_MAX_ROWS, LinearTile
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
+from qkernels.wna16.sm90_small_m_config import SmallMConfig
+from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
     BOOLS,
@@ -38,7 +37,7 @@ from tests.qkernels.fuzz_values import (
 
 READERS = ("norm", "rope")
 HOPPER = ON_GPU and device.lacks_gluon(DEVICE) is None
-LINEAR_TILES = (LinearTile, *((LinearDigitsTile, LinearRingTile) if HOPPER else ()))
+LINEAR_TILES = (TritonGemmConfig, *((GemvImmaConfig, SmallMConfig) if HOPPER else ()))
 
 
 def random_tile(kinds: tuple[type, ...], number: int, op: str, problem: dict) -> object | None:
@@ -47,7 +46,7 @@ def random_tile(kinds: tuple[type, ...], number: int, op: str, problem: dict) ->
     while number:
         kind = rng.choice(kinds)
         tile = kind(**{name: rng.choice(options) for name, options in OPTIONS[kind].items()})
-        if tile_table.OPS[op].fault(tile, problem) is None:
+        if tuning_table.OPS[op].fault(tile, problem) is None:
             return tile
     return None
 
@@ -99,14 +98,14 @@ def fuzz_linear(
     want, magnitude = x.double() @ weight_NK.t(), x.double().abs() @ weight_NK.abs().t()
     if bias:
         want, magnitude = want + offset.double(), magnitude + offset.double().abs()
-    rounded_weight = chosen is None and (M > LINEAR_MAX_ROWS or kernel == "reference")
+    rounded_weight = chosen is None and (M > MAX_FUSED_ROWS or kernel == "reference")
     slack = EPS[dtype] if rounded_weight else 2**-14
     assert_near("linear", want, got, EPS[dtype] * want.abs() + slack * magnitude)
-    if M <= LINEAR_MAX_ROWS:
-        for reader in READERS:
-            got = added(ops.linear_for(reader, x, weight, offset))
+    if M <= MAX_FUSED_ROWS:
+        for consumer in READERS:
+            got = reduced(ops.linear_split_k(consumer, x, weight, offset))
             bound = EPS[dtype] * want.abs() + slack * magnitude
-            assert_near(f"linear for {reader}", want, got, bound)
+            assert_near(f"linear for {consumer}", want, got, bound)
     again = ops.linear(x, weight, offset)
     assert torch.equal(again, ops.linear(x, weight, offset)), "equal inputs, other bits"
 
@@ -125,7 +124,7 @@ def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
     offset = rows((N,), dtype, seed) if bias else None
     codes, scales = quantize_input(x.cpu(), packed.activation, packed.input_scale)
     problem = {"M": M, "N": N, "K": K, "integers": "fp8" not in scheme}
-    chosen = random_tile((Int8Tile,), tile, "w8a8", problem)
+    chosen = random_tile((W8A8TritonConfig,), tile, "w8a8", problem)
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:

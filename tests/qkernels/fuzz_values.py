@@ -2,7 +2,7 @@
 
 import torch
 
-from qkernels.operands.split_k import LinearOutput, PartialSums
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -35,7 +35,7 @@ def in_parts(x: torch.Tensor, parts: int, seed: int) -> LinearOutput:
         return x
     made = torch.randn(parts, *x.shape, generator=generator(seed + 3)).to(DEVICE) * x.float().abs()
     made[-1] = x.float() - made[:-1].sum(0)
-    return PartialSums(parts=made, dtype=x.dtype)
+    return SplitKPartials(parts=made, dtype=x.dtype)
 
 
 def assert_near(name: str, want: torch.Tensor, got: torch.Tensor, bound: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 BF16 = "*bf16"
-LAUNCH = {"EARLY": True, "SIGNAL_FIRST": True, "INTERPRETED": False}
+LAUNCH = {"PDL": True, "LAUNCH_FIRST": True, "INTERPRETED": False}
 ELEMENTS = {
     "i8": gl.int8,
     "i32": gl.int32,

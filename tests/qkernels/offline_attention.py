@@ -18,8 +18,8 @@ from qkernels.attention import rope_write_kv as kv_cache
 from qkernels.attention import sm90_decode_8bit as coded_decode
 from qkernels.attention import sm90_prefill as attention_hopper
 from qkernels.attention import triton_paged as paged_attention
-from qkernels.attention.config import attention_tile
-from qkernels.operands.split_k_triton import SumFormat
+from qkernels.attention.config import default_attention_config
+from qkernels.operands.split_k_triton import PartialsFormat
 
 
 def attention_case(
@@ -34,7 +34,7 @@ def attention_case(
     **changes,
 ) -> dict:
     pages = pages or dtype
-    tile = attention_tile(
+    tile = default_attention_config(
         num_requests=requests,
         num_kv_heads=8,
         heads_per_kv_head=group,
@@ -64,8 +64,8 @@ def attention_case(
         "KEYS": tile.keys,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
-        "SETTLED": True,
-        "EARLY": True,
+        "INPUTS_READY": True,
+        "PDL": True,
     }
     if tile.split > 1:
         pointers |= {"partials_ptr": "*fp32", "sums_ptr": "*fp32"}
@@ -187,13 +187,13 @@ def kv_case(
         "B": 16,
         "HEADS": heads,
         "STATIC": False,
-        "SETTLED": True,
+        "INPUTS_READY": True,
         "SMALLEST": -128.0,
         "LARGEST": 127.0,
         "MIN_SCALE": 1e-10,
         "INTERPRETED": False,
-        "SUM": SumFormat(parts=parts, dtype=tl.bfloat16),
-        "EARLY": True,
+        "SUM": PartialsFormat(parts=parts, dtype=tl.bfloat16),
+        "PDL": True,
     }
     constants |= {
         name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers

@@ -5,16 +5,16 @@ from dataclasses import replace
 import triton.language as tl
 from offline import BF16, LAUNCH, boxes, compile_kernel
 
-from qkernels.operands.split_k_triton import SumFormat, sum_warps
+from qkernels.operands.split_k_triton import PartialsFormat, reduce_warps
 from qkernels.rowwise import norm_act_quantize as fused_quant
 from qkernels.rowwise import quantize
 from qkernels.w8a8 import sm90 as w8a8_hopper
 from qkernels.w8a8 import triton_gemm as w8a8
-from qkernels.w8a8.config import INT8_HOPPER_BLOCK_K, int8_hopper_tile, int8_tile
+from qkernels.w8a8.config import SM90_BLOCK_K, default_sm90_config, default_w8a8_triton_config
 
 
 def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
-    tile = replace(int8_tile(M, N, K, 132, dtype == "i8"), **changes)
+    tile = replace(default_w8a8_triton_config(M, N, K, 132, dtype == "i8"), **changes)
     pointers = {
         "x": f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>",
         "weight": f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>",
@@ -36,7 +36,7 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
         "STAGES": tile.stages,
         "TILES_M_OF_GROUP": tile.tiles_m_of_group,
         "WEIGHT_LEFT": tile.weight_left,
-        "EARLY": tile.early,
+        "PDL": tile.early,
         "BLOCKS": False,
     }
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
@@ -49,13 +49,13 @@ def hopper_int8_case(
 ) -> dict:
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
     kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
-    tile = replace(int8_hopper_tile(M, N, K, 132, kind), **changes)
+    tile = replace(default_sm90_config(M, N, K, 132, kind), **changes)
     x_rows = tile.block_right if tile.weight_left else tile.part
     y_block = [tile.part, tile.store_width]
     y_block = y_block[::-1] if tile.weight_left else y_block
     pointers = {
-        "weight": boxes(dtype, [tile.weight_box, INT8_HOPPER_BLOCK_K]),
-        "x": boxes(dtype, [x_rows, INT8_HOPPER_BLOCK_K]),
+        "weight": boxes(dtype, [tile.weight_box, SM90_BLOCK_K]),
+        "x": boxes(dtype, [x_rows, SM90_BLOCK_K]),
         "y": boxes("bf16", [1, *y_block] if tile.idle_rows else y_block),
         "input_scales_ptr": "*fp32",
         "scales_ptr": "*fp32",
@@ -95,8 +95,8 @@ def fused_case(kernel, C: int, parts: int = 0, **options) -> dict:
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
     constants |= LAUNCH
     if "SUM" in kernel.arg_names:
-        constants["SUM"] = SumFormat(parts=parts, dtype=tl.bfloat16)
-    warps = sum_warps(C) if parts else quantize.row_warps(C)
+        constants["SUM"] = PartialsFormat(parts=parts, dtype=tl.bfloat16)
+    warps = reduce_warps(C) if parts else quantize.row_warps(C)
     if "CHUNK" in kernel.arg_names:
         constants["CHUNK"], constants["CHUNKS"], warps = quantize.row_chunks(C, 2)
     else:
@@ -118,7 +118,7 @@ INT8 = {
     "linear sm_90 int8 M=128, split": lambda: hopper_int8_case(128, 4096, 14336),
     "linear sm_90 int8 M=64, idle rows": lambda: hopper_int8_case(64, 6144, 4096),
     "linear sm_90 int8 M=128, idle rows": lambda: hopper_int8_case(
-        128, 4096, 4096, split=1, meet=False, idle_rows=32
+        128, 4096, 4096, split=1, reduce_scatter=False, idle_rows=32
     ),
     "linear sm_90 int8 M=256": lambda: hopper_int8_case(256, 6144, 4096),
     "linear sm_90 int8 M=1024": lambda: hopper_int8_case(1024, 6144, 4096),

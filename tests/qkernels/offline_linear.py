@@ -5,20 +5,20 @@ from dataclasses import replace
 from offline import BF16, boxes, compile_kernel, compiled_kernel, dump, facts
 from sass import overlapped, overwritten_in_flight
 
-from qkernels.operands.limbs import LINEAR_DIGITS, LINEAR_DIGITS_COLUMNS
+from qkernels.operands.limbs import LIMBS_COLUMNS, LIMBS_OF_INPUT
 from qkernels.wna16 import sm90_gemv_imma as w4a16_digits
 from qkernels.wna16 import sm90_large_m as w4a16_hopper
 from qkernels.wna16 import sm90_small_m as w4a16_ring
 from qkernels.wna16 import triton_gemm
-from qkernels.wna16.numerics import LinearFormat
-from qkernels.wna16.sm90_gemv_imma_config import linear_digits_tile
-from qkernels.wna16.sm90_large_m_config import linear_hopper_tile
-from qkernels.wna16.sm90_small_m_config import linear_ring_tile
-from qkernels.wna16.triton_config import linear_tile
+from qkernels.wna16.numerics import WeightNumerics
+from qkernels.wna16.sm90_gemv_imma_config import default_gemv_config
+from qkernels.wna16.sm90_large_m_config import default_large_m_config
+from qkernels.wna16.sm90_small_m_config import default_small_m_config
+from qkernels.wna16.triton_config import default_triton_config
 
 
 def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int = 4) -> dict:
-    tile = linear_tile(M, N, K, group, 132)
+    tile = default_triton_config(M, N, K, group, 132)
     pointers = {
         "x_ptr": BF16,
         "words_ptr": "*i32",
@@ -39,13 +39,13 @@ def linear_case(M: int, N: int, K: int, group: int, symmetric: bool, bits: int =
         "TILE_N": 64,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
-        "BULK": tile.bulk,
-        "EARLY": tile.early,
+        "USE_TMA": tile.use_tma,
+        "PDL": tile.early,
         "INTERPRETED": False,
         "bias_ptr": None,
         "STEPS_OF_GROUP": 1,
     }
-    if tile.bulk:
+    if tile.use_tma:
         pointers["x_ptr"] = f"tensordesc<bf16[{tile.block_m}, {min(128, group)}]>"
     if symmetric:
         constants["offsets_ptr"] = None
@@ -64,7 +64,7 @@ def hopper_linear_case(
     bits: int = 4,
 ) -> dict:
     """The Hopper body of W4A16 and W8A16, at the tile of sm90_large_m_config.py."""
-    tile = linear_hopper_tile(M, N, K, group, bits, 132)
+    tile = default_large_m_config(M, N, K, group, bits, 132)
     pointers = {"scales_ptr": "*fp16", "offsets_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}"}
     pointers |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
     pointers |= {
@@ -73,7 +73,7 @@ def hopper_linear_case(
         "words_desc": boxes("i32", w4a16_hopper.words_box(bits)),
         "y_desc": boxes(dtype, [tile.store_rows, 64]),
     }
-    format = LinearFormat(
+    format = WeightNumerics(
         bits=bits,
         steps_of_group=group // 128,
         offset={4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
@@ -98,10 +98,10 @@ def digits_linear_case(
     M: int, N: int, K: int, dtype: str = "bf16", symmetric: bool = True, bits: int = 4
 ) -> dict:
     """W4A16 or W8A16 of few rows."""
-    tile = linear_digits_tile(M, N, K, 128, bits, 132)
-    tiles = -(-M * LINEAR_DIGITS // LINEAR_DIGITS_COLUMNS)
+    tile = default_gemv_config(M, N, K, 128, bits, 132)
+    tiles = -(-M * LIMBS_OF_INPUT // LIMBS_COLUMNS)
     pointers = {
-        "digits_ptr": "*i8",
+        "limbs_ptr": "*i8",
         "input_scales_ptr": "*fp32",
         "codes_ptr": "*i8",
         "scales_ptr": "*fp16",
@@ -112,8 +112,8 @@ def digits_linear_case(
         "BITS": bits,
         "OFFSET": {4: 136, 8: 0}[bits] if dtype == "bf16" else 1024 + 2 ** (bits - 1),
         "TILES": tiles,
-        "COLUMNS": LINEAR_DIGITS_COLUMNS,
-        "D": LINEAR_DIGITS,
+        "COLUMNS": LIMBS_COLUMNS,
+        "D": LIMBS_OF_INPUT,
         "W": tile.warps,
         "BN": tile.block_n,
         "TILE_N": 64,
@@ -140,7 +140,7 @@ def ring_linear_case(
     apart: bool = False,
 ) -> dict:
     """W4A16 of up to 64 rows."""
-    tile = linear_ring_tile(M, N, K, 128, 4, 132)
+    tile = default_small_m_config(M, N, K, 128, 4, 132)
     tile = replace(tile, stages=stages or tile.stages)
     pointers = {
         "words_desc": boxes("i32", w4a16_ring.WORDS_BOX),
@@ -152,7 +152,7 @@ def ring_linear_case(
         "partials_ptr": "*fp32",
         "counters_ptr": "*i32",
     }
-    format = LinearFormat(
+    format = WeightNumerics(
         bits=4,
         steps_of_group=1,
         offset=136 if dtype == "bf16" else 1032,
@@ -161,7 +161,7 @@ def ring_linear_case(
     )
     scalars = dict.fromkeys(("M", "N", "steps", "tiles"), "i32")
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
-    constants = {"TILE": tile, "FORMAT": format, "APART": apart}
+    constants = {"TILE": tile, "FORMAT": format, "UNREDUCED": apart}
     kernel = w4a16_ring._w4a16_ring
     compiled = compiled_kernel(kernel, pointers, scalars, constants, options)
     sass = dump(compiled, "--dump-sass")
@@ -200,9 +200,9 @@ LINEAR = {
     ),
     "linear hopper M=512, 8 bits": lambda: hopper_linear_case(512, 6144, 4096, bits=8),
     "linear hopper M=1024, 8 bits": lambda: hopper_linear_case(1024, 6144, 4096, bits=8),
-    "digits M=1": lambda: digits_linear_case(1, 4096, 4096),
-    "digits M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
-    "digits float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),
+    "limbs M=1": lambda: digits_linear_case(1, 4096, 4096),
+    "limbs M=4, wide": lambda: digits_linear_case(4, 28672, 4096),
+    "limbs float16 asymmetric": lambda: digits_linear_case(2, 28672, 4096, "fp16", False),
     "ring M=8": lambda: ring_linear_case(8, 28672, 4096),
     "ring in parts, float16 asymmetric": lambda: ring_linear_case(5, 4096, 14336, "fp16", False),
     "ring M=16 asymmetric": lambda: ring_linear_case(16, 28672, 4096, symmetric=False),
@@ -211,6 +211,6 @@ LINEAR = {
     "ring M=64 of parts that stay apart": lambda: ring_linear_case(64, 4096, 4096, apart=True),
     "ring M=64": lambda: ring_linear_case(64, 28672, 4096),
     "ring M=64 alone": lambda: ring_linear_case(64, 6144, 4096, symmetric=False, stages=8),
-    "digits 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),
+    "limbs 8 bits": lambda: digits_linear_case(1, 4096, 4096, bits=8),
     "dequantize": dequantize_case,
 }

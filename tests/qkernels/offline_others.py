@@ -3,7 +3,7 @@
 import triton.language as tl
 from offline import BF16, compile_kernel
 
-from qkernels.operands.split_k_triton import SumFormat, sum_warps
+from qkernels.operands.split_k_triton import PartialsFormat, reduce_warps
 from qkernels.rowwise import norm_act
 from qkernels.sampling import triton_sample as sampling
 
@@ -30,8 +30,8 @@ def norm_case(block: int, parts: int = 0) -> dict:
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "total_ptr"), BF16)
     if parts:
         pointers["x_ptr"] = "*fp32"
-    options = {"num_warps": sum_warps(block) if parts else 8, "launch_pdl": True}
-    constants = {"BLOCK": block, "EARLY": True, "SUM": SumFormat(parts=parts, dtype=tl.bfloat16)}
+    options = {"num_warps": reduce_warps(block) if parts else 8, "launch_pdl": True}
+    constants = {"BLOCK": block, "PDL": True, "SUM": PartialsFormat(parts=parts, dtype=tl.bfloat16)}
     scalars = {"stride_part": "i32", "C": "i32", "eps": "fp32"}
     return compile_kernel(norm_act._rms_norm, pointers, scalars, constants, options)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from qkernels.attention.config import (
-    ATTENTION_MAX_SPLIT,
-    CHUNK_MAX_SPLIT,
-    attention_tile,
-    chunk_split,
+    MAX_SPLIT_KV,
+    PREFILL_MAX_SPLIT,
+    default_attention_config,
+    prefill_split,
 )
 from qkernels.gpu.config import power_of_two
 
@@ -25,16 +25,16 @@ def attention(**changes):
         "window": None,
         "sm_count": H200_SMS,
     }
-    return attention_tile(**problem | changes)
+    return default_attention_config(**problem | changes)
 
 
 def test_chunks_split_where_their_tiles_leave_sms_idle():
-    assert chunk_split(32, 32768, H200_SMS) == 4
-    assert chunk_split(66, 32768, H200_SMS) == 2
-    assert chunk_split(67, 32768, H200_SMS) == 1
-    assert chunk_split(1, 2048, H200_SMS) == 2
-    assert chunk_split(1, 2047, H200_SMS) == 1
-    assert chunk_split(1, 2**20, H200_SMS) == CHUNK_MAX_SPLIT
+    assert prefill_split(32, 32768, H200_SMS) == 4
+    assert prefill_split(66, 32768, H200_SMS) == 2
+    assert prefill_split(67, 32768, H200_SMS) == 1
+    assert prefill_split(1, 2048, H200_SMS) == 2
+    assert prefill_split(1, 2047, H200_SMS) == 1
+    assert prefill_split(1, 2**20, H200_SMS) == PREFILL_MAX_SPLIT
 
 
 def test_attention_splits_by_work():
@@ -62,6 +62,6 @@ def test_attention_rows_are_whole_tokens(group, max_query_len):
             )
             assert tile.block_m == tile.block_q * power_of_two(group) >= 16
             assert tile.block_m & (tile.block_m - 1) == 0
-            assert 1 <= tile.split <= ATTENTION_MAX_SPLIT
+            assert 1 <= tile.split <= MAX_SPLIT_KV
             buffers = 2 * tile.keys * power_of_two(head_dim) * element_size * tile.stages
             assert buffers <= 200 * 1024

@@ -12,10 +12,12 @@ from qkernels.attention import supports as attention_supports
 from qkernels.gpu import device
 from qkernels.gpu import device as gpu_device
 from qkernels.tuning import table as tuning_table
-from qkernels.tuning.table import TileRow
-from qkernels.w8a8.config import Int8HopperTile, Int8Tile
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile
+from qkernels.tuning.table import TuningRow
+from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig
+from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
+from qkernels.wna16.sm90_large_m_config import LargeMConfig
+from qkernels.wna16.tuned import TUNED as WNA16
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
 
@@ -49,7 +51,7 @@ def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
     monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
     assert note(128).endswith("up to 64 through the ring, many rows take the Hopper body")
     assert note(256).endswith("many rows take the Hopper body")
-    assert note(128, bits=8).endswith("up to 4 rows go as digits, many rows take the Hopper body")
+    assert note(128, bits=8).endswith("up to 4 rows go as limbs, many rows take the Hopper body")
     assert note(64).endswith("takes groups divisible by 128, not 64")
     monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: "written for sm_90")
     other = "all rows take the portable body; those for Hopper: written for sm_90"
@@ -62,19 +64,19 @@ def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
         shape = {"out_features": 64, "in_features": 256} | changes
         return explain("linear", **linear_problem(spec=spec, **shape))[0].reason
 
-    table = tuning_table.TileTable(gpu="made up")
-    tiles = {512: LinearHopperTile(blocks=132), 3: LinearDigitsTile(), 4096: None}
+    table = tuning_table.TuningTable(gpu="made up")
+    tiles = {512: LargeMConfig(blocks=132), 3: GemvImmaConfig(), 4096: None}
     for M, tile in tiles.items():
         problem = {"N": 64, "K": 256, "group": 128, "bits": 4, "M": M}
         times = {"microseconds": 1.0, "default_microseconds": None}
-        table.add_(TileRow(op="w4a16", problem=problem, tile=tile, **times))
-    monkeypatch.setattr(tuning_table, "tile_table_of", lambda device: table)
+        table.add_(TuningRow(op=WNA16, problem=problem, config=tile, **times))
+    monkeypatch.setattr(tuning_table, "tuning_table_of", lambda device: table)
     monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
     assert "measured" not in reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert reason().endswith(
-        "; measured on this GPU: up to 4 rows LinearDigitsTile, up to 512 rows LinearHopperTile,"
+        "; measured on this GPU: up to 4 rows GemvImmaConfig, up to 512 rows LargeMConfig,"
         " up to 4096 rows the library"
     )
     assert "measured" not in reason(in_features=512)
@@ -115,17 +117,17 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, sm_90):
     """Of the kernel's own kind alone: it passes over the other's."""
-    table = tuning_table.TileTable(gpu="made up")
+    table = tuning_table.TuningTable(gpu="made up")
     tiles = {
-        100: Int8HopperTile(parts=1, block_right=64),
-        3: Int8HopperTile(parts=2, block_right=16),
+        100: W8A8Sm90Config(parts=1, block_right=64),
+        3: W8A8Sm90Config(parts=2, block_right=16),
     }
-    tiles[1000] = Int8Tile(block_m=128, block_n=128)
+    tiles[1000] = W8A8TritonConfig(block_m=128, block_n=128)
     for M, tile in tiles.items():
         problem = {"N": 64, "K": 256, "integers": True, "M": M}
         times = {"microseconds": 1.0, "default_microseconds": None}
-        table.add_(TileRow(op="w8a8", problem=problem, tile=tile, **times))
-    monkeypatch.setattr(tuning_table, "tile_table_of", lambda device: table)
+        table.add_(TuningRow(op=W8A8, problem=problem, config=tile, **times))
+    monkeypatch.setattr(tuning_table, "tuning_table_of", lambda device: table)
     monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
 
     def reason(name="w8a8", **changes):
@@ -242,7 +244,7 @@ def test_float8_in_blocks_has_a_kernel(changes, reason):
         ({"head_dim": 256}, "256"),
         ({"head_dim": 20}, "20"),
         ({"page_size": 8}, "8"),
-        ({"bulk_pages": False}, "16 bytes"),
+        ({"tma_pages": False}, "16 bytes"),
         ({"device": "cpu"}, "cpu"),
     ],
 )

@@ -11,7 +11,7 @@ from formats.weights import round_to_nearest, with_activation
 from qkernels import QuantLinear, ops, reference
 from qkernels.attention import reference as attention_reference
 from qkernels.gpu.workspace import workspace
-from qkernels.wna16.triton_config import LINEAR_MAX_ROWS
+from qkernels.wna16.triton_config import MAX_FUSED_ROWS
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -49,7 +49,7 @@ def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
     weight = ops.prepare_weight(packed, half)
     assert weight.kernel == "triton_w4a16"
     weight_NK = packed.dequantize(torch.float64)
-    for M in (1, 16, 17, 64, 129, 257, LINEAR_MAX_ROWS + 1):
+    for M in (1, 16, 17, 64, 129, 257, MAX_FUSED_ROWS + 1):
         x = torch.randn(M, K, device="cuda").to(half)
         got = ops.linear(x, weight)
         want = x.double() @ weight_NK.t()
@@ -58,7 +58,7 @@ def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
     assert not w4a16.workspace(torch.device("cuda", 0))[1].any()
 
 
-@pytest.mark.parametrize("M", [1, 16, 64, 200, LINEAR_MAX_ROWS + 1])
+@pytest.mark.parametrize("M", [1, 16, 64, 200, MAX_FUSED_ROWS + 1])
 def test_linear_in_a_cuda_graph(half, M):
     """Replayed with new inputs, split parts and counters must start afresh."""
     layer = QuantLinear.from_packed(random_weight(4096, 4096)).prepare(half, "cuda")
@@ -70,7 +70,7 @@ def test_linear_in_a_cuda_graph(half, M):
     for _ in range(3):
         x.normal_()
         graph.replay()
-        if M <= LINEAR_MAX_ROWS:
+        if M <= MAX_FUSED_ROWS:
             assert torch.equal(y, layer(layer(x)))
         else:  # the library may choose another algorithm inside a graph
             torch.testing.assert_close(y, layer(layer(x)), rtol=1e-2, atol=1e-2)
@@ -109,7 +109,7 @@ def test_llama_shapes_in_8_bits(assert_close, tolerance, poison, half, shape, na
     rows = ("hopper_w8a8", "triton_w8a8") if scheme.activation else ("triton_w8a16",)
     assert weight.kernel in rows
     dense_NK = packed.dequantize(torch.float64)
-    for M in (1, 16, 17, 64, 129, 257, 600, LINEAR_MAX_ROWS + 1):
+    for M in (1, 16, 17, 64, 129, 257, 600, MAX_FUSED_ROWS + 1):
         x = torch.randn(M, K, device="cuda").to(half)
         got = ops.linear(x, weight)
         want = x.double()

@@ -1,18 +1,18 @@
-"""W4A16 and W8A16 of few rows as 8-bit digits against float64, on an sm_90 GPU."""
+"""W4A16 and W8A16 of few rows as 8-bit limbs against float64, on an sm_90 GPU."""
 
 import pytest
 import torch
 
 from qkernels import ops
-from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile, linear_digits_tile
+from qkernels.operands.limbs import LIMBS_MAX_ROWS
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, default_gemv_config
 from tests.qkernels.digit_products import check_product, random_x
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 
-TILE = LinearDigitsTile()
+TILE = GemvImmaConfig()
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def check(assert_close, tolerance):
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("group", [128, 256, 384, -1])
-@pytest.mark.parametrize("M", range(1, LINEAR_DIGITS_MAX_ROWS + 1))
+@pytest.mark.parametrize("M", range(1, LIMBS_MAX_ROWS + 1))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_group_length(check, make_weight, half, poison, bits, M, group, symmetric):
     check(make_weight(200, 768, group, symmetric, spread=8, bits=bits), random_x(M, 768, half))
@@ -39,7 +39,7 @@ def test_every_group_length(check, make_weight, half, poison, bits, M, group, sy
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_tile(check, make_weight, half, poison, bits, warps, ahead, block_n):
     """9 steps: fewer than some blocks ask for at once, and no multiple of any."""
-    tile = LinearDigitsTile(warps=warps, ahead=ahead, block_n=block_n)
+    tile = GemvImmaConfig(warps=warps, ahead=ahead, block_n=block_n)
     packed = make_weight(136, 1152, 128, symmetric=False, bits=bits)
     check(packed, random_x(3, 1152, half), tile=tile)
 
@@ -69,9 +69,9 @@ def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
 
 
 def test_chosen_and_captured_among_others(make_weight, half):
-    """A graph of products that share digits' memory, replayed with new inputs."""
+    """A graph of products that share limbs' memory, replayed with new inputs."""
     N, K = 1024, 4096
-    assert linear_digits_tile(2, N, K, 128, 4, 132) is not None
+    assert default_gemv_config(2, N, K, 128, 4, 132) is not None
     packed = [make_weight(N, K, 128), make_weight(K, N, 128, symmetric=False)]
     weights = [ops.prepare_weight(each, half) for each in packed]
     x = random_x(2, K, half)

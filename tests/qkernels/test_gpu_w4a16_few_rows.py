@@ -5,8 +5,8 @@ import torch
 
 from formats.bits import pack
 from qkernels import ops
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
-from qkernels.wna16.sm90_small_m_config import LINEAR_RING_ROWS, LinearRingTile
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
+from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS, SmallMConfig
 from tests.qkernels.digit_products import check_product, random_x
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
@@ -14,8 +14,8 @@ w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 pytestmark = pytest.mark.hopper
 
 # the tile, and as many rows as leave one without an input
-BODIES = {"digits": (LinearDigitsTile(), 3)}
-BODIES |= {f"ring {n}": (LinearRingTile(rows=n, stages=3), n - 1) for n in LINEAR_RING_ROWS}
+BODIES = {"limbs": (GemvImmaConfig(), 3)}
+BODIES |= {f"ring {n}": (SmallMConfig(rows=n, stages=3), n - 1) for n in SMALL_M_ROWS}
 
 
 @pytest.fixture(params=BODIES)

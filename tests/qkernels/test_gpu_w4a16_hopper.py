@@ -8,7 +8,7 @@ import torch
 from formats.bits import pack
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile, linear_hopper_tile
+from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -38,7 +38,7 @@ parts_of_k = pytest.mark.parametrize("shape", PARTS_OF_K.values(), ids=list(PART
 
 def tile_of(shape, bits, M, N, blocks=132):
     """As many blocks as there are units of work, up to `blocks`."""
-    tile = LinearHopperTile(blocks=blocks, bits=bits, **shape)
+    tile = LargeMConfig(blocks=blocks, bits=bits, **shape)
     units = tile.tiles(M, N) * tile.split * (2 if tile.halves else 1)
     return dataclasses.replace(tile, blocks=min(blocks, units))
 
@@ -56,12 +56,12 @@ def check(assert_close, tolerance):
         weight = prepared(packed, x.dtype)
         got = w4a16.linear(x, weight, bias, tile=tile)
         assert got.dtype == x.dtype
-        x, added = x.double(), 0 if bias is None else bias.double()
-        exact = x @ packed.dequantize(torch.float64).t() + added
+        x, reduced = x.double(), 0 if bias is None else bias.double()
+        exact = x @ packed.dequantize(torch.float64).t() + reduced
         assert_close("hopper", exact, got, min(4e-3, tolerance(got.dtype)))
         # the weight is rounded once; beyond that there are only the sum and its rounding
         weight_NK = packed.dequantize(got.dtype).double()
-        want = x @ weight_NK.t() + added
+        want = x @ weight_NK.t() + reduced
         bound = torch.finfo(got.dtype).eps * want.abs() + 2**-14 * (x.abs() @ weight_NK.abs().t())
         assert ((got.double() - want).abs() <= bound).all(), "an element is off"
         again = w4a16.linear(x.to(got.dtype), weight, bias, tile=tile)
@@ -196,7 +196,7 @@ def test_x_at_an_odd_address_and_with_strides(make_weight, half):
 def test_chosen_and_captured(make_weight, half, M, bits):
     """The chosen tile takes the body at this shape; a graph replays it with new inputs."""
     N, K = 4096, 4096
-    assert linear_hopper_tile(M, N, K, 128, bits, 132) is not None
+    assert default_large_m_config(M, N, K, 128, bits, 132) is not None
     packed = make_weight(N, K, 128, bits=bits)
     weight = ops.prepare_weight(packed, half)
     x = random_x(M, K, half)

@@ -5,13 +5,12 @@ import torch
 
 from qkernels import ops
 from qkernels.gpu import device, workspace
-from qkernels.linear import ops as part_ops
-from qkernels.operands.split_k import PartialSums, split_heads
+from qkernels.operands.split_k import SplitKPartials, split_heads
 from qkernels.wna16.sm90_small_m_config import (
-    LINEAR_RING_ROWS,
-    LinearRingTile,
-    linear_parts_tile,
-    linear_ring_tile,
+    SMALL_M_ROWS,
+    SmallMConfig,
+    default_small_m_config,
+    split_k_config,
 )
 from tests.qkernels.digit_products import check_product, random_x
 
@@ -21,7 +20,7 @@ offset_of = w4a16.offset_of
 
 pytestmark = pytest.mark.hopper
 
-TILES = {rows: LinearRingTile(rows=rows, stages=3) for rows in LINEAR_RING_ROWS}
+TILES = {rows: SmallMConfig(rows=rows, stages=3) for rows in SMALL_M_ROWS}
 
 
 @pytest.fixture
@@ -45,10 +44,10 @@ def test_every_group_length(check, make_weight, half, poison, M, group, symmetri
 @pytest.mark.parametrize("split", [1, 2, 9])
 @pytest.mark.parametrize("stages", [1, 3, 8])
 @pytest.mark.parametrize("alone", [False, True], ids=["two blocks", "alone"])
-@pytest.mark.parametrize("rows", LINEAR_RING_ROWS)
+@pytest.mark.parametrize("rows", SMALL_M_ROWS)
 def test_every_tile(check, make_weight, half, poison, rows, alone, stages, split):
     """9 steps: parts of unequal length, and a ring that is not a multiple of any."""
-    tile = LinearRingTile(rows=rows, stages=stages, split=split, alone=alone)
+    tile = SmallMConfig(rows=rows, stages=stages, split=split, alone=alone)
     packed = make_weight(328, 1152, 128, symmetric=False)
     check(packed, random_x(rows - 1, 1152, half), tile=tile)
 
@@ -65,7 +64,7 @@ def test_many_times_the_same(make_weight, half, rows, split):
     """Who comes last changes nothing, and leaves no counter behind."""
     weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="triton_w4a16")
     x = random_x(rows - 1, 4096, half)
-    tile = LinearRingTile(rows=rows, split=split)
+    tile = SmallMConfig(rows=rows, split=split)
     want = w4a16.linear(x, weight, tile=tile)
     results = [w4a16.linear(x, weight, tile=tile) for _ in range(200)]
     assert all(torch.equal(each, want) for each in results)
@@ -74,23 +73,23 @@ def test_many_times_the_same(make_weight, half, rows, split):
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("N, split", [(8, 2), (328, 1), (328, 9), (1000, 4)])
-@pytest.mark.parametrize("rows", LINEAR_RING_ROWS)
+@pytest.mark.parametrize("rows", SMALL_M_ROWS)
 def test_parts_that_stay_apart(make_weight, half, poison, rows, N, split, with_bias):
     """Added in order they are, to the bit, what the last part would have made of them."""
     weight = ops.prepare_weight(make_weight(N, 1152, 128, symmetric=False), half)
     bias = torch.randn(N, device="cuda").to(half) if with_bias else None
     x = random_x(rows - 1, 1152, half)
     for alone in (False, True):
-        tile = LinearRingTile(rows=rows, split=split, stages=3, alone=alone)
+        tile = SmallMConfig(rows=rows, split=split, stages=3, alone=alone)
         parts = w4a16_ring.linear_parts(x, weight, bias, tile, offset=offset_of(weight))
         assert parts.shape == (split, rows - 1, N)
         want = w4a16.linear(x, weight, bias, tile=tile)
-        assert torch.equal(PartialSums(parts=parts, dtype=half).total(), want)
+        assert torch.equal(SplitKPartials(parts=parts, dtype=half).total(), want)
 
 
 @pytest.mark.parametrize("reader", ["norm", "rope"])
 @pytest.mark.parametrize("M", [5, 17, 40])
-def test_parts_for_the_next_operation(make_weight, half, reader, M):
+def test_parts_for_the_next_operation(make_weight, half, consumer, M):
     """In a graph, replayed with new inputs: what the same operation makes of the sum."""
     packed = [make_weight(1024, 2048, 128, symmetric=False), make_weight(2048, 512, 128)]
     first, second = (ops.prepare_weight(each, half) for each in packed)
@@ -102,17 +101,17 @@ def test_parts_for_the_next_operation(make_weight, half, reader, M):
     places = torch.arange(M, device="cuda")
 
     def read(y):
-        if reader == "norm":
+        if consumer == "norm":
             y = ops.add_rms_norm(y, residual, norm, 1e-5)[0][:, :512]
         else:
             heads = split_heads(y, (12, 2, 2), 64)
-            y = ops.rope_write_kv_(*heads, cos_sin, places, *pages, places, settled=True)
+            y = ops.rope_write_kv_(*heads, cos_sin, places, *pages, places, inputs_ready=True)
             y = torch.cat([y[:, :8].flatten(1), *(p.view(-1, 128)[:M] for p in pages)], 1)[:, :512]
         return y, ops.linear(y, second)
 
     def both():
-        y = ops.linear_for(reader, x, first, bias)
-        assert isinstance(y, PartialSums)
+        y = ops.linear_split_k(consumer, x, first, bias)
+        assert isinstance(y, SplitKPartials)
         return read(y)
 
     both()
@@ -122,7 +121,7 @@ def test_parts_for_the_next_operation(make_weight, half, reader, M):
     for _ in range(3):
         x.normal_()
         graph.replay()
-        tile = linear_parts_tile(reader, M, 1024, 2048, 128, 4, device.sm_count(x.device))
+        tile = split_k_config(consumer, M, 1024, 2048, 128, 4, device.sm_count(x.device))
         want = read(w4a16.linear(x, first, bias, tile=tile))
         for a, b in zip(got, want, strict=True):
             assert (a - b).float().norm() <= 4 * torch.finfo(half).eps * b.float().norm()
@@ -133,7 +132,7 @@ def test_parts_that_are_no_number_are_added(make_weight, half):
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1
     x[1, 1000] = float("inf")
-    got = w4a16.linear(x, weight, tile=LinearRingTile(rows=8, split=8))
+    got = w4a16.linear(x, weight, tile=SmallMConfig(rows=8, split=8))
     assert got[1].isnan().all() and got[0].isfinite().all()
 
 
@@ -163,8 +162,8 @@ def test_rows_with_what_is_no_number_touch_no_others(make_weight, half):
 def test_chosen_and_captured_among_others(make_weight, half):
     """A graph of products that share the parts' memory, replayed with new inputs."""
     N, K = 8192, 4096
-    assert linear_ring_tile(6, N, K, 128, 4, 132).split > 1
-    assert linear_ring_tile(6, K, N, 128, 4, 132).split > 1
+    assert default_small_m_config(6, N, K, 128, 4, 132).split > 1
+    assert default_small_m_config(6, K, N, 128, 4, 132).split > 1
     packed = [make_weight(N, K, 128), make_weight(K, N, 128, symmetric=False)]
     weights = [ops.prepare_weight(each, half) for each in packed]
     x = random_x(6, K, half)

@@ -8,7 +8,7 @@ from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.w8a8.config import Int8HopperTile, int8_hopper_tile
+from qkernels.w8a8.config import W8A8Sm90Config, default_sm90_config
 
 hopper = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
 
@@ -17,31 +17,37 @@ pytestmark = pytest.mark.hopper
 SMS = 132  # of an H200; at least as many blocks as the tiles of these tests need at once
 
 TILES = {
-    "one warpgroup": Int8HopperTile(parts=1, block_right=16),
-    "two": Int8HopperTile(parts=2, block_right=32),
-    "two steps before the wait": Int8HopperTile(parts=1, block_right=64, max_first_stages=2),
-    "all steps before the wait": Int8HopperTile(parts=1, block_right=64, max_first_stages=24),
-    "three": Int8HopperTile(parts=3, block_right=256),
-    "two parts of K": Int8HopperTile(parts=1, block_right=128, split=2),
-    "three parts of K": Int8HopperTile(parts=2, block_right=64, split=3),
-    "x left": Int8HopperTile(parts=2, block_right=128, weight_left=False, left_of_group=2),
-    "x left, tall": Int8HopperTile(
+    "one warpgroup": W8A8Sm90Config(parts=1, block_right=16),
+    "two": W8A8Sm90Config(parts=2, block_right=32),
+    "two steps before the wait": W8A8Sm90Config(parts=1, block_right=64, max_first_stages=2),
+    "all steps before the wait": W8A8Sm90Config(parts=1, block_right=64, max_first_stages=24),
+    "three": W8A8Sm90Config(parts=3, block_right=256),
+    "two parts of K": W8A8Sm90Config(parts=1, block_right=128, split=2),
+    "three parts of K": W8A8Sm90Config(parts=2, block_right=64, split=3),
+    "x left": W8A8Sm90Config(parts=2, block_right=128, weight_left=False, left_of_group=2),
+    "x left, tall": W8A8Sm90Config(
         parts=2, part=128, block_right=128, weight_left=False, left_of_group=16, stores=1
     ),
-    "x left, 4 parts of K": Int8HopperTile(parts=2, block_right=64, weight_left=False, split=4),
-    "wide": Int8HopperTile(parts=2, block_right=256),
-    "two parts meet": Int8HopperTile(parts=1, block_right=128, split=2, meet=True),
-    "4 parts meet": Int8HopperTile(parts=3, block_right=128, split=4, meet=True),
-    "wide, 2 parts meet": Int8HopperTile(parts=2, block_right=256, split=2, meet=True),
-    "x left, tall, 4 parts meet": Int8HopperTile(
-        parts=2, part=128, block_right=128, weight_left=False, split=4, meet=True, stores=1
+    "x left, 4 parts of K": W8A8Sm90Config(parts=2, block_right=64, weight_left=False, split=4),
+    "wide": W8A8Sm90Config(parts=2, block_right=256),
+    "two parts meet": W8A8Sm90Config(parts=1, block_right=128, split=2, reduce_scatter=True),
+    "4 parts meet": W8A8Sm90Config(parts=3, block_right=128, split=4, reduce_scatter=True),
+    "wide, 2 parts meet": W8A8Sm90Config(parts=2, block_right=256, split=2, reduce_scatter=True),
+    "x left, tall, 4 parts meet": W8A8Sm90Config(
+        parts=2,
+        part=128,
+        block_right=128,
+        weight_left=False,
+        split=4,
+        reduce_scatter=True,
+        stores=1,
     ),
-    "48 of 64 rows": Int8HopperTile(parts=1, block_right=64, idle_rows=16),
-    "32 of 64 rows": Int8HopperTile(parts=1, block_right=128, idle_rows=32),
-    "twice 48 rows": Int8HopperTile(parts=2, block_right=16, idle_rows=16),
-    "48 rows, three parts of K": Int8HopperTile(parts=1, block_right=32, idle_rows=16, split=3),
-    "32 rows, 2 parts meet": Int8HopperTile(
-        parts=1, block_right=128, idle_rows=32, split=2, meet=True
+    "48 of 64 rows": W8A8Sm90Config(parts=1, block_right=64, idle_rows=16),
+    "32 of 64 rows": W8A8Sm90Config(parts=1, block_right=128, idle_rows=32),
+    "twice 48 rows": W8A8Sm90Config(parts=2, block_right=16, idle_rows=16),
+    "48 rows, three parts of K": W8A8Sm90Config(parts=1, block_right=32, idle_rows=16, split=3),
+    "32 rows, 2 parts meet": W8A8Sm90Config(
+        parts=1, block_right=128, idle_rows=32, split=2, reduce_scatter=True
     ),
 }
 # the last: many tiles for each block, and fewer steps than stages. 480 outputs are tiles of 48 too
@@ -155,7 +161,7 @@ def test_chosen_tiles_round_and_multiply_as_the_portable_kernel(half, poison, na
 
 @pytest.mark.parametrize("split, meet", [(1, False), (2, False), (2, True), (3, False), (4, True)])
 @pytest.mark.parametrize("idle_rows", [0, 16])
-def test_float8_sums(assert_close, tolerance, half, poison, split, meet, idle_rows):
+def test_float8_sums(assert_close, tolerance, half, poison, split, reduce_scatter, idle_rows):
     """Whatever an idle row has from the stage before, NaN included, stays in its row."""
     M, N, K = 100, 288, 1408
     generator = torch.Generator("cuda").manual_seed(split)
@@ -165,8 +171,13 @@ def test_float8_sums(assert_close, tolerance, half, poison, split, meet, idle_ro
     ]
     scales_M1, scales_N = torch.rand(M, 1, device="cuda"), torch.rand(N, device="cuda") / 64
     weight = prepared(codes[1], scales_N, half, "w8a8-fp8")
-    how = {"split": split, "meet": meet, "steps_of_sum": 1, "idle_rows": idle_rows}
-    tile = Int8HopperTile(parts=2, block_right=64, **how)
+    how = {
+        "split": split,
+        "reduce_scatter": reduce_scatter,
+        "steps_of_sum": 1,
+        "idle_rows": idle_rows,
+    }
+    tile = W8A8Sm90Config(parts=2, block_right=64, **how)
     got = hopper.linear_codes(codes[0], scales_M1, weight, tile=tile)
     want = exact(codes[0].double(), scales_M1.double(), codes[1], scales_N.double())
     assert_close("float8", want, got, tolerance(half))
@@ -223,7 +234,7 @@ def test_a_chain_in_a_cuda_graph_follows_its_inputs(half, M):
 def test_tiles_of_real_shapes_fit_the_gpu(half):
     for M in (1, 16, 64, 128, 256, 1024, 4096):
         for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-            tile = int8_hopper_tile(M, N, K, 132)
+            tile = default_sm90_config(M, N, K, 132)
             codes_MK, codes_NK = random_codes(M, K), random_codes(N, K)
             scales = torch.ones(max(M, N), 1, device="cuda") / 2**17
             weight = prepared(codes_NK, scales[:N, 0].contiguous(), half)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
-from qkernels.w8a8.config import fitted, int8_hopper_tile, int8_tile
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
+from qkernels.w8a8.config import default_sm90_config, default_w8a8_triton_config, fitted
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
@@ -23,7 +23,7 @@ MEASURED_INT8 = {
 
 @pytest.mark.parametrize("shape, M", [(s, M) for s in MEASURED_INT8 for M in MEASURED_INT8[s]])
 def test_the_measured_int8_tiles(shape, M):
-    tile = int8_tile(M, *SHAPES[shape], H200_SMS)
+    tile = default_w8a8_triton_config(M, *SHAPES[shape], H200_SMS)
     assert (tile.block_m, tile.block_n, tile.split) == MEASURED_INT8[shape][M]
 
 
@@ -55,15 +55,15 @@ MEASURED_INT8_HOPPER = {
     "shape, M", [(shape, M) for shape in MEASURED_INT8_HOPPER for M in MEASURED_INT8_HOPPER[shape]]
 )
 def test_the_measured_hopper_tiles(shape, M):
-    tile = int8_hopper_tile(M, *SHAPES[shape], H200_SMS)
+    tile = default_sm90_config(M, *SHAPES[shape], H200_SMS)
     found = (tile.parts, tile.part_rows, tile.block_right, tile.split, tile.blocks_per_sm)
     assert (*found, tile.weight_left) == MEASURED_INT8_HOPPER[shape][M]
-    assert tile.meet == (tile.split == 2)
+    assert tile.reduce_scatter == (tile.split == 2)
 
 
 def test_idle_rows_are_for_free_sms_where_that_was_measured():
     def outputs(M, N, K=4096, sms=H200_SMS, kind="int"):
-        tile = int8_hopper_tile(M, N, K, sms, kind)
+        tile = default_sm90_config(M, N, K, sms, kind)
         return tile.part_rows if tile.parts == 1 and tile.split == 1 else None
 
     assert [outputs(M, 6144) for M in (56, 57, 64, 65, 128)] == [64, 48, 48, 48, 48]
@@ -73,7 +73,7 @@ def test_idle_rows_are_for_free_sms_where_that_was_measured():
     assert outputs(64, 6080) == 64 and outputs(64, 6144, sms=114) == 64
     assert outputs(64, 6144, K=8192) == outputs(64, 6144, K=3968) == 64
     for kind in ("asymmetric", "float"):
-        assert int8_hopper_tile(64, 6144, 4096, H200_SMS, kind).idle_rows == 0
+        assert default_sm90_config(64, 6144, 4096, H200_SMS, kind).idle_rows == 0
 
 
 @pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
@@ -82,10 +82,10 @@ def test_idle_rows_are_for_free_sms_where_that_was_measured():
 def test_every_hopper_choice_fits(N, sm_count, kind):
     for M in (1, 3, 16, 17, 33, 64, 65, 200, 1025, 70000):
         for K in (32, 4096, 14336, 2**15):
-            tile = int8_hopper_tile(M, N, K, sm_count, kind)
+            tile = default_sm90_config(M, N, K, sm_count, kind)
             assert tile.fits(M, N, sm_count)
             # parts that meet wait for each other, so each is a block of its own that runs
-            if tile.meet:
+            if tile.reduce_scatter:
                 assert tile.split * tile.tiles(M, N) <= sm_count * tile.blocks_per_sm
                 assert tile.share % 8 == 0 and tile.split <= ceil_div(K, 128)
             stages = tile.stages * (tile.block_left + tile.block_right) * 128
@@ -120,13 +120,13 @@ def test_every_hopper_choice_fits(N, sm_count, kind):
 def test_every_int8_choice_fits(N, sm_count, integers):
     for M in (1, 3, 16, 17, 33, 64, 65, 200, 257, 8192):
         for K in (32, 96, 1024, 14336):
-            tile = int8_tile(M, N, K, sm_count, integers)
+            tile = default_w8a8_triton_config(M, N, K, sm_count, integers)
             stage = (tile.block_m + tile.block_n) * tile.block_k
             assert tile.stages * stage <= 200 * 1024
             assert tile.split <= ceil_div(K, tile.block_k), "a part without a step"
             if tile.split > 1:
-                assert tile.split * M * N <= LINEAR_WORKSPACE_FLOATS
-                assert ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m) <= LINEAR_COUNTERS
+                assert tile.split * M * N <= WORKSPACE_FLOATS
+                assert ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m) <= WORKSPACE_COUNTERS
 
 
 def test_int8_tiles_fit_a_smaller_shared_memory():
@@ -134,7 +134,7 @@ def test_int8_tiles_fit_a_smaller_shared_memory():
     for M in (1, 64, 128, 256, 1024, 4096):
         for N, K in SHAPES.values():
             for integers in (True, False):
-                tile = int8_tile(M, N, K, H200_SMS, integers)
+                tile = default_w8a8_triton_config(M, N, K, H200_SMS, integers)
                 assert fitted(tile, 227 * 1024) == tile
                 small = fitted(tile, 99 * 1024)
                 assert replace(small, stages=tile.stages) == tile and small.stages >= 2

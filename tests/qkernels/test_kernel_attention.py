@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from qkernels.attention import triton_paged as paged_attention
-from qkernels.attention.config import attention_tile
+from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
-from qkernels.operands.limbs import DigitForm
-from qkernels.operands.limbs_reference import inputs_of
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs_reference import from_limbs
 
 
 def exact(q, k, v, count, length, scale, window, soft_cap):
@@ -49,8 +49,8 @@ def check(assert_close, tolerance, device, poison):
         soft_cap=None,
         spread=1,  # largest over smallest scale
         size=1.0,  # of keys and values
-        digits=None,  # form of the result
-        settled=False,
+        limbs=None,  # form of the result
+        inputs_ready=False,
     ):
         generator = torch.Generator().manual_seed(D + B + len(counts))
         R, T = len(counts), sum(counts)
@@ -99,7 +99,7 @@ def check(assert_close, tolerance, device, poison):
             bodies.append(True)
         results = []
         for gluon in bodies:
-            tile = attention_tile(
+            tile = default_attention_config(
                 num_requests=R,
                 num_kv_heads=J,
                 heads_per_kv_head=H // J,
@@ -121,13 +121,13 @@ def check(assert_close, tolerance, device, poison):
                     k_scales_PBJ=k_scales,
                     v_scales_PBJ=v_scales,
                     **shared,
-                    digits=digits,
-                    settled=settled,
+                    limbs=limbs,
+                    inputs_ready=inputs_ready,
                     tile=tile if split is None else replace(tile, split=split),
                 )
             )
-            if digits is not None:
-                results[-1] = inputs_of(results[-1]).to(dtype).view(T, H, D)
+            if limbs is not None:
+                results[-1] = from_limbs(results[-1]).to(dtype).view(T, H, D)
         want = [
             exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap)
             for start, count, length, k, v in zip(
@@ -145,9 +145,9 @@ def check(assert_close, tolerance, device, poison):
     return run
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_chunks_and_decodes_in_one_batch(check, dtype, settled):
-    check([1, 5, 1, 30, 2], [40, 5, 7, 70, 33], 4, 2, 32, 16, dtype, settled=settled)
+@pytest.mark.parametrize("inputs_ready", [False, True])
+def test_chunks_and_decodes_in_one_batch(check, dtype, inputs_ready):
+    check([1, 5, 1, 30, 2], [40, 5, 7, 70, 33], 4, 2, 32, 16, dtype, inputs_ready=inputs_ready)
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 65, 1000])
@@ -197,14 +197,14 @@ def test_parts_of_a_context_merge_for_several_rows(check, dtype):
 def test_the_result_as_digits(check, half, H, J, D, counts, split):
     """Heads smaller and larger than the 128 inputs of a step, and across their edges."""
     lengths = [300, 2, 65, 129][: len(counts)]
-    form = DigitForm(bits=4, with_sums=True)
-    check(counts, lengths, H, J, D, 16, half, None, split, digits=form)
+    form = LimbForm(bits=4, with_sums=True)
+    check(counts, lengths, H, J, D, 16, half, None, split, limbs=form)
 
 
 @pytest.mark.parametrize("split", [1, 4])
 def test_digits_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
-    form = DigitForm(bits=8)
-    check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, digits=form)
+    form = LimbForm(bits=8)
+    check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, limbs=form)
 
 
 def test_keys_and_values_interleaved_in_one_tensor(check, dtype):
@@ -215,7 +215,7 @@ def test_keys_and_values_interleaved_in_one_tensor(check, dtype):
 def test_requests_without_rows_or_keys(check, half, split):
     """A captured graph's batch is padded with such requests."""
     rows = [0, 1, 0, 1, 0], [5, 20, 0, 0, 9]
-    got = check(*rows, 2, 1, 16, 16, half, None, split, settled=True)
+    got = check(*rows, 2, 1, 16, 16, half, None, split, inputs_ready=True)
     assert not got[1].any()
 
 

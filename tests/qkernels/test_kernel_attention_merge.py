@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qkernels.attention.merge_splits import merge_parts
-from qkernels.operands.limbs import DigitForm
-from qkernels.operands.limbs_reference import inputs_of
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs_reference import from_limbs
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_the_result_as_digits(parts, assert_close, tolerance, device, half, H, D
     used[0, -1] = S
     partials, sums, want = parts(3, H, S, D, used)
     out = torch.empty(3, H, D, dtype=half, device=device)
-    digits = merge_parts(partials, sums, starts_of(3, device), out, DigitForm(bits=4))
-    assert_close("digits", want.flatten(1), inputs_of(digits), tolerance(half))
+    limbs = merge_parts(partials, sums, starts_of(3, device), out, LimbForm(bits=4))
+    assert_close("limbs", want.flatten(1), from_limbs(limbs), tolerance(half))
 
 
 def test_rows_of_no_request_are_left_alone(parts, device, half):

@@ -1,14 +1,14 @@
-"""Digits made by a kernel, alone or fused, are those of the plain torch twin."""
+"""Limbs made by a kernel, alone or fused, are those of the plain torch twin."""
 
 import pytest
 import torch
 
 from qkernels import ops
-from qkernels.operands.limbs import DigitForm
-from qkernels.operands.limbs_reference import input_digits, inputs_of
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from tests.qkernels.digit_bits import written
 
-FORMS = [(M, DigitForm(bits=bits, with_sums=M > 1)) for M in (1, 2, 3, 4) for bits in (4, 8)]
+FORMS = [(M, LimbForm(bits=bits, with_sums=M > 1)) for M in (1, 2, 3, 4) for bits in (4, 8)]
 IDS = [f"{M} rows, {form.bits} bits" for M, form in FORMS]
 forms = pytest.mark.parametrize("M, form", FORMS, ids=IDS)
 
@@ -25,9 +25,9 @@ def poison(device):
     workspace(device)[0].fill_(float("nan"))
 
 
-def check_equal(digits, make_reference):
-    got = written(digits)
-    poison(digits.words.device)
+def check_equal(limbs, make_reference):
+    got = written(limbs)
+    poison(limbs.words.device)
     for have, want in zip(got, written(make_reference()), strict=True):
         assert torch.equal(have, want)
 
@@ -45,8 +45,8 @@ def test_digits(half, device, M, form, spread):
     x = random_inputs(M, 384, half, spread).to(device)
     x[0, 5], x[-1, :128] = 0, 0
     poison(device)
-    digits = ops.input_digits(x, form, kernel="triton")
-    check_equal(digits, lambda: input_digits(x, form))
+    limbs = ops.to_limbs(x, form, kernel="triton")
+    check_equal(limbs, lambda: to_limbs(x, form))
 
 
 @forms
@@ -55,7 +55,7 @@ def test_what_is_no_number(half, device, M, form):
     x = random_inputs(M, 256, half)
     x[-1, 200] = float("inf")
     x[0, 3] = float("nan")
-    values = inputs_of(ops.input_digits(x.to(device), form, kernel="triton")).cpu()
+    values = from_limbs(ops.to_limbs(x.to(device), form, kernel="triton")).cpu()
     assert values[0, :128].isnan().all() and values[-1, 128:].isnan().all()
     other = values.clone()
     other[0, :128], other[-1, 128:] = 0, 0
@@ -69,15 +69,15 @@ def test_rows_with_strides_and_at_an_odd_address(half, device, M, form):
     x = random_inputs(M, 257, half).to(device)
     for given in (x[:, 1:], x.flatten()[1 : 1 + M * 256].view(M, 256)):
         check_equal(
-            ops.input_digits(given, form, kernel="triton"),
-            lambda given=given: input_digits(given.contiguous(), form),
+            ops.to_limbs(given, form, kernel="triton"),
+            lambda given=given: to_limbs(given.contiguous(), form),
         )
 
 
 @forms
 @pytest.mark.parametrize("C, add", [(128, True), (1152, False), (1152, True)])
 def test_norm(half, device, M, form, C, add):
-    """A sum in another order may move a value by its last bit; the digits are of such values.
+    """A sum in another order may move a value by its last bit; the limbs are of such values.
 
     9 steps: a block has 8.
     """
@@ -88,15 +88,15 @@ def test_norm(half, device, M, form, C, add):
     weight = random_inputs(1, C, half)[0].to(device)
     poison(device)
     if add:
-        digits, total = ops.add_rms_norm_digits(x, residual, weight, 1e-5, form, "triton")
+        limbs, total = ops.add_rms_norm_limbs(x, residual, weight, 1e-5, form, "triton")
         want, want_total = ops.add_rms_norm(x, residual, weight, 1e-5)
         assert torch.equal(total, want_total)
     else:
-        digits = ops.rms_norm_digits(x, weight, 1e-5, form, "triton")
+        limbs = ops.rms_norm_limbs(x, weight, 1e-5, form, "triton")
         want = ops.rms_norm(x, weight, 1e-5)
-    values = inputs_of(digits).to(half)
+    values = from_limbs(limbs).to(half)
     check_near(values, want)
-    check_equal(digits, lambda: input_digits(values, form))
+    check_equal(limbs, lambda: to_limbs(values, form))
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -104,7 +104,7 @@ def test_norm_of_a_row_that_registers_do_not_hold(half, device, add, monkeypatch
     from qkernels.rowwise import norm_act_limbs as fused_digits
 
     monkeypatch.setattr(fused_digits, "MOST_CHANNELS", 128)
-    test_norm(half, device, 3, DigitForm(bits=4), 256, add)
+    test_norm(half, device, 3, LimbForm(bits=4), 256, add)
 
 
 @forms
@@ -113,7 +113,7 @@ def test_silu_and_mul(half, device, M, form):
     x = random_inputs(M, 2 * width, half).to(device)
     want = ops.silu_and_mul(x)
     poison(device)
-    digits = ops.silu_and_mul_digits(x, form, kernel="triton")
-    values = inputs_of(digits).to(half)
+    limbs = ops.silu_and_mul_limbs(x, form, kernel="triton")
+    values = from_limbs(limbs).to(half)
     check_near(values, want)
-    check_equal(digits, lambda: input_digits(values, form))
+    check_equal(limbs, lambda: to_limbs(values, form))

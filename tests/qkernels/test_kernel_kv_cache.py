@@ -109,7 +109,9 @@ def test_rope_and_write(
     # on the CPU, whose division is exact; a GPU's by a constant is not
     got, want = make_pages(D, codes), [t.cpu() for t in make_pages(D, codes)]
     inputs = (q, k, v, cos_sin, positions)
-    q_got = kv_cache.rope_write_kv_(*inputs, *got[:2], slots, *got[2:], **norms, settled=normed)
+    q_got = kv_cache.rope_write_kv_(
+        *inputs, *got[:2], slots, *got[2:], **norms, inputs_ready=normed
+    )
     norms = {n: x.cpu() if torch.is_tensor(x) else x for n, x in norms.items()}
     inputs = [x.cpu() for x in inputs]
     q_want = attention_reference.rope_write_kv_(*inputs, *want[:2], slots.cpu(), *want[2:], **norms)

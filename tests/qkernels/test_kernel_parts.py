@@ -5,7 +5,7 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels.attention import rope_write_kv as kv_cache
-from qkernels.operands.split_k import PartialSums, split_heads
+from qkernels.operands.split_k import SplitKPartials, split_heads
 from qkernels.rowwise import norm_act
 from qkernels.rowwise import norm_act_quantize as fused_quant
 
@@ -17,11 +17,11 @@ ROUNDINGS = [ActivationSpec(), ActivationSpec(type="float")]
 def random_parts(device, dtype):
     """[parts, *shape] of very different sizes, so that the order of a sum shows."""
 
-    def make(parts: int, *shape: int) -> PartialSums:
+    def make(parts: int, *shape: int) -> SplitKPartials:
         generator = torch.Generator().manual_seed(parts)
         x = torch.randn(parts, *shape, generator=generator)
         x *= 2 ** (8 * torch.rand(parts, *shape, generator=generator) - 4)
-        return PartialSums(parts=x.to(device), dtype=dtype)
+        return SplitKPartials(parts=x.to(device), dtype=dtype)
 
     return make
 
@@ -49,7 +49,7 @@ def test_norm(random_parts, device, dtype, poison, parts, rows, C):
 @pytest.mark.parametrize("rows, C", [(1, 64), (3, 1000), (17, 2048)])
 def test_norm_and_rounding(random_parts, half, device, poison, activation, rows, C):
     x = random_parts(3, rows, C)
-    x = PartialSums(parts=x.parts, dtype=half)
+    x = SplitKPartials(parts=x.parts, dtype=half)
     residual, weight = (torch.randn(n, C, device=device).to(half) for n in (rows, 1))
     args = residual, weight[0], 1e-5, activation
     codes, scales, total = fused_quant.add_rms_norm_quantize(x, *args)

@@ -163,9 +163,9 @@ def test_penalties_and_bias(device, half, vocabulary):
         want = reference_sampling.sample_(logits, settings, histories[1]).tokens_S
         assert got.tolist() == want.tolist()
         assert torch.equal(histories[0], histories[1])
-        added = histories[0].cpu() - history
-        assert int(added.sum()) == 8 and all(
-            added[row.history_row, token] == 2
+        reduced = histories[0].cpu() - history
+        assert int(reduced.sum()) == 8 and all(
+            reduced[row.history_row, token] == 2
             for row, token in zip(rows[part::3], got.tolist(), strict=True)
             if row.history_row >= 0
         )

@@ -6,18 +6,18 @@ from formats.scheme import CHANNEL, Scheme
 from formats.weights import with_activation
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
-from qkernels.attention.config import AttentionTile
+from qkernels.attention.config import AttentionConfig
 from qkernels.tuning import table as tuning_table
-from qkernels.tuning.table import TileRow
+from qkernels.tuning.table import TuningRow
 from qkernels.w8a8 import triton_gemm as w8a8
-from qkernels.w8a8.config import Int8Tile
+from qkernels.w8a8.config import W8A8TritonConfig
 from qkernels.wna16 import gemm
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile
-from qkernels.wna16.triton_config import LinearTile
+from qkernels.wna16.sm90_large_m_config import LargeMConfig
+from qkernels.wna16.triton_config import TritonGemmConfig
 
 
 def row(op, problem, tile):
-    return TileRow(op=op, problem=problem, tile=tile, microseconds=1, default_microseconds=2)
+    return TuningRow(op=op, problem=problem, tile=tile, microseconds=1, default_microseconds=2)
 
 
 def no_default(*args, **kwargs):
@@ -28,11 +28,11 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     packed = make_weight(128, 256, 64)
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
     x = torch.randn(5, 256).to(device, half)
-    monkeypatch.setattr(gemm, "chosen_linear_tile", no_default)
+    monkeypatch.setattr(gemm, "default_config", no_default)
     problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 8}
     want = x.double() @ packed.dequantize(torch.float64).t()
-    for tile in (LinearTile(block_m=16, block_n=128, split=3), None):
-        with tuning_table.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
+    for tile in (TritonGemmConfig(block_m=16, block_n=128, split=3), None):
+        with tuning_table.tuning_table_of(x.device).trying(row("w4a16", problem, tile)):
             assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
 
 
@@ -43,12 +43,12 @@ def test_w4a16_parts_that_cannot_all_run_are_not_taken(
     packed = make_weight(128, 512, 128)
     weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
     x = torch.randn(17, 512).to(device, half)
-    default = LinearTile(block_m=32, block_n=64, split=1)
-    monkeypatch.setattr(gemm, "chosen_linear_tile", lambda *_: default)
+    default = TritonGemmConfig(block_m=32, block_n=64, split=1)
+    monkeypatch.setattr(gemm, "default_config", lambda *_: default)
     monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
     problem = {"N": 128, "K": 512, "group": 128, "bits": 4, "M": 32}
-    tile = LinearHopperTile(blocks=132, block_m=64, split=4)
-    with tuning_table.tile_table_of(x.device).trying(row("w4a16", problem, tile)):
+    tile = LargeMConfig(blocks=132, block_m=64, split=4)
+    with tuning_table.tuning_table_of(x.device).trying(row("w4a16", problem, tile)):
         assert gemm._chosen_tile(x.device, 17, 128, 512, 128, 4) is default
         want = x.double() @ packed.dequantize(torch.float64).t()
         assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
@@ -60,11 +60,11 @@ def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):
     weight = ops.prepare_weight(packed, half, kernel="triton_w8a8")
     x = torch.randn(5, 256).to(device, half)
     codes, scales = ops.quantize_input(x, packed.activation)
-    monkeypatch.setattr(w8a8, "int8_tile", no_default)
+    monkeypatch.setattr(w8a8, "default_w8a8_triton_config", no_default)
     problem = {"N": 64, "K": 256, "integers": True, "M": 8}
-    tile = Int8Tile(block_m=16, block_n=64, split=2)
+    tile = W8A8TritonConfig(block_m=16, block_n=64, split=2)
     want = codes.double() * scales.double() @ packed.dequantize(torch.float64).t()
-    with tuning_table.tile_table_of(x.device).trying(row("w8a8", problem, tile)):
+    with tuning_table.tuning_table_of(x.device).trying(row("w8a8", problem, tile)):
         assert_close("w8a8", want, w8a8.linear_codes(codes, scales, weight), tolerance(half))
 
 
@@ -77,7 +77,7 @@ def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
     arguments = (q, k, v, table, starts, lengths)
     options = {"scale": 0.2, "window": None, "max_query_len": 1, "max_context_len": 48}
     want = paged_attention.paged_attention(*arguments, **options)
-    monkeypatch.setattr(paged_attention, "attention_tile", no_default)
+    monkeypatch.setattr(paged_attention, "default_attention_config", no_default)
     problem = {
         "num_requests": 1,
         "num_kv_heads": 1,
@@ -88,7 +88,7 @@ def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
         "max_context_len": 48,
         "window": None,
     }
-    tile = AttentionTile(block_m=16, block_q=8, keys=16, split=2, warps=4, stages=2)
-    with tuning_table.tile_table_of(q.device).trying(row("paged_attention", problem, tile)):
+    tile = AttentionConfig(block_m=16, block_q=8, keys=16, split=2, warps=4, stages=2)
+    with tuning_table.tuning_table_of(q.device).trying(row("paged_attention", problem, tile)):
         got = paged_attention.paged_attention(*arguments, **options)
     assert_close("paged_attention", want, got, tolerance(half))

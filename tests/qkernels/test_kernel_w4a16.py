@@ -6,7 +6,7 @@ import torch
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16 import gemm, prepack
-from qkernels.wna16.triton_config import LINEAR_MAX_ROWS, LinearTile
+from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
 
 GROUPS = (32, 64, 128, 256, -1)
 
@@ -27,7 +27,7 @@ def check(assert_close, tolerance):
         assert_close("w4a16", want, got, tolerance(x.dtype))
         eps = torch.finfo(x.dtype).eps
         # above the threshold of the config the weights are rounded too
-        scratch = tile is None and x.shape[0] > LINEAR_MAX_ROWS
+        scratch = tile is None and x.shape[0] > MAX_FUSED_ROWS
         bound = eps * want.abs() + (eps if scratch else 2**-14) * magnitude
         assert ((got.double() - want).abs() <= bound).all(), "an element is off"
         return got
@@ -94,7 +94,7 @@ def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, g
 
 def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poison):
     bias = torch.randn(64).to(device, half)
-    x = random_x(LINEAR_MAX_ROWS + 1, 128, half, device)
+    x = random_x(MAX_FUSED_ROWS + 1, 128, half, device)
     check(make_weight(64, 128, 128), x, bias)
 
 
@@ -102,7 +102,7 @@ def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poi
 def test_split_sums_every_part_once(check, make_weight, device, half, poison, split):
     """9 steps: the parts differ in length, and 8 parts leave some with one step."""
     packed, bias = make_weight(136, 9 * 32, 32, bits=8), torch.randn(136).to(device, half)
-    tile = LinearTile(block_m=16, block_n=64, split=split, warps=4, stages=3)
+    tile = TritonGemmConfig(block_m=16, block_n=64, split=split, warps=4, stages=3)
     partials, counters = workspace(device)
     partials.fill_(float("nan"))
     first = check(packed, random_x(19, 9 * 32, half, device), bias, tile)
@@ -113,7 +113,7 @@ def test_split_sums_every_part_once(check, make_weight, device, half, poison, sp
 
 @pytest.mark.parametrize("M", [1, 63, 130])
 def test_bulk_copy_stops_at_the_last_row(check, make_weight, device, half, poison, M):
-    tile = LinearTile(block_m=64, block_n=64, split=2, bulk=True)
+    tile = TritonGemmConfig(block_m=64, block_n=64, split=2, use_tma=True)
     check(make_weight(72, 96, 32, False), random_x(M, 96, half, device), tile=tile)
 
 
@@ -121,12 +121,16 @@ def test_bulk_copy_of_x_at_an_odd_address(check, make_weight, device, half):
     """The copy engine reads from multiples of 16 bytes only."""
     x = random_x(1, 64 * 128 + 1, half, device)[0, 1:].view(64, 128)
     assert x.is_contiguous() and x.data_ptr() % 16
-    check(make_weight(64, 128, 128), x, tile=LinearTile(block_m=64, block_n=64, split=1, bulk=True))
+    check(
+        make_weight(64, 128, 128),
+        x,
+        tile=TritonGemmConfig(block_m=64, block_n=64, split=1, use_tma=True),
+    )
 
 
 @pytest.mark.parametrize("split", [1, 2])
 def test_block_over_two_stored_tiles(check, make_weight, device, half, poison, split):
-    tile = LinearTile(block_m=32, block_n=128, split=split, warps=8, stages=3)
+    tile = TritonGemmConfig(block_m=32, block_n=128, split=split, warps=8, stages=3)
     check(make_weight(256, 256, 64, False), random_x(40, 256, half, device), tile=tile)
     check(make_weight(248, 256, 128), random_x(40, 256, half, device), tile=tile)
 

@@ -12,7 +12,7 @@ from qkernels import ops, reference
 from qkernels.gpu.workspace import workspace
 from qkernels.rowwise import reference as rowwise_reference
 from qkernels.w8a8 import triton_gemm as w8a8
-from qkernels.w8a8.config import Int8Tile
+from qkernels.w8a8.config import W8A8TritonConfig
 
 ACTIVATIONS = {
     "int8": ActivationSpec(),
@@ -108,11 +108,11 @@ def test_rounding_reads_rows_of_any_stride(device, dtype):
 
 
 TILES = {
-    "one part": Int8Tile(block_m=16, block_n=64),
-    "3 parts": Int8Tile(block_m=16, block_n=64, split=3),
-    "8 parts": Int8Tile(block_m=32, block_n=128, block_k=64, split=8),
-    "x left": Int8Tile(block_m=128, block_n=64, weight_left=False, early=False),
-    "x left, 2 parts": Int8Tile(
+    "one part": W8A8TritonConfig(block_m=16, block_n=64),
+    "3 parts": W8A8TritonConfig(block_m=16, block_n=64, split=3),
+    "8 parts": W8A8TritonConfig(block_m=32, block_n=128, block_k=64, split=8),
+    "x left": W8A8TritonConfig(block_m=128, block_n=64, weight_left=False, early=False),
+    "x left, 2 parts": W8A8TritonConfig(
         block_m=64, block_n=128, split=2, weight_left=False, tiles_m_of_group=2
     ),
 }
@@ -166,8 +166,8 @@ def test_parts_are_summed_once_and_in_order(device, half, poison, name, split):
     weight = ops.prepare_weight(packed, half, kernel="triton_w8a8")
     codes, scales = ops.quantize_input(random_x(19, 9 * 128, half, device), packed.activation)
     scales = scales.contiguous()
-    tile = Int8Tile(block_m=32, block_n=64, split=split)
-    whole = w8a8.linear_codes(codes, scales, weight, tile=Int8Tile(block_m=32, block_n=64))
+    tile = W8A8TritonConfig(block_m=32, block_n=64, split=split)
+    whole = w8a8.linear_codes(codes, scales, weight, tile=W8A8TritonConfig(block_m=32, block_n=64))
     first = w8a8.linear_codes(codes, scales, weight, tile=tile)
     assert torch.equal(first, w8a8.linear_codes(codes, scales, weight, tile=tile))
     if name == "w8a8":

@@ -103,7 +103,7 @@ def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
     asked = []
 
     def spy(op, **problem):
-        asked.append((problem["chunk"], problem["bulk_pages"]))
+        asked.append((problem["chunk"], problem["tma_pages"]))
         return lambda *_, **__: None
 
     monkeypatch.setattr(dispatch, "implementation", spy)

@@ -10,25 +10,24 @@ from formats.scheme import ActivationSpec, QuantSpec
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.linear import input_forms
-from qkernels.linear import ops as part_ops
 from qkernels.operands.codes import Codes, InputRounding
-from qkernels.operands.limbs import DigitForm
-from qkernels.operands.split_k import PartialSums, added, split_heads
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.split_k import SplitKPartials, reduced, split_heads
 
 H, J, D = 4, 2, 8
 
 
-def random_parts(*shape, dtype=torch.bfloat16, parts=3) -> PartialSums:
+def random_parts(*shape, dtype=torch.bfloat16, parts=3) -> SplitKPartials:
     generator = torch.Generator().manual_seed(0)
-    return PartialSums(parts=torch.randn(parts, *shape, generator=generator), dtype=dtype)
+    return SplitKPartials(parts=torch.randn(parts, *shape, generator=generator), dtype=dtype)
 
 
 def test_parts_are_added_in_order_and_rounded_once():
     """In any other order the small ones would count: 2^24 + 1 + 1 is 2^24 in float32."""
     parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None, None].expand(4, 1, 2)
-    assert PartialSums(parts=parts, dtype=torch.float32).total().tolist() == [[0.0, 0.0]]
+    assert SplitKPartials(parts=parts, dtype=torch.float32).total().tolist() == [[0.0, 0.0]]
     parts = torch.tensor([1.0, 2.0**-8, 2.0**-8])[:, None, None].expand(3, 1, 1)
-    total = PartialSums(parts=parts, dtype=torch.bfloat16).total()
+    total = SplitKPartials(parts=parts, dtype=torch.bfloat16).total()
     assert total.dtype == torch.bfloat16
     assert total.item() == 1 + 2**-7, "rounded between, it would be 1"
 
@@ -36,9 +35,9 @@ def test_parts_are_added_in_order_and_rounded_once():
 def test_they_have_the_shape_of_what_they_stand_for():
     x = random_parts(5, 16)
     assert (x.shape, x.ndim, x.dtype, x.device) == ((5, 16), 2, torch.bfloat16, x.parts.device)
-    assert added(x).shape == x.shape
+    assert reduced(x).shape == x.shape
     tensor = torch.zeros(3)
-    assert added(tensor) is tensor
+    assert reduced(tensor) is tensor
 
 
 @pytest.mark.parametrize(
@@ -46,20 +45,20 @@ def test_they_have_the_shape_of_what_they_stand_for():
 )
 def test_what_cannot_be_parts_is_refused(parts):
     with pytest.raises(KernelError, match="partial sums: expected float32 .*found"):
-        PartialSums(parts=parts, dtype=torch.float16)
+        SplitKPartials(parts=parts, dtype=torch.float16)
 
 
 def test_parts_beyond_32_bits_are_refused():
-    PartialSums(parts=torch.zeros(1).expand(2, 2**15, 2**15 - 1), dtype=torch.float16)
+    SplitKPartials(parts=torch.zeros(1).expand(2, 2**15, 2**15 - 1), dtype=torch.float16)
     with pytest.raises(KernelError, match=r"less than 2\^31.*add them first"):
-        PartialSums(parts=torch.zeros(1).expand(2, 2**15, 2**15), dtype=torch.float16)
+        SplitKPartials(parts=torch.zeros(1).expand(2, 2**15, 2**15), dtype=torch.float16)
 
 
 def test_heads_are_views_of_all_parts():
     x = random_parts(5, (H + 2 * J) * D)
-    whole = split_heads(added(x), (H, J, J), D)
+    whole = split_heads(reduced(x), (H, J, J), D)
     for part, want in zip(split_heads(x, (H, J, J), D), whole, strict=True):
-        assert torch.equal(added(part), want) and part.shape == want.shape
+        assert torch.equal(reduced(part), want) and part.shape == want.shape
         assert part.parts.untyped_storage().data_ptr() == x.parts.untyped_storage().data_ptr()
 
 
@@ -77,23 +76,23 @@ def test_every_reader_adds_them():
         add = ops.add_rms_norm_quantize if rounding else ops.add_rms_norm
         for got, want in zip(
             add(x, residual, norm, 1e-5, *rounding),
-            add(added(x), residual, norm, 1e-5, *rounding),
+            add(reduced(x), residual, norm, 1e-5, *rounding),
             strict=True,
         ):
             assert torch.equal(got, want)
     qkv = random_parts(5, (H + 2 * J) * D)
     got = rope(*split_heads(qkv, (H, J, J), D))
-    want = rope(*split_heads(added(qkv), (H, J, J), D))
+    want = rope(*split_heads(reduced(qkv), (H, J, J), D))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_forms_are_made_of_parts():
     x, norm = random_parts(5, 16), torch.ones(16).bfloat16()
     form = InputRounding(ActivationSpec(), None)
-    codes, total = input_forms.add_rms_norm(x, added(x), norm, 1e-5, form)
-    assert isinstance(codes, Codes) and torch.equal(total, added(x) + added(x))
-    with pytest.raises(KernelError, match="add_rms_norm_digits x: .*parts"):
-        input_forms.add_rms_norm(x, added(x), norm, 1e-5, DigitForm(bits=4))
+    codes, total = input_forms.add_rms_norm(x, reduced(x), norm, 1e-5, form)
+    assert isinstance(codes, Codes) and torch.equal(total, reduced(x) + reduced(x))
+    with pytest.raises(KernelError, match="add_rms_norm_limbs x: .*parts"):
+        input_forms.add_rms_norm(x, reduced(x), norm, 1e-5, LimbForm(bits=4))
 
 
 @pytest.mark.parametrize(
@@ -104,12 +103,12 @@ def test_forms_are_made_of_parts():
         lambda x: ops.quantize_input(x, ActivationSpec()),
         lambda x: ops.silu_and_mul(x),
         lambda x: ops.silu_and_mul_quantize(x, ActivationSpec()),
-        lambda x: input_forms.silu_and_mul(x, DigitForm(bits=4)),
+        lambda x: input_forms.silu_and_mul(x, LimbForm(bits=4)),
         lambda x: ops.quantize_input_asymmetric(x),
         lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
         lambda x: ops.write_kv_(x, x, x.parts, x.parts, torch.arange(5)),
         lambda x: ops.linear(x, weight_of(16)),
-        lambda x: ops.linear_for("norm", x, weight_of(16)),
+        lambda x: ops.linear_split_k("norm", x, weight_of(16)),
     ],
 )
 def test_what_does_not_add_them_says_so(call):
@@ -120,12 +119,14 @@ def test_what_does_not_add_them_says_so(call):
 def test_heads_of_different_products_are_refused():
     qkv, other = random_parts(5, (H + 2 * J) * D), random_parts(5, (H + 2 * J) * D, parts=2)
     q, k, v = split_heads(qkv, (H, J, J), D)
-    strided = PartialSums(parts=v.parts.transpose(2, 3).contiguous().transpose(2, 3), dtype=v.dtype)
-    for wrong in ((q, added(k), v), (added(q), added(k), v), (q, k, strided)):
+    strided = SplitKPartials(
+        parts=v.parts.transpose(2, 3).contiguous().transpose(2, 3), dtype=v.dtype
+    )
+    for wrong in ((q, reduced(k), v), (reduced(q), reduced(k), v), (q, k, strided)):
         with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
             rope(*wrong)
     apart = torch.zeros(3, 5, D, 2 * (H + 2 * J)).transpose(2, 3)[:, :, ::2]
-    heads = [PartialSums(parts=x, dtype=v.dtype) for x in apart.split([H, J, J], 2)]
+    heads = [SplitKPartials(parts=x, dtype=v.dtype) for x in apart.split([H, J, J], 2)]
     with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
         rope(*heads)
     with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
@@ -142,11 +143,11 @@ def weight_of(K: int):
 def test_a_row_that_leaves_no_parts_adds_them_itself():
     weight, bias = weight_of(64), torch.randn(24).bfloat16()
     x = torch.randn(17, 64).bfloat16()
-    for reader in ("norm", "rope"):
-        got = input_forms.linear(x, weight, bias, reader)
+    for consumer in ("norm", "rope"):
+        got = input_forms.linear(x, weight, bias, consumer)
         assert torch.equal(got, ops.linear(x, weight, bias))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
     sorting = replace(weight, input_order=order)
-    assert torch.equal(ops.linear_for("norm", x, sorting), ops.linear(x[:, order], weight))
+    assert torch.equal(ops.linear_split_k("norm", x, sorting), ops.linear(x[:, order], weight))
     with pytest.raises(KernelError, match="linear bias"):
-        ops.linear_for("norm", x, weight, bias[:8])
+        ops.linear_split_k("norm", x, weight, bias[:8])

@@ -1,4 +1,4 @@
-"""The plain torch digits: they stand for the inputs, and lie where limbs.py says."""
+"""The plain torch limbs: they stand for the inputs, and lie where limbs.py says."""
 
 from dataclasses import replace
 
@@ -7,10 +7,10 @@ import torch
 
 from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.operands.limbs import DigitForm, empty_digits
-from qkernels.operands.limbs_reference import input_digits, inputs_of, inputs_of_words
+from qkernels.operands.limbs import LimbForm, empty_limbs
+from qkernels.operands.limbs_reference import from_limbs, inputs_of_words, to_limbs
 
-FORMS = [(M, DigitForm(bits=bits)) for M in (1, 2, 3, 4) for bits in (4, 8)]
+FORMS = [(M, LimbForm(bits=bits)) for M in (1, 2, 3, 4) for bits in (4, 8)]
 
 
 def random_inputs(M, K, dtype=torch.float16, spread=0):
@@ -26,7 +26,7 @@ def random_inputs(M, K, dtype=torch.float16, spread=0):
 @pytest.mark.parametrize("spread", [0, 12])
 def test_digits_are_the_inputs(M, form, half_dtype, spread):
     x = random_inputs(M, 384, half_dtype, spread)
-    got = inputs_of(input_digits(x, form)).view(M, -1, 128)
+    got = from_limbs(to_limbs(x, form)).view(M, -1, 128)
     want = x.double().view(M, -1, 128)
     largest = want.abs().amax(2, keepdim=True)
     assert ((got - want).abs() <= 2**-29 * largest).all()
@@ -38,13 +38,13 @@ def test_a_word_by_hand():
     """Input 0 is 1, so 2^29 in steps of 2^-29: digit 3 is 32. Input 17 is byte 3 of its word."""
     x = torch.zeros(2, 128, dtype=torch.float16)
     x[1, 0], x[1, 17], x[1, 9] = 1, -1, 0.5
-    digits = input_digits(x, DigitForm(bits=4, with_sums=True))
-    words = digits.words[0, 0]  # [i, column, t, w]
+    limbs = to_limbs(x, LimbForm(bits=4, with_sums=True))
+    words = limbs.words[0, 0]  # [i, column, t, w]
     assert words[0, 7, 0, 0] == 0x20 + (-32 << 24)
     assert words[0, 7, 0, 1] == 16 << 16, "9 = 8 (w % 2) + 1: byte 2 of word w = 1"
     assert words.count_nonzero() == 2
-    assert digits.scales[0, 0].tolist()[4:] == [2.0**-29 * 256**d for d in range(4)]
-    assert digits.sums[0, 0].tolist() == [0] * 7 + [16]
+    assert limbs.scales[0, 0].tolist()[4:] == [2.0**-29 * 256**d for d in range(4)]
+    assert limbs.sums[0, 0].tolist() == [0] * 7 + [16]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -56,14 +56,14 @@ def test_every_input_is_in_one_word(bits):
 def test_zeros_and_what_is_no_number(M, form):
     x = torch.zeros(M, 256, dtype=torch.bfloat16)
     x[-1, 200] = float("inf")
-    got = inputs_of(input_digits(x, form))
+    got = from_limbs(to_limbs(x, form))
     assert got[-1, 128:].isnan().all()
     assert not got[-1, :128].any() and not got[:-1].any()
 
 
 def test_parts_of_the_workspace_do_not_overlap():
-    digits = empty_digits(DigitForm(bits=4, with_sums=True), 3, 512, torch.device("cpu"))
-    parts = [digits.words, digits.scales, digits.sums]
+    limbs = empty_limbs(LimbForm(bits=4, with_sums=True), 3, 512, torch.device("cpu"))
+    parts = [limbs.words, limbs.scales, limbs.sums]
     spans = [(p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parts]
     for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
         assert end == begin
@@ -72,25 +72,25 @@ def test_parts_of_the_workspace_do_not_overlap():
 @pytest.mark.parametrize(
     "shape, form, found",
     [
-        ((1, 100), DigitForm(bits=4), "inputs divisible by 128"),
-        ((0, 128), DigitForm(bits=4), "1 to 4 rows"),
-        ((5, 128), DigitForm(bits=4), "1 to 4 rows"),
-        ((4, 2**21), DigitForm(bits=4), "digits that fit"),
+        ((1, 100), LimbForm(bits=4), "inputs divisible by 128"),
+        ((0, 128), LimbForm(bits=4), "1 to 4 rows"),
+        ((5, 128), LimbForm(bits=4), "1 to 4 rows"),
+        ((4, 2**21), LimbForm(bits=4), "limbs that fit"),
     ],
 )
 def test_what_cannot_be_digits_is_refused(shape, form, found):
     with pytest.raises(KernelError, match=found):
-        ops.input_digits(torch.empty(shape, dtype=torch.float16), form)
+        ops.to_limbs(torch.empty(shape, dtype=torch.float16), form)
 
 
 def test_float32_and_odd_shapes_are_refused():
-    form = DigitForm(bits=4)
+    form = LimbForm(bits=4)
     with pytest.raises(KernelError, match="float16 or bfloat16"):
-        ops.input_digits(torch.zeros(1, 128), form)
+        ops.to_limbs(torch.zeros(1, 128), form)
     with pytest.raises(KernelError, match="an odd width"):
-        ops.silu_and_mul_digits(torch.zeros(1, 255, dtype=torch.float16), form)
+        ops.silu_and_mul_limbs(torch.zeros(1, 255, dtype=torch.float16), form)
     with pytest.raises(KernelError, match="expected 2 dims"):
-        ops.input_digits(torch.zeros(128, dtype=torch.float16), form)
+        ops.to_limbs(torch.zeros(128, dtype=torch.float16), form)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -98,16 +98,16 @@ def test_a_product_of_digits_is_that_of_the_inputs(make_weight, symmetric):
     x = random_inputs(3, 256)
     packed = make_weight(40, 256, 128, symmetric)
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
-    assert ops.digit_form(weight, 3) is None, "it is no faster there"
-    digits = ops.input_digits(x, DigitForm(bits=4, with_sums=not symmetric))
-    got = ops.linear_digits(digits, weight)
+    assert ops.limb_form(weight, 3) is None, "it is no faster there"
+    limbs = ops.to_limbs(x, LimbForm(bits=4, with_sums=not symmetric))
+    got = ops.linear_limbs(limbs, weight)
     assert torch.equal(got, ops.linear(x, weight))
     with pytest.raises(KernelError, match="expected those of 256 inputs"):
-        ops.linear_digits(ops.input_digits(x[:, :128], digits.form), weight)
+        ops.linear_limbs(ops.to_limbs(x[:, :128], limbs.form), weight)
     reordered = replace(weight, input_order=torch.arange(256))
     with pytest.raises(KernelError, match="its inputs are reordered"):
-        ops.linear_digits(digits, reordered)
-    with pytest.raises(KernelError, match="dense takes no digits"):
-        ops.linear_digits(digits, replace(weight, kernel="dense"))
-    with pytest.raises(KernelError, match="linear_digits bias"):
-        ops.linear_digits(digits, weight, torch.zeros(41, dtype=torch.float16))
+        ops.linear_limbs(limbs, reordered)
+    with pytest.raises(KernelError, match="dense takes no limbs"):
+        ops.linear_limbs(limbs, replace(weight, kernel="dense"))
+    with pytest.raises(KernelError, match="linear_limbs bias"):
+        ops.linear_limbs(limbs, weight, torch.zeros(41, dtype=torch.float16))

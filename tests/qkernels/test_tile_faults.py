@@ -5,39 +5,46 @@ import dataclasses
 import pytest
 
 from qkernels.attention import config as attention_config
-from qkernels.attention.config import AttentionTile, attention_tile
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
-from qkernels.operands.limbs import LINEAR_DIGITS_MAX_ROWS
+from qkernels.attention.config import AttentionConfig, default_attention_config
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
+from qkernels.operands.limbs import LIMBS_MAX_ROWS
 from qkernels.tuning.table import OPS
 from qkernels.w8a8 import config as w8a8_config
-from qkernels.w8a8.config import Int8HopperTile, Int8Tile, int8_hopper_tile, int8_tile
+from qkernels.w8a8.config import (
+    W8A8Sm90Config,
+    W8A8TritonConfig,
+    default_sm90_config,
+    default_w8a8_triton_config,
+)
 from qkernels.wna16 import (
     sm90_gemv_imma_config,
     sm90_large_m_config,
     sm90_small_m_config,
     triton_config,
 )
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile, linear_digits_tile
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile, linear_hopper_tile
-from qkernels.wna16.sm90_small_m_config import LinearRingTile, linear_ring_tile
-from qkernels.wna16.triton_config import LinearTile, linear_tile
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, default_gemv_config
+from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
+from qkernels.wna16.sm90_small_m_config import SmallMConfig, default_small_m_config
+from qkernels.wna16.triton_config import TritonGemmConfig, default_triton_config
 
 
 def test_faults_of_int8_and_attention_tiles():
-    fits = Int8Tile(block_m=16, block_n=64, block_k=256, split=4)
+    fits = W8A8TritonConfig(block_m=16, block_n=64, block_k=256, split=4)
     problem = {"M": 16, "N": 4096, "K": 14336}
-    assert w8a8_config.int8_tile_fault(fits, **problem) is None
+    assert w8a8_config.w8a8_triton_config_fault(fits, **problem) is None
     for change in ({"block_n": 32}, {"weight_left": False}, {"block_k": 96}, {"split": 0}):
         tile = dataclasses.replace(fits, **change)
-        assert w8a8_config.int8_tile_fault(tile, **problem) is not None, change
+        assert w8a8_config.w8a8_triton_config_fault(tile, **problem) is not None, change
     narrow = dataclasses.replace(fits, block_k=64)
-    assert w8a8_config.int8_tile_fault(narrow, **problem) is None
-    assert "128" in w8a8_config.int8_tile_fault(narrow, **problem, integers=False)
-    fits = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
-    assert attention_config.attention_tile_fault(fits, heads_per_kv_head=3) is None
+    assert w8a8_config.w8a8_triton_config_fault(narrow, **problem) is None
+    assert "128" in w8a8_config.w8a8_triton_config_fault(narrow, **problem, integers=False)
+    fits = AttentionConfig(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
+    assert attention_config.attention_config_fault(fits, heads_per_kv_head=3) is None
     for change in ({"block_q": 8}, {"keys": 48}, {"split": 3}, {"warps": 3}, {"stages": 0}):
         tile = dataclasses.replace(fits, **change)
-        assert attention_config.attention_tile_fault(tile, heads_per_kv_head=3) is not None, change
+        assert attention_config.attention_config_fault(tile, heads_per_kv_head=3) is not None, (
+            change
+        )
 
 
 @pytest.mark.parametrize("sm_count", [4, 46, 132])
@@ -45,30 +52,30 @@ def test_faults_of_int8_and_attention_tiles():
 def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
     for N in (8, 1000, 6144, 28672, 151936):
         for K in (128, 4096, 14336):
-            tile = linear_tile(M, N, K, 128, sm_count)
+            tile = default_triton_config(M, N, K, 128, sm_count)
             problem = {"M": M, "N": N, "K": K}
             if tile is not None:
-                fault = triton_config.linear_tile_fault(tile, group=128, bits=4, **problem)
+                fault = triton_config.triton_config_fault(tile, group=128, bits=4, **problem)
                 assert fault is None, f"{problem}: {fault}"
             for bits in (4, 8):
-                tile = linear_digits_tile(M, N, K, 128, bits, sm_count)
-                assert (tile is not None) == (M <= LINEAR_DIGITS_MAX_ROWS)
+                tile = default_gemv_config(M, N, K, 128, bits, sm_count)
+                assert (tile is not None) == (M <= LIMBS_MAX_ROWS)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
-                tile = linear_ring_tile(M, N, K, 128, bits, sm_count)
+                tile = default_small_m_config(M, N, K, 128, bits, sm_count)
                 assert (tile is not None) == (M <= 64 and bits == 4)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
-                tile = linear_hopper_tile(M, N, K, 128, bits, sm_count)
+                tile = default_large_m_config(M, N, K, 128, bits, sm_count)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
                     assert OPS["w4a16"].fault(tile, whole) is None, whole
-            tile = int8_tile(M, N, K, sm_count)
-            assert w8a8_config.int8_tile_fault(tile, **problem) is None, problem
+            tile = default_w8a8_triton_config(M, N, K, sm_count)
+            assert w8a8_config.w8a8_triton_config_fault(tile, **problem) is None, problem
             for kind in ("int", "float"):
-                tile = int8_hopper_tile(M, N, K, sm_count, kind)
+                tile = default_sm90_config(M, N, K, sm_count, kind)
                 whole = problem | {"integers": kind == "int"}
                 assert OPS["w8a8"].fault(tile, whole) is None, whole
     for heads in (1, 3, 4, 16):
@@ -82,24 +89,24 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
             "max_query_len": M,
             "max_context_len": 8192,
         }
-        tile = attention_tile(**problem, sm_count=sm_count)
-        assert attention_config.attention_tile_fault(tile, **problem) is None, problem
+        tile = default_attention_config(**problem, sm_count=sm_count)
+        assert attention_config.attention_config_fault(tile, **problem) is None, problem
 
 
 def test_what_a_split_and_a_wide_block_need():
-    tile = LinearTile(block_m=16, block_n=64, split=2)
+    tile = TritonGemmConfig(block_m=16, block_n=64, split=2)
     problem = {"M": 1, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(**changes):
         fields = {f: changes.pop(f) for f in ("split", "block_n") if f in changes}
         changed = dataclasses.replace(tile, **fields)
-        return triton_config.linear_tile_fault(changed, **problem | changes)
+        return triton_config.triton_config_fault(changed, **problem | changes)
 
     assert fault() is None
-    rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
+    rows = WORKSPACE_FLOATS // (2 * 4096)
     assert fault(M=rows) is None and "workspace" in fault(M=rows + 1)
     assert fault(M=2 * rows, split=1) is None
-    many = LINEAR_COUNTERS * 64
+    many = WORKSPACE_COUNTERS * 64
     assert fault(N=many) is None and "counters" in fault(N=many + 64)
     assert fault(N=many + 64, split=1) is None
     assert fault(N=128, block_n=128) is None and "block_n" in fault(N=64, block_n=128)
@@ -109,8 +116,8 @@ def test_what_digits_need():
     problem = {"M": 4, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
-        tile = dataclasses.replace(LinearDigitsTile(), **changed or {})
-        return sm90_gemv_imma_config.linear_digits_tile_fault(tile, **problem | changes)
+        tile = dataclasses.replace(GemvImmaConfig(), **changed or {})
+        return sm90_gemv_imma_config.gemv_config_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384) is None
     for change in ({"M": 5}, {"bits": 3}, {"group": 64}, {"K": 2**20}):
@@ -121,11 +128,11 @@ def test_what_digits_need():
 
 def test_what_the_hopper_body_needs():
     problem = {"M": 128, "N": 4096, "K": 4096, "group": 128, "bits": 4}
-    fits = LinearHopperTile(blocks=132, parts=2, block_m=128, split=4)
+    fits = LargeMConfig(blocks=132, parts=2, block_m=128, split=4)
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(fits, **changed or {})
-        return sm90_large_m_config.linear_hopper_tile_fault(tile, **problem | changes)
+        return sm90_large_m_config.large_m_config_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384, K=3840) is None
     # 32 tiles in 4 parts that wait for each other
@@ -160,15 +167,22 @@ def test_what_the_hopper_body_needs():
 
 def test_what_8_bit_products_of_the_hopper_kernel_need():
     problem = {"M": 128, "N": 4096, "K": 14336, "integers": True}
-    fits = Int8HopperTile(parts=1, block_right=128, split=2, meet=True)
+    fits = W8A8Sm90Config(parts=1, block_right=128, split=2, reduce_scatter=True)
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(fits, **changed or {})
-        return w8a8_config.int8_hopper_tile_fault(tile, **problem | changes)
+        return w8a8_config.w8a8_sm90_config_fault(tile, **problem | changes)
 
     assert fault() is None and fault(K=256) is None
     assert "step" in fault(K=128), "a part without a step"
-    tall = {"split": 1, "meet": False, "weight_left": False, "part": 128, "stores": 1, "parts": 2}
+    tall = {
+        "split": 1,
+        "reduce_scatter": False,
+        "weight_left": False,
+        "part": 128,
+        "stores": 1,
+        "parts": 2,
+    }
     assert fault(tall) is None
     assert fault({"idle_rows": 32}) is None and fault({"idle_rows": 16}, N=4128) is None
     for change in (
@@ -183,7 +197,7 @@ def test_what_8_bit_products_of_the_hopper_kernel_need():
         # shares of 8 columns
         {"block_right": 16},
         # a box of the weight has 64 rows
-        {"weight_left": False, "block_right": 32, "split": 1, "meet": False},
+        {"weight_left": False, "block_right": 32, "split": 1, "reduce_scatter": False},
         *({"stores": 0}, {"stores": 3}, {"blocks_per_sm": 0}, {"blocks_per_sm": 3}),
         *({"max_stages": 2}, {"max_stages": -1}, {"max_first_stages": 0}),
         *({"left_of_group": 0}, {"left_of_group": 2**31}, {"steps_of_sum": 1}),
@@ -200,18 +214,18 @@ def test_what_8_bit_products_of_the_hopper_kernel_need():
             assert (found is None) == (steps in allowed), (M, steps)
     assert "registers" in fault({"steps_of_sum": 1, "block_right": 256}, integers=False)
     # the sums of all parts have their place, whether they meet or not
-    rows = LINEAR_WORKSPACE_FLOATS // (2 * 4096)
-    for change in ({}, {"meet": False}):
+    rows = WORKSPACE_FLOATS // (2 * 4096)
+    for change in ({}, {"reduce_scatter": False}):
         assert fault(change, M=rows) is None and "workspace" in fault(change, M=rows + 1)
-    assert fault({"split": 1, "meet": False}, M=2 * rows) is None
+    assert fault({"split": 1, "reduce_scatter": False}, M=2 * rows) is None
 
 
 def test_what_a_ring_needs():
     problem = {"M": 8, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
-        tile = dataclasses.replace(LinearRingTile(rows=8), **changed or {})
-        return sm90_small_m_config.linear_ring_tile_fault(tile, **problem | changes)
+        tile = dataclasses.replace(SmallMConfig(rows=8), **changed or {})
+        return sm90_small_m_config.small_m_config_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384) is None and fault(K=2**20) is None
     assert fault({"rows": 64}, M=64) is None and fault({"split": 32}) is None
@@ -221,16 +235,16 @@ def test_what_a_ring_needs():
         assert fault(change) is not None, change
     assert "workspace" in fault({"split": 33}), "a part without a step"
     # the sums of two parts
-    N = LINEAR_WORKSPACE_FLOATS // (2 * 128 * 8) * 128
+    N = WORKSPACE_FLOATS // (2 * 128 * 8) * 128
     assert fault({"split": 2}, N=N) is None and fault({"split": 2}, N=N + 128) is not None
-    assert LINEAR_WORKSPACE_FLOATS // (2 * 128 * 8) * 2 <= LINEAR_COUNTERS, "two for each tile"
+    assert WORKSPACE_FLOATS // (2 * 128 * 8) * 2 <= WORKSPACE_COUNTERS, "two for each tile"
     assert fault(N=2 * N) is None, "a tile in one part has none"
 
 
 def test_a_tile_must_fit_the_whole_bucket():
     """Measured at 33 rows, it will be found at 64."""
-    N = LINEAR_WORKSPACE_FLOATS // (2 * 40) // 64 * 64
-    tile = LinearTile(block_m=64, block_n=64, split=2)
+    N = WORKSPACE_FLOATS // (2 * 40) // 64 * 64
+    tile = TritonGemmConfig(block_m=64, block_n=64, split=2)
     problem = {"M": 33, "N": N, "K": 4096, "group": 128, "bits": 4}
-    assert triton_config.linear_tile_fault(tile, **problem) is None
+    assert triton_config.triton_config_fault(tile, **problem) is None
     assert "workspace" in OPS["w4a16"].fault(tile, problem)

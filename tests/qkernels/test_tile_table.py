@@ -6,17 +6,18 @@ import json
 import pytest
 import torch
 
-from qkernels.attention.config import AttentionTile
+from qkernels.attention.config import AttentionConfig
 from qkernels.errors import KernelError
-from qkernels.tuning import table as tile_table
 from qkernels.tuning import table as tuning_table
-from qkernels.tuning.table import OPS, TileRow, TileTable, bucket, default_path, read, write
-from qkernels.w8a8.config import Int8HopperTile, Int8Tile, int8_hopper_tile
-from qkernels.wna16.configs import tabled_linear_tile
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
-from qkernels.wna16.sm90_large_m_config import LINEAR_HOPPER_SIZES, LinearHopperTile
-from qkernels.wna16.sm90_small_m_config import LinearRingTile
-from qkernels.wna16.triton_config import LinearTile
+from qkernels.tuning.table import OPS, TuningRow, TuningTable, bucket, default_path, read, write
+from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
+from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16.configs import usable_tuned_config
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
+from qkernels.wna16.sm90_large_m_config import LARGE_M_SIZES, LargeMConfig
+from qkernels.wna16.sm90_small_m_config import SmallMConfig
+from qkernels.wna16.triton_config import TritonGemmConfig
+from qkernels.wna16.tuned import TUNED as WNA16
 
 GPU = "NVIDIA H200"
 
@@ -40,24 +41,26 @@ def linear_row(M=16, **changes):
     fields = {
         "op": "w4a16",
         "problem": LINEAR | {"M": M},
-        "tile": LinearTile(block_m=16, block_n=64, split=6),
+        "tile": TritonGemmConfig(block_m=16, block_n=64, split=6),
         "microseconds": 7.0,
         "default_microseconds": 8.25,
         "versions": "torch 1",
     }
-    return TileRow(**fields | changes)
+    return TuningRow(**fields | changes)
 
 
 @pytest.fixture
 def table():
-    table = TileTable(gpu=GPU)
+    table = TuningTable(gpu=GPU)
     table.add_(linear_row())
     table.add_(linear_row(M=512, tile=None, default_microseconds=None))
     table.add_(
-        linear_row(op="w8a8", problem=INT8 | {"M": 1}, tile=Int8Tile(block_m=16, block_n=64))
+        linear_row(
+            op="w8a8", problem=INT8 | {"M": 1}, tile=W8A8TritonConfig(block_m=16, block_n=64)
+        )
     )
     lengths = {"num_requests": 1, "max_query_len": 1, "max_context_len": 5000}
-    tile = AttentionTile(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
+    tile = AttentionConfig(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
     table.add_(linear_row(op="paged_attention", problem=ATTENTION | lengths, tile=tile))
     return table
 
@@ -72,7 +75,7 @@ def test_a_file_gives_back_the_table(table, tmp_path):
 
 def test_no_file_is_an_empty_table(tmp_path):
     empty = read(tmp_path / "none.json", GPU)
-    assert empty.rows == {} and empty.find("w4a16", **LINEAR, M=1) is None
+    assert empty.rows == {} and empty.find(WNA16, **LINEAR, M=1) is None
     (tmp_path / "file").write_text("")
     assert read(tmp_path / "file" / "below", GPU).rows == {}
 
@@ -81,20 +84,20 @@ def test_no_file_is_an_empty_table(tmp_path):
     "M, found", [(1, False), (8, False), (9, True), (16, True), (17, False), (400, True)]
 )
 def test_rows_share_a_bucket(table, M, found):
-    assert (table.find("w4a16", **LINEAR, M=M) is not None) == found
+    assert (table.find(WNA16, **LINEAR, M=M) is not None) == found
 
 
 @pytest.mark.parametrize("field", LINEAR)
 def test_another_product_is_not_found(table, field):
     other = LINEAR | {field: LINEAR[field] * 2}
-    assert table.find("w4a16", **other, M=16) is None
-    assert table.find("w8a8", **INT8, M=16) is None
+    assert table.find(WNA16, **other, M=16) is None
+    assert table.find(W8A8, **INT8, M=16) is None
 
 
 def test_attention_is_found_by_lengths(table):
     lengths = {"num_requests": 1, "max_query_len": 1}
-    assert table.find("paged_attention", **ATTENTION, **lengths, max_context_len=8192)
-    assert not table.find("paged_attention", **ATTENTION, **lengths, max_context_len=8193)
+    assert table.find(ATTENTION, **ATTENTION, **lengths, max_context_len=8192)
+    assert not table.find(ATTENTION, **ATTENTION, **lengths, max_context_len=8193)
 
 
 def test_buckets_grow():
@@ -103,9 +106,9 @@ def test_buckets_grow():
 
 def test_trying_a_row_leaves_nothing_behind(table):
     before = dict(table.rows)
-    other = linear_row(tile=LinearTile(block_m=16, block_n=128, split=1))
+    other = linear_row(tile=TritonGemmConfig(block_m=16, block_n=128, split=1))
     with pytest.raises(ZeroDivisionError), table.trying(other):
-        assert table.find("w4a16", **LINEAR, M=9).tile == other.tile
+        assert table.find(WNA16, **LINEAR, M=9).tile == other.tile
         raise ZeroDivisionError
     assert table.rows == before
 
@@ -119,7 +122,7 @@ def damaged(change):
     row = {
         "op": "w4a16",
         "problem": LINEAR | {"M": 16},
-        "tile": tile_table.tile_to_dict(LinearTile(block_m=16, block_n=64, split=6)),
+        "tile": tuning_table.config_to_dict(TritonGemmConfig(block_m=16, block_n=64, split=6)),
         "microseconds": 7.0,
         "default_microseconds": 8.0,
         "versions": "",
@@ -138,7 +141,7 @@ DAMAGE = {
     "unknown operation": lambda s, row: row.update(op="w3a16"),
     "no tile": lambda s, row: row.pop("tile"),
     "tile is text": lambda s, row: row.update(tile="small"),
-    "another kernel's tile": lambda s, row: row["tile"].update(kind="Int8Tile"),
+    "another kernel's tile": lambda s, row: row["tile"].update(kind="W8A8TritonConfig"),
     "no kind": lambda s, row: row["tile"].pop("kind"),
     "unknown field": lambda s, row: row["tile"].update(colour=1),
     "missing field": lambda s, row: row["tile"].pop("block_m"),
@@ -173,12 +176,12 @@ def test_no_json_is_one_clear_error(tmp_path, text):
 
 def test_parts_that_meet_all_run_at_once():
     """Two for each of 32 tiles of the product; the portable sum waits for nobody."""
-    tile = Int8HopperTile(parts=2, block_right=128, split=2, meet=True)
+    tile = W8A8Sm90Config(parts=2, block_right=128, split=2, reduce_scatter=True)
     assert tile.fits(128, 4096, 64) and not tile.fits(128, 4096, 63)
     assert not tile.fits(129, 4096, 64)
     two = dataclasses.replace(tile, block_right=32, blocks_per_sm=2)
     assert two.fits(32, 4096, 32) and not two.fits(32, 4096, 31)
-    assert dataclasses.replace(tile, meet=False).fits(128, 4096, 1)
+    assert dataclasses.replace(tile, reduce_scatter=False).fits(128, 4096, 1)
 
 
 def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
@@ -187,38 +190,40 @@ def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
     portable = pytest.importorskip("qkernels.w8a8.triton_gemm", exc_type=ImportError)
     device = torch.device("cpu")
     N, K, M = 4096, 4096, 100
-    meet = Int8HopperTile(parts=1, block_right=128, split=4, meet=True)
-    last_adds = dataclasses.replace(meet, meet=False)
-    other = Int8Tile(block_m=128, block_n=128)
+    reduce_scatter = W8A8Sm90Config(parts=1, block_right=128, split=4, reduce_scatter=True)
+    last_adds = dataclasses.replace(reduce_scatter, reduce_scatter=False)
+    other = W8A8TritonConfig(block_m=128, block_n=128)
 
     def chosen(tile, sms=132, kind="int", integers=True):
         monkeypatch.setattr(kernel, "sm_count", lambda device: sms)
         problem = {"N": N, "K": K, "integers": integers, "M": 128}
-        with tuning_table.tile_table_of(device).trying(
+        with tuning_table.tuning_table_of(device).trying(
             linear_row(op="w8a8", problem=problem, tile=tile)
         ):
             return kernel._chosen_tile(device, M, N, K, kind)
 
-    default = int8_hopper_tile(M, N, K, 132)
-    assert default not in (meet, last_adds)
-    assert chosen(last_adds) == last_adds and chosen(meet, sms=256) == meet
-    assert chosen(meet, sms=255) == int8_hopper_tile(M, N, K, 255)
+    default = default_sm90_config(M, N, K, 132)
+    assert default not in (reduce_scatter, last_adds)
+    assert chosen(last_adds) == last_adds and chosen(reduce_scatter, sms=256) == reduce_scatter
+    assert chosen(reduce_scatter, sms=255) == default_sm90_config(M, N, K, 255)
     assert chosen(other) == default
     for kind in ("asymmetric", "blocks"):
         for integers in (True, False):
             found = chosen(last_adds, kind=kind, integers=integers)
-            assert found == int8_hopper_tile(M, N, K, 132, kind)
-    with tuning_table.tile_table_of(device).trying(
-        linear_row(op="w8a8", problem={"N": N, "K": K, "integers": True, "M": 128}, tile=meet)
+            assert found == default_sm90_config(M, N, K, 132, kind)
+    with tuning_table.tuning_table_of(device).trying(
+        linear_row(
+            op="w8a8", problem={"N": N, "K": K, "integers": True, "M": 128}, tile=reduce_scatter
+        )
     ):
-        assert isinstance(portable._chosen_tile(device, M, N, K, True), Int8Tile)
+        assert isinstance(portable._chosen_tile(device, M, N, K, True), W8A8TritonConfig)
 
 
 INT8_DAMAGE = {
     "parts that are text": {"parts": "2"},
     "a field of the other kernel": {"warps": 4},
     "parts that no split is for": {"split": 5},
-    "parts of K that meet alone": {"split": 1, "meet": True},
+    "parts of K that meet alone": {"split": 1, "reduce_scatter": True},
     "a float sum's steps": {"steps_of_sum": 2},
     "huge columns": {"block_right": 2**40},
     "no stages": {"max_stages": 0},
@@ -228,16 +233,16 @@ INT8_DAMAGE = {
 @pytest.mark.parametrize("name", INT8_DAMAGE)
 def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
-    tile = Int8HopperTile(parts=2, block_right=64, split=2)
+    tile = W8A8Sm90Config(parts=2, block_right=64, split=2)
     problem = {"N": 6144, "K": 4096, "integers": True, "M": 64}
 
     def write_tile(values):
         path.write_text(damaged(lambda s, row: row.update(op="w8a8", tile=values, problem=problem)))
 
-    write_tile(tile_table.tile_to_dict(tile))
+    write_tile(tuning_table.config_to_dict(tile))
     (row,) = read(path, GPU).rows.values()
     assert row.tile == tile
-    write_tile(tile_table.tile_to_dict(tile) | INT8_DAMAGE[name])
+    write_tile(tuning_table.config_to_dict(tile) | INT8_DAMAGE[name])
     with pytest.raises(KernelError, match="table.json.*--tune"):
         read(path, GPU)
 
@@ -245,28 +250,28 @@ def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
 def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
     """Whatever `blocks` the file says: parts that do not run at once wait for good."""
-    for parts, block_m in LINEAR_HOPPER_SIZES:
+    for parts, block_m in LARGE_M_SIZES:
         for split in (1, 2, 4):
-            stored = LinearHopperTile(blocks=10**6, parts=parts, block_m=block_m, split=split)
+            stored = LargeMConfig(blocks=10**6, parts=parts, block_m=block_m, split=split)
             for M in (17, 64, 200, 512):
-                tile, can_run = tabled_linear_tile(stored, M, 6144, 4096, sm_count, True)
+                tile, can_run = usable_tuned_config(stored, M, 6144, 4096, sm_count, True)
                 units = tile.tiles(M, 6144) * split
                 assert tile.blocks == min(units, sm_count)
                 assert can_run == (split == 1 or units <= sm_count)
-                assert not tabled_linear_tile(stored, M, 6144, 4096, sm_count, False)[1]
-    halves = LinearHopperTile(blocks=1, block_m=256, halves=True)
-    tile, can_run = tabled_linear_tile(halves, 512, 6144, 4096, sm_count, True)
+                assert not usable_tuned_config(stored, M, 6144, 4096, sm_count, False)[1]
+    halves = LargeMConfig(blocks=1, block_m=256, halves=True)
+    tile, can_run = usable_tuned_config(halves, 512, 6144, 4096, sm_count, True)
     assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
 
 
 def test_other_tiles_of_a_table_are_as_they_are():
-    for tile in (None, LinearTile(block_m=16, block_n=64, split=6)):
+    for tile in (None, TritonGemmConfig(block_m=16, block_n=64, split=6)):
         for gluon in (False, True):
-            assert tabled_linear_tile(tile, 16, 6144, 4096, 132, gluon) == (tile, True)
-    digits = LinearDigitsTile()
-    assert tabled_linear_tile(digits, 4, 6144, 4096, 132, True) == (digits, True)
-    assert not tabled_linear_tile(digits, 4, 6144, 4096, 132, False)[1]
-    assert not tabled_linear_tile(LinearRingTile(rows=8), 8, 6144, 4096, 132, False)[1]
+            assert usable_tuned_config(tile, 16, 6144, 4096, 132, gluon) == (tile, True)
+    limbs = GemvImmaConfig()
+    assert usable_tuned_config(limbs, 4, 6144, 4096, 132, True) == (limbs, True)
+    assert not usable_tuned_config(limbs, 4, 6144, 4096, 132, False)[1]
+    assert not usable_tuned_config(SmallMConfig(rows=8), 8, 6144, 4096, 132, False)[1]
 
 
 HOPPER_DAMAGE = {
@@ -284,17 +289,17 @@ HOPPER_DAMAGE = {
 @pytest.mark.parametrize("name", HOPPER_DAMAGE)
 def test_hostile_hopper_tiles_are_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
-    tile = LinearHopperTile(blocks=132, parts=2, block_m=128, split=2)
+    tile = LargeMConfig(blocks=132, parts=2, block_m=128, split=2)
 
     def write_tile(values):
         path.write_text(
             damaged(lambda s, row: row.update(tile=values, problem=LINEAR | {"M": 128}))
         )
 
-    write_tile(tile_table.tile_to_dict(tile))
+    write_tile(tuning_table.config_to_dict(tile))
     (row,) = read(path, GPU).rows.values()
     assert row.tile == tile
-    write_tile(tile_table.tile_to_dict(tile) | HOPPER_DAMAGE[name])
+    write_tile(tuning_table.config_to_dict(tile) | HOPPER_DAMAGE[name])
     with pytest.raises(KernelError, match="table.json.*--tune"):
         read(path, GPU)
 
@@ -307,12 +312,12 @@ def test_what_was_measured_of_a_product(table):
 
 def test_a_row_counts_as_taken_once_it_was_found(table):
     row = linear_row()
-    assert table.find("w4a16", **LINEAR, M=9) == row and row.key in table.taken
+    assert table.find(WNA16, **LINEAR, M=9) == row and row.key in table.taken
     with table.trying(row):
         assert row.key not in table.taken
-        table.find("w4a16", **LINEAR, M=17)
+        table.find(WNA16, **LINEAR, M=17)
         assert row.key not in table.taken
-        table.find("w4a16", **LINEAR, M=16)
+        table.find(WNA16, **LINEAR, M=16)
         assert row.key in table.taken
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from qkernels.attention.config import AttentionTile
+from qkernels.attention.config import AttentionConfig
 from qkernels.bench import tune as tune_module
 from qkernels.bench.table import run_tune, select
 from qkernels.bench.tune import (
@@ -20,13 +20,14 @@ from qkernels.bench.tune import (
     starts,
 )
 from qkernels.errors import KernelError
-from qkernels.tuning import table as tile_table
 from qkernels.tuning import table as tuning_table
-from qkernels.w8a8.config import Int8HopperTile, Int8Tile, int8_hopper_tile
-from qkernels.wna16.sm90_large_m_config import LINEAR_HOPPER_SIZES, LinearHopperTile
-from qkernels.wna16.triton_config import LinearTile
+from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
+from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16.sm90_large_m_config import LARGE_M_SIZES, LargeMConfig
+from qkernels.wna16.triton_config import TritonGemmConfig
+from qkernels.wna16.tuned import TUNED as WNA16
 
-START = LinearTile(block_m=16, block_n=64, split=2)
+START = TritonGemmConfig(block_m=16, block_n=64, split=2)
 PROBLEM = {"M": 16, "N": 6144, "K": 4096, "group": 128, "bits": 4}
 INT8 = {"M": 128, "N": 4096, "K": 14336, "integers": True}
 
@@ -37,20 +38,22 @@ def never():
 
 def test_neighbours_differ_in_one_field():
     for tile in neighbours(START):
-        changed = [f for f in OPTIONS[LinearTile] if getattr(tile, f) != getattr(START, f)]
+        changed = [f for f in OPTIONS[TritonGemmConfig] if getattr(tile, f) != getattr(START, f)]
         assert len(changed) == 1
-    assert len(set(neighbours(START))) == sum(len(v) - 1 for v in OPTIONS[LinearTile].values())
-    one = Int8HopperTile(parts=1, block_right=64)
-    found = {(tile.split, tile.meet) for tile in neighbours(one) if tile.split > 1}
+    assert len(set(neighbours(START))) == sum(
+        len(v) - 1 for v in OPTIONS[TritonGemmConfig].values()
+    )
+    one = W8A8Sm90Config(parts=1, block_right=64)
+    found = {(tile.split, tile.reduce_scatter) for tile in neighbours(one) if tile.split > 1}
     assert found == {(2, False), (2, True), (4, False), (4, True)}
-    attention = AttentionTile(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
+    attention = AttentionConfig(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
     assert all(tile.block_m == 4 * tile.block_q for tile in neighbours(attention))
 
 
 def test_options_name_fields_of_the_tile():
     for cls, options in OPTIONS.items():
         assert set(options) <= {field.name for field in dataclasses.fields(cls)}
-    assert set(DEFAULTS) == set(tile_table.OPS)
+    assert set(DEFAULTS) == set(tuning_table.OPS)
 
 
 def test_search_finds_what_takes_two_steps():
@@ -107,20 +110,20 @@ def test_the_hopper_body_starts_where_it_can_run(hopper, M):
     """On another GPU it may be faster where the config takes another one, and the other way."""
     first = starts("w4a16", PROBLEM | {"M": M}, 132)
     found = {type(tile) for tile in first}
-    assert {LinearHopperTile, LinearTile} <= found
-    assert LinearHopperTile(blocks=132, block_m=64 if M <= 64 else 128) in first
-    assert all(tile.blocks == 132 for tile in first if isinstance(tile, LinearHopperTile))
-    fault = tile_table.OPS["w4a16"].fault
+    assert {LargeMConfig, TritonGemmConfig} <= found
+    assert LargeMConfig(blocks=132, block_m=64 if M <= 64 else 128) in first
+    assert all(tile.blocks == 132 for tile in first if isinstance(tile, LargeMConfig))
+    fault = tuning_table.OPS["w4a16"].fault
     assert all(tile is None or fault(tile, PROBLEM | {"M": M}) is None for tile in first)
     eight_bits = starts("w4a16", PROBLEM | {"M": M, "bits": 8}, 132)
-    assert {tile.bits for tile in eight_bits if isinstance(tile, LinearHopperTile)} == {8}
+    assert {tile.bits for tile in eight_bits if isinstance(tile, LargeMConfig)} == {8}
 
 
 def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
     monkeypatch.setattr(tune_module, "_has_gluon", lambda: False)
     for M in (17, 128, 1024):
         first = starts("w4a16", PROBLEM | {"M": M}, 132)
-        assert LinearHopperTile not in {type(tile) for tile in first}
+        assert LargeMConfig not in {type(tile) for tile in first}
 
 
 @pytest.mark.parametrize("M", [1, 16, 64, 128, 1024])
@@ -129,70 +132,70 @@ def test_8_bit_products_start_from_every_size_that_runs(hopper, M, integers):
     problem = INT8 | {"M": M, "integers": integers}
     for sms in (4, 40, 132):
         first = starts("w8a8", problem, sms)
-        assert first[0] == int8_hopper_tile(
+        assert first[0] == default_sm90_config(
             M, 4096, 14336, sms, kind="int" if integers else "float"
         )
         assert len({(t.parts, t.part, t.block_right, t.blocks_per_sm) for t in first}) > 1
         for tile in first:
-            assert tile_table.OPS["w8a8"].fault(tile, problem) is None
-            assert tile.fits(tile_table.bucket(M), 4096, sms)
+            assert tuning_table.OPS["w8a8"].fault(tile, problem) is None
+            assert tile.fits(tuning_table.bucket(M), 4096, sms)
 
 
 def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch):
     monkeypatch.setattr(tune_module, "_has_gluon", lambda: False)
-    assert {type(tile) for tile in starts("w8a8", INT8, 132)} == {Int8Tile}
+    assert {type(tile) for tile in starts("w8a8", INT8, 132)} == {W8A8TritonConfig}
 
 
 def test_a_search_reaches_every_measured_tile_of_8_bit_products():
     """From any size, since each may be the fastest start."""
     problem = INT8 | {"M": 64, "N": 6144}
-    seen = [Int8HopperTile(parts=1, block_right=16)]
+    seen = [W8A8Sm90Config(parts=1, block_right=16)]
     found = set(seen)
     for tile in seen:
         for other in neighbours(tile):
-            if other not in found and tile_table.OPS["w8a8"].fault(other, problem) is None:
+            if other not in found and tuning_table.OPS["w8a8"].fault(other, problem) is None:
                 found.add(other)
                 seen.append(other)
     for M in (1, 16, 64, 128, 256, 1024):
         for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-            assert int8_hopper_tile(M, N, K, 132) in found
+            assert default_sm90_config(M, N, K, 132) in found
     assert {tile.split for tile in found} == {1, 2, 4}
-    assert not any(tile.meet and tile.split == 1 for tile in found)
+    assert not any(tile.reduce_scatter and tile.split == 1 for tile in found)
 
 
 def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
     """65 SMs have no place for the two parts of each of 64 tiles, 128 have."""
     tried = {}
     for sms in (65, 128):
-        table = tuning_table.TileTable(gpu="made up")
+        table = tuning_table.TuningTable(gpu="made up")
         tried[sms] = []
 
         def time_calls(calls, replays, table=table, tiles=tried[sms]):
-            tiles.append(table.find("w8a8", **INT8).tile)
+            tiles.append(table.find(W8A8, **INT8).tile)
             return 5.0
 
-        monkeypatch.setattr(tune_module, "check", lambda case, t=table: t.find("w8a8", **INT8))
+        monkeypatch.setattr(tune_module, "check", lambda case, t=table: t.find(W8A8, **INT8))
         monkeypatch.setattr(tune_module, "time_calls", time_calls)
         case = SimpleCase()
         case.tuned = ("w8a8", INT8)
         tune_module.tune_case(case, table, sms, "torch 1", never)
     meeting = {
-        sms: [t for t in tiles if t.meet and (t.block_left, t.block_right) == (64, 128)]
+        sms: [t for t in tiles if t.reduce_scatter and (t.block_left, t.block_right) == (64, 128)]
         for sms, tiles in tried.items()
     }
     assert not meeting[65] and meeting[128]
     assert all(tile.fits(128, 4096, 65) for tile in tried[65])
 
 
-@pytest.mark.parametrize("start", LINEAR_HOPPER_SIZES)
+@pytest.mark.parametrize("start", LARGE_M_SIZES)
 def test_a_search_reaches_every_hopper_tile_that_can_run(start):
     """From any size, since each start may be the fastest."""
     problem = PROBLEM | {"M": 64, "N": 4096}
     parts, block_m = start
-    seen = [LinearHopperTile(blocks=132, parts=parts, block_m=block_m)]
+    seen = [LargeMConfig(blocks=132, parts=parts, block_m=block_m)]
     for tile in seen:
         for other in neighbours(tile):
-            can_run = tile_table.OPS["w4a16"].fault(other, problem) is None
+            can_run = tuning_table.OPS["w4a16"].fault(other, problem) is None
             if can_run and other not in seen:
                 seen.append(other)
     # four sizes, whole or in 2 or 4 parts, and one in halves
@@ -200,22 +203,22 @@ def test_a_search_reaches_every_hopper_tile_that_can_run(start):
 
 
 def test_a_faster_hopper_tile_is_kept(hopper, monkeypatch):
-    best = LinearHopperTile(blocks=132, parts=3, block_m=128, split=2)
+    best = LargeMConfig(blocks=132, parts=3, block_m=128, split=2)
     problem = PROBLEM | {"M": 128}
-    table = tuning_table.TileTable(gpu="made up")
-    monkeypatch.setattr(tune_module, "check", lambda case: table.find("w4a16", **problem))
+    table = tuning_table.TuningTable(gpu="made up")
+    monkeypatch.setattr(tune_module, "check", lambda case: table.find(WNA16, **problem))
 
     def time_calls(calls, replays):
-        tile = table.find("w4a16", **problem).tile
-        return 5.0 if tile == best else 6.0 + isinstance(tile, LinearTile)
+        tile = table.find(WNA16, **problem).tile
+        return 5.0 if tile == best else 6.0 + isinstance(tile, TritonGemmConfig)
 
     monkeypatch.setattr(tune_module, "time_calls", time_calls)
     case = SimpleCase()
     case.tuned = ("w4a16", problem)
     tuned = tune_module.tune_case(case, table, 132, "torch 1", never)
     assert tuned.is_faster and tuned.best == best and not tuned.wrong
-    assert table.find("w4a16", **problem).tile == best
-    assert isinstance(tuned.default, LinearHopperTile) and "split 2" in format_tuned(tuned)
+    assert table.find(WNA16, **problem).tile == best
+    assert isinstance(tuned.default, LargeMConfig) and "split 2" in format_tuned(tuned)
 
 
 @pytest.fixture
@@ -223,10 +226,10 @@ def tuning(monkeypatch):
     """tune_case with made-up times; the tile is what a kernel would find in the table."""
 
     def run(time_of, wrong=(), is_read=True):
-        table = tuning_table.TileTable(gpu="made up")
+        table = tuning_table.TuningTable(gpu="made up")
 
         def tile():
-            return table.find("w4a16", **PROBLEM).tile
+            return table.find(WNA16, **PROBLEM).tile
 
         def check(case):
             if is_read and tile() in wrong:
@@ -248,7 +251,7 @@ class SimpleCase:
 def test_a_faster_tile_is_kept_and_found(tuning):
     table, tuned = tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0)
     assert tuned.is_faster and (tuned.microseconds, tuned.default_microseconds) == (5.0, 6.0)
-    row = table.find("w4a16", **PROBLEM)
+    row = table.find(WNA16, **PROBLEM)
     assert row.tile.stages == 4 and row.versions == "torch 1"
     assert "stages 4" in format_tuned(tuned) and "1.20x" in format_tuned(tuned)
 
@@ -276,7 +279,7 @@ def test_a_default_that_cannot_run_gives_way(tuning):
         return 6.0
 
     table, tuned = tuning(time_of)
-    assert tuned.refused == 1 and table.find("w4a16", **PROBLEM).default_microseconds is None
+    assert tuned.refused == 1 and table.find(WNA16, **PROBLEM).default_microseconds is None
 
 
 def test_tiles_that_no_kernel_reads_are_not_timed(tuning):
@@ -323,21 +326,21 @@ def test_without_a_gpu_it_says_so():
 )
 def test_tune_writes_a_table_that_the_kernels_read(tmp_path, monkeypatch, op, shape, m):
     path = tmp_path / "table.json"
-    monkeypatch.setattr(tile_table, "default_path", lambda gpu: path)
+    monkeypatch.setattr(tuning_table, "default_path", lambda gpu: path)
     path.write_text("damaged")
-    tuning_table.tile_table_of.cache_clear()
+    tuning_table.tuning_table_of.cache_clear()
     found: list[Tuned] = []
     try:
         run_tune(op=op, shape=shape, m=str(m), seconds=12, show=found.append)
         gpu = torch.cuda.get_device_name()
-        stored = tile_table.read(path, gpu)
+        stored = tuning_table.read(path, gpu)
         assert (tmp_path / "table.damaged").exists()
         assert not found[0].wrong and found[0].tried > 1
         assert len(stored.rows) == found[0].is_faster
-        tuning_table.tile_table_of.cache_clear()
-        assert tuning_table.tile_table_of(torch.device("cuda", 0)).rows == stored.rows
+        tuning_table.tuning_table_of.cache_clear()
+        assert tuning_table.tuning_table_of(torch.device("cuda", 0)).rows == stored.rows
     finally:
-        tuning_table.tile_table_of.cache_clear()
+        tuning_table.tuning_table_of.cache_clear()
 
 
 @pytest.mark.hopper
@@ -351,14 +354,14 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
     packed = make_weight(N, K, 128, bits=bits)
     weight, weight_NK = ops.prepare_weight(packed, torch.bfloat16), packed.dequantize(torch.float64)
     problem = {"N": N, "K": K, "group": 128, "bits": bits, "M": most}
-    table = tuning_table.tile_table_of(device)
-    tiles = [LinearHopperTile(blocks=device.sm_count(device), bits=bits)]
+    table = tuning_table.tuning_table_of(device)
+    tiles = [LargeMConfig(blocks=device.sm_count(device), bits=bits)]
     for tile in tiles:
-        allowed = (t for t in neighbours(tile) if not tile_table.OPS["w4a16"].fault(t, problem))
+        allowed = (t for t in neighbours(tile) if not tuning_table.OPS["w4a16"].fault(t, problem))
         tiles += [other for other in allowed if other not in tiles]
     assert len(tiles) > 6
     for tile in tiles:
-        row = tile_table.TileRow(
+        row = tuning_table.TuningRow(
             op="w4a16", problem=problem, tile=tile, microseconds=1.0, default_microseconds=None
         )
         with table.trying(row):
@@ -371,7 +374,7 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("field", OPTIONS[Int8HopperTile])
+@pytest.mark.parametrize("field", OPTIONS[W8A8Sm90Config])
 @pytest.mark.parametrize("most", [16, 128])
 def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, most, field):
     """What a search tries of one field, at several numbers of rows of its bucket."""
@@ -402,14 +405,14 @@ def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, mo
     )
     scales_M1 = torch.full((most, 1), 2.0**-9, device=device)
     want = (codes_MK.double() @ codes_NK.double().t() / 2**17).to(torch.bfloat16)
-    table, sms = tuning_table.tile_table_of(device), device.sm_count(device)
-    default = int8_hopper_tile(most, N, K, sms)
+    table, sms = tuning_table.tuning_table_of(device), device.sm_count(device)
+    default = default_sm90_config(most, N, K, sms)
     for tile in [default, *neighbours(default)]:
         if getattr(tile, field) == getattr(default, field) and tile.split == default.split:
             continue
         if not tune_module.runs_here("w8a8", tile, problem, sms):
             continue
-        row = tile_table.TileRow(
+        row = tuning_table.TuningRow(
             op="w8a8", problem=problem, tile=tile, microseconds=1.0, default_microseconds=None
         )
         with table.trying(row):

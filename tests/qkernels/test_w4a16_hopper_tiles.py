@@ -2,11 +2,11 @@
 
 import pytest
 
-from qkernels.gpu.workspace import LINEAR_COUNTERS, LINEAR_WORKSPACE_FLOATS
-from qkernels.wna16.configs import chosen_linear_tile
-from qkernels.wna16.sm90_gemv_imma_config import LinearDigitsTile
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile, linear_hopper_tile
-from qkernels.wna16.triton_config import LinearTile
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
+from qkernels.wna16.configs import default_config
+from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
+from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
+from qkernels.wna16.triton_config import TritonGemmConfig
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
@@ -15,7 +15,7 @@ TILES = [(2, 64), (2, 128), (3, 128), (2, 256)]
 both_bits = pytest.mark.parametrize("bits", [4, 8])
 
 # bits -> shape -> M -> (parts, block_m, split, halves): the fastest of those whose times stand
-# beside linear_hopper_tile, or within 2 percent of it
+# beside default_large_m_config, or within 2 percent of it
 MEASURED_4 = {
     "qkv": {
         128: (3, 128, 4, False),
@@ -54,7 +54,7 @@ MEASURED = [
 
 @pytest.mark.parametrize("bits, shape, M, expected", MEASURED)
 def test_the_measured_tiles(bits, shape, M, expected):
-    tile = linear_hopper_tile(M, *SHAPES[shape], 128, bits, H200_SMS)
+    tile = default_large_m_config(M, *SHAPES[shape], 128, bits, H200_SMS)
     assert (tile.parts, tile.block_m, tile.split, tile.halves) == expected
     assert tile.bits == bits
 
@@ -65,7 +65,7 @@ def test_the_measured_tiles(bits, shape, M, expected):
 @both_bits
 def test_every_choice_can_run(N, K, sm_count, bits):
     for M in (33, 64, 65, 200, 257, 1000, 4096):
-        tile = linear_hopper_tile(M, N, K, 128, bits, sm_count)
+        tile = default_large_m_config(M, N, K, 128, bits, sm_count)
         if tile is None:
             continue
         units = tile.tiles(M, N) * tile.split
@@ -76,15 +76,15 @@ def test_every_choice_can_run(N, K, sm_count, bits):
             assert tile.blocks == units
             assert tile.split <= K // 128
             floats = units * tile.parts * 64 * tile.block_m
-            assert floats <= LINEAR_WORKSPACE_FLOATS
-            assert tile.tiles(M, N) * tile.parts <= LINEAR_COUNTERS
+            assert floats <= WORKSPACE_FLOATS
+            assert tile.tiles(M, N) * tile.parts <= WORKSPACE_COUNTERS
 
 
 @pytest.mark.parametrize("parts, block_m", TILES)
 @pytest.mark.parametrize("split", [1, 2, 4])
 @both_bits
 def test_registers_and_shared_memory_of_a_block(parts, block_m, split, bits):
-    tile = LinearHopperTile(blocks=1, bits=bits, parts=parts, block_m=block_m, split=split)
+    tile = LargeMConfig(blocks=1, bits=bits, parts=parts, block_m=block_m, split=split)
     # warps that copy come as four
     registers = 128 * (parts * tile.multiply_registers + tile.copy_registers)
     assert registers <= 128 * (parts + 1) * tile.registers <= 65536
@@ -104,7 +104,7 @@ def test_registers_and_shared_memory_of_a_block(parts, block_m, split, bits):
 @pytest.mark.parametrize("parts, block_m", TILES)
 def test_an_even_number_of_products_in_a_step(parts, block_m):
     """And more than are in flight: each has registers of its own."""
-    tile = LinearHopperTile(blocks=1, parts=parts, block_m=block_m)
+    tile = LargeMConfig(blocks=1, parts=parts, block_m=block_m)
     assert 128 // tile.piece % 2 == 0
     assert 128 // tile.piece > tile.pending
     assert tile.stages_of_step == 1 or 128 // tile.piece // 2 + tile.pending <= 128 // tile.piece
@@ -112,24 +112,24 @@ def test_an_even_number_of_products_in_a_step(parts, block_m):
 
 def test_steps_of_128_inputs_only():
     N, K = SHAPES["gate_up"]
-    assert linear_hopper_tile(1024, N, K, 256, 4, H200_SMS) is not None
-    assert linear_hopper_tile(1024, N, K, 64, 4, H200_SMS) is None
+    assert default_large_m_config(1024, N, K, 256, 4, H200_SMS) is not None
+    assert default_large_m_config(1024, N, K, 64, 4, H200_SMS) is None
 
 
 @pytest.mark.parametrize("shape, bits", [("qkv", 4), ("gate_up", 4), ("qkv", 8)])
 def test_64_rows_stay_where_they_were_faster(shape, bits):
-    assert linear_hopper_tile(64, *SHAPES[shape], 128, bits, H200_SMS) is None
+    assert default_large_m_config(64, *SHAPES[shape], 128, bits, H200_SMS) is None
 
 
 @both_bits
 def test_the_body_is_taken_where_gluon_is(bits):
     problem = {"N": 6144, "K": 4096, "group": 128, "bits": bits, "sm_count": H200_SMS}
-    for M, body in ((1, LinearDigitsTile), (512, LinearHopperTile)):
-        assert isinstance(chosen_linear_tile(M, **problem, gluon=True), body)
-        assert isinstance(chosen_linear_tile(M, **problem, gluon=False), LinearTile)
+    for M, body in ((1, GemvImmaConfig), (512, LargeMConfig)):
+        assert isinstance(default_config(M, **problem, gluon=True), body)
+        assert isinstance(default_config(M, **problem, gluon=False), TritonGemmConfig)
 
 
 @both_bits
 def test_few_rows_and_small_weights_go_elsewhere(bits):
-    assert linear_hopper_tile(32, *SHAPES["down"], 128, bits, H200_SMS) is None
-    assert linear_hopper_tile(128, 896, 896, 128, bits, H200_SMS) is None
+    assert default_large_m_config(32, *SHAPES["down"], 128, bits, H200_SMS) is None
+    assert default_large_m_config(128, 896, 896, 128, bits, H200_SMS) is None

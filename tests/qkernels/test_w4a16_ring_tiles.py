@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from qkernels.wna16 import sm90_small_m_config
-from qkernels.wna16.configs import chosen_linear_tile
-from qkernels.wna16.sm90_large_m_config import LinearHopperTile
-from qkernels.wna16.sm90_small_m_config import LinearRingTile, linear_parts_tile, linear_ring_tile
-from qkernels.wna16.triton_config import LinearTile
+from qkernels.wna16.configs import default_config
+from qkernels.wna16.sm90_large_m_config import LargeMConfig
+from qkernels.wna16.sm90_small_m_config import SmallMConfig, default_small_m_config, split_k_config
+from qkernels.wna16.triton_config import TritonGemmConfig
 
 
 def test_rings_cut_what_would_leave_sms_idle():
@@ -24,7 +24,7 @@ def test_rings_cut_what_would_leave_sms_idle():
         name: {
             tile.rows: (tile.split, tile.stages, tile.alone, tile.early)
             for M in (8, 16, 32, 64)
-            if (tile := linear_ring_tile(M, *shape, 128, 4, 132))
+            if (tile := default_small_m_config(M, *shape, 128, 4, 132))
         }
         for name, shape in shapes.items()
     }
@@ -60,18 +60,18 @@ def test_rings_cut_what_would_leave_sms_idle():
             64: (1, 4, True, True),
         },
     }
-    for M, kind in ((8, LinearRingTile), (64, LinearRingTile), (65, LinearHopperTile)):
-        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=True)
+    for M, kind in ((8, SmallMConfig), (64, SmallMConfig), (65, LargeMConfig)):
+        tile = default_config(M, 4096, 14336, 128, 4, 132, gluon=True)
         assert isinstance(tile, kind)
-        tile = chosen_linear_tile(M, 4096, 14336, 128, 4, 132, gluon=False)
-        assert isinstance(tile, LinearTile)
+        tile = default_config(M, 4096, 14336, 128, 4, 132, gluon=False)
+        assert isinstance(tile, TritonGemmConfig)
 
 
 def test_parts_are_left_to_the_next_operation_where_that_was_faster():
     """Parts for 8, 16, 32 and 64 rows, as measured; None: the last part adds."""
 
-    def chosen(reader, N, K):
-        tiles = [linear_parts_tile(reader, M, N, K, 128, 4, 132) for M in (8, 16, 32, 64)]
+    def chosen(consumer, N, K):
+        tiles = [split_k_config(consumer, M, N, K, 128, 4, 132) for M in (8, 16, 32, 64)]
         return [tile and tile.split for tile in tiles]
 
     assert chosen("rope", 6144, 4096) == [5, 5, 5, 2]
@@ -85,15 +85,15 @@ def test_parts_are_left_to_the_next_operation_where_that_was_faster():
 
 @pytest.mark.parametrize("sm_count", [16, 78, 114, 132])
 def test_parts_are_for_few_rows_of_4_bits_in_groups_of_128_n(sm_count):
-    for N, K, reader in itertools.product(
+    for N, K, consumer in itertools.product(
         (8, 896, 1152, 4096, 16384, 128256), (128, 256, 896, 4096, 28672), ("norm", "rope")
     ):
         for M in (5, 8, 17, 64):
-            tile = linear_parts_tile(reader, M, N, K, 128, 4, sm_count)
+            tile = split_k_config(consumer, M, N, K, 128, 4, sm_count)
             if tile is not None:
                 assert tile.split > 1 and tile.rows >= M and tile.fits(N, K), (N, K, M)
                 problem = {"M": M, "N": N, "K": K, "group": 128, "bits": 4}
-                assert sm90_small_m_config.linear_ring_tile_fault(tile, **problem) is None
-        # of up to 4 rows the reader makes digits; beyond 64 there is another body
+                assert sm90_small_m_config.small_m_config_fault(tile, **problem) is None
+        # of up to 4 rows the reader makes limbs; beyond 64 there is another body
         for M, group, bits in ((1, 128, 4), (4, 128, 4), (65, 128, 4), (8, 64, 4), (8, 128, 8)):
-            assert linear_parts_tile(reader, M, N, K, group, bits, sm_count) is None
+            assert split_k_config(consumer, M, N, K, group, bits, sm_count) is None

@@ -94,21 +94,21 @@ ASYMMETRIC = ["w4a16-asym-g32", "w4a16-asym-channel", "w8a16-asym-g32"]
 
 def dense(folder, target, dtype):
     """A float checkpoint of the weights that the folder means, rounded to `dtype`."""
-    reader = CheckpointReader(folder)
-    config = QuantConfig.from_dict(reader.config[BLOCK])
+    consumer = CheckpointReader(folder)
+    config = QuantConfig.from_dict(consumer.config[BLOCK])
     layout = LAYOUTS[config.method]
-    state, quantized = {}, set(quantized_modules(reader.entries))
-    for name in reader.entries:
+    state, quantized = {}, set(quantized_modules(consumer.entries))
+    for name in consumer.entries:
         module = name.rpartition(".")[0]
         if module not in quantized or name.endswith(".bias"):
-            state[name] = reader.get(name)
+            state[name] = consumer.get(name)
     for module in quantized:
-        names = tensor_names(module, layout, reader.entries)
-        tensors = {field: reader.get(name) for field, name in names.items()}
+        names = tensor_names(module, layout, consumer.entries)
+        tensors = {field: consumer.get(name) for field, name in names.items()}
         weight = decode_linear(module, tensors, config).dequantize()
         state[f"{module}.weight"] = weight.to(dtype).float()
     target.mkdir()
-    plain = {key: value for key, value in reader.config.items() if key != BLOCK}
+    plain = {key: value for key, value in consumer.config.items() if key != BLOCK}
     (target / "config.json").write_text(json.dumps(plain))
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     return target

@@ -1,0 +1,95 @@
+"""W8A8 in the tuning table: configs of both kernel variants, and where a search starts."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from qkernels.gpu import device as gpu_device
+from qkernels.tuning.op import ConfigSpace, TunedOp, one_field
+from qkernels.w8a8.config import (
+    SM90_IDLE_ROWS,
+    SM90_SPLITS,
+    W8A8Sm90Config,
+    W8A8TritonConfig,
+    default_sm90_config,
+    default_w8a8_triton_config,
+    sm90_search_starts,
+    w8a8_sm90_config_fault,
+    w8a8_triton_config_fault,
+)
+
+MAX_SEARCH_ROWS = 1024  # larger problems are searched from their own default alone
+W8A8Config = W8A8TritonConfig | W8A8Sm90Config
+
+
+def _runs_gluon() -> bool:
+    return torch.cuda.is_available() and gpu_device.lacks_gluon(torch.device("cuda")) is None
+
+
+def _default(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> W8A8Config:
+    if _runs_gluon():
+        return default_sm90_config(M, N, K, sm_count, "int" if integers else "float")
+    return default_w8a8_triton_config(M, N, K, sm_count, integers)
+
+
+def _starts(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> list[W8A8Config]:
+    """The choice for twice and half as many rows; on sm_90 also a config of each size."""
+    found = [
+        _default(sm_count, M=other, N=N, K=K, integers=integers)
+        for other in (min(2 * M, MAX_SEARCH_ROWS), max(1, M // 2))
+    ]
+    return found + (sm90_search_starts(M, integers) if _runs_gluon() else [])
+
+
+def _changed(config: W8A8Sm90Config, name: str, value: object) -> Iterator[W8A8Sm90Config]:
+    """A split is reduced in either way."""
+    if name != "split":
+        yield from one_field(config, name, value)
+        return
+    for scatter in (False, True):
+        if (value, scatter) != (config.split, config.reduce_scatter):
+            yield dataclasses.replace(config, split=value, reduce_scatter=scatter)
+
+
+TUNED = TunedOp(
+    name="w8a8",
+    configs={
+        W8A8TritonConfig: ConfigSpace(
+            fault=w8a8_triton_config_fault,
+            options={
+                "split": (1, 2, 3, 4),
+                "block_m": (16, 32, 64, 128, 256),
+                "block_n": (32, 64, 128, 256),
+                "block_k": (64, 128, 256),
+                "stages": (3, 4, 5, 6),
+                "warps": (4, 8),
+                "weight_left": (False, True),
+                "pdl": (False, True),
+            },
+        ),
+        W8A8Sm90Config: ConfigSpace(
+            fault=w8a8_sm90_config_fault,
+            options={
+                "parts": (1, 2, 3),
+                "block_right": (16, 32, 64, 128, 256),
+                "part": (64, 128),
+                "weight_left": (False, True),
+                "idle_rows": SM90_IDLE_ROWS,
+                "split": SM90_SPLITS,
+                "blocks_per_sm": (1, 2),
+                "max_first_stages": (2, 4, 8, 24),
+                "stores": (1, 2),
+                "left_of_group": (8, 16),
+            },
+            changed=_changed,
+            fits=lambda config, problem, sm_count: config.fits(
+                problem["M"], problem["N"], sm_count
+            ),
+        ),
+    },
+    exact=("N", "K", "integers"),
+    bucketed=("M",),
+    default=_default,
+    starts=_starts,
+)
