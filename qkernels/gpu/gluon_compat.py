@@ -1,6 +1,6 @@
-"""Gluon's functions under one name each: triton 3.6 and 3.9 call them differently. Knows no kernel.
+"""One name for each Gluon function that triton 3.6 and 3.9 name differently, and `aggregate`.
 
-Importing it needs a triton that has Gluon.
+Importing this module requires a triton that has Gluon.
 """
 
 import torch
@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate, base_value
 
 from qkernels.gpu.tma import describe
 
@@ -23,15 +24,38 @@ DTYPES = {
 
 _RENAMED = gl.constexpr(hasattr(tma, "async_load"))
 
-# a box between memory and shared memory, by the copy engine
+# TMA copies between global and shared memory
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-# elements at pointers into shared memory
+# cp.async: elements at pointers to shared memory
 load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-# of a block's warps, or of a partition's
+# synchronizes the warps of a block, or of a warp-specialized partition
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+# an integer argument of a kernel: triton compiles in the ones that are 1
+integer = gl.tensor | gl.constexpr
+
+_make_aggregate = getattr(gluon, "aggregate", None) or _aggregate
+
+
+def _init(self, **fields) -> None:
+    for name, value in fields.items():
+        setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
+
+
+_init.__triton_builtin__ = True  # or triton refuses a function that is not compiled
+
+
+def aggregate(cls: type) -> type:
+    """A struct of a kernel's values: tensors, descriptors, constexprs, other aggregates.
+
+    The class annotates its fields, is built by keyword, and never changes. Its `gluon.jit` methods
+    can be called in kernels.
+    """
+    cls.__init__ = _init
+    return _make_aggregate(cls)
 
 
 @gluon.jit
@@ -45,7 +69,7 @@ def reshaped(memory, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def retyped(memory, dtype: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory with elements of another type, as wide."""
+    """The same shared memory with elements of another type of the same width."""
     if _RENAMED:
         return memory.reinterpret(dtype, memory.shape, layout)
     else:
@@ -53,7 +77,7 @@ def retyped(memory, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 def descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """What the copy engine needs to copy boxes of `block` of a matrix."""
+    """A TMA descriptor of a matrix, for boxes of `block`."""
     return describe(_descriptor, tensor, tuple(block))
 
 
