@@ -140,21 +140,21 @@ def transformers_model():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def load(folder: Path):
-        consumer = CheckpointReader(folder)
-        raw = dict(consumer.config)
+        reader = CheckpointReader(folder)
+        raw = dict(reader.config)
         block = raw.pop(BLOCK, None)
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(raw.pop("model_type"), **raw), dtype=torch.float32
         )
         state = {}
-        for name in consumer.entries:
+        for name in reader.entries:
             module, _, leaf = name.rpartition(".")
             if leaf == "qweight":
-                tensors = {n: consumer.get(f"{module}.{n}") for n in gptq.TENSOR_NAMES}
+                tensors = {n: reader.get(f"{module}.{n}") for n in gptq.TENSOR_NAMES}
                 spec = QuantConfig.from_dict(block).scheme.weight
                 state[f"{module}.weight"] = gptq.decode(tensors, spec).dequantize()
             elif leaf not in gptq.TENSOR_NAMES:
-                state[name] = consumer.get(name)
+                state[name] = reader.get(name)
         missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()

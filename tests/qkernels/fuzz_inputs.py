@@ -76,7 +76,7 @@ def fuzz_digits(*, op, M, steps, bits, with_sums, dtype, strided, spread, seed):
         plain = (rows((K,), dtype, seed + 2), 1e-5)
         if op == "add_rms_norm_limbs":
             plain = (rows((M, K), dtype, seed + 3, spread=2), *plain)
-        want = getattr(reference, op.removesuffix("_digits"))(x, *plain)
+        want = getattr(reference, op.removesuffix("_limbs"))(x, *plain)
     else:
         plain = ()
         want = rowwise_reference.silu_and_mul(x) if "silu" in op else x

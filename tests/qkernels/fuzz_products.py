@@ -10,16 +10,17 @@ from formats.packed import PackedWeight
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
-from qkernels.bench.tune import OPTIONS
 from qkernels.gpu import device
 from qkernels.operands.split_k import reduced
-from qkernels.tuning import table as tuning_table
+from qkernels.tuning.op import TunedOp
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
+from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16 import gemm
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
+from qkernels.wna16.tuned import TUNED as WNA16
 from tests.qkernels.fuzz import FuzzedOp
 from tests.qkernels.fuzz_values import (
     BOOLS,
@@ -40,13 +41,15 @@ HOPPER = ON_GPU and device.lacks_gluon(DEVICE) is None
 LINEAR_TILES = (TritonGemmConfig, *((GemvImmaConfig, SmallMConfig) if HOPPER else ()))
 
 
-def random_tile(kinds: tuple[type, ...], number: int, op: str, problem: dict) -> object | None:
+def random_tile(kinds: tuple[type, ...], number: int, op: TunedOp, problem: dict) -> object | None:
     """Tile 0 is the choice of the config (None); the others any that could stand in a table."""
     rng = random.Random(number)
     while number:
         kind = rng.choice(kinds)
-        tile = kind(**{name: rng.choice(options) for name, options in OPTIONS[kind].items()})
-        if tuning_table.OPS[op].fault(tile, problem) is None:
+        tile = kind(
+            **{name: rng.choice(options) for name, options in op.configs[kind].options.items()}
+        )
+        if op.fault(tile, problem) is None:
             return tile
     return None
 
@@ -83,7 +86,7 @@ def fuzz_linear(
     chosen = None
     if kernel != "reference":
         problem = {"M": M, "N": N, "K": K, "group": spec.group_length(K), "bits": bits}
-        chosen = random_tile(LINEAR_TILES, tile, "w4a16", problem)
+        chosen = random_tile(LINEAR_TILES, tile, WNA16, problem)
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:
@@ -124,7 +127,7 @@ def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
     offset = rows((N,), dtype, seed) if bias else None
     codes, scales = quantize_input(x.cpu(), packed.activation, packed.input_scale)
     problem = {"M": M, "N": N, "K": K, "integers": "fp8" not in scheme}
-    chosen = random_tile((W8A8TritonConfig,), tile, "w8a8", problem)
+    chosen = random_tile((W8A8TritonConfig,), tile, W8A8, problem)
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:

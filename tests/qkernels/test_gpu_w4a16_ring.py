@@ -87,7 +87,7 @@ def test_parts_that_stay_apart(make_weight, half, poison, rows, N, split, with_b
         assert torch.equal(SplitKPartials(parts=parts, dtype=half).total(), want)
 
 
-@pytest.mark.parametrize("reader", ["norm", "rope"])
+@pytest.mark.parametrize("consumer", ["norm", "rope"])
 @pytest.mark.parametrize("M", [5, 17, 40])
 def test_parts_for_the_next_operation(make_weight, half, consumer, M):
     """In a graph, replayed with new inputs: what the same operation makes of the sum."""

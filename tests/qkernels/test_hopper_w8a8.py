@@ -159,7 +159,9 @@ def test_chosen_tiles_round_and_multiply_as_the_portable_kernel(half, poison, na
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("split, meet", [(1, False), (2, False), (2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(
+    "split, reduce_scatter", [(1, False), (2, False), (2, True), (3, False), (4, True)]
+)
 @pytest.mark.parametrize("idle_rows", [0, 16])
 def test_float8_sums(assert_close, tolerance, half, poison, split, reduce_scatter, idle_rows):
     """Whatever an idle row has from the stage before, NaN included, stays in its row."""

@@ -7,17 +7,20 @@ from formats.weights import with_activation
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
 from qkernels.attention.config import AttentionConfig
+from qkernels.attention.tuned import TUNED as ATTENTION
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.table import TuningRow
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
+from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16 import gemm
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
+from qkernels.wna16.tuned import TUNED as WNA16
 
 
 def row(op, problem, tile):
-    return TuningRow(op=op, problem=problem, tile=tile, microseconds=1, default_microseconds=2)
+    return TuningRow(op=op, problem=problem, config=tile, microseconds=1, default_microseconds=2)
 
 
 def no_default(*args, **kwargs):
@@ -32,7 +35,7 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 8}
     want = x.double() @ packed.dequantize(torch.float64).t()
     for tile in (TritonGemmConfig(block_m=16, block_n=128, split=3), None):
-        with tuning_table.tuning_table_of(x.device).trying(row("w4a16", problem, tile)):
+        with tuning_table.tuning_table_of(x.device).trying(row(WNA16, problem, tile)):
             assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
 
 
@@ -48,7 +51,7 @@ def test_w4a16_parts_that_cannot_all_run_are_not_taken(
     monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
     problem = {"N": 128, "K": 512, "group": 128, "bits": 4, "M": 32}
     tile = LargeMConfig(blocks=132, block_m=64, split=4)
-    with tuning_table.tuning_table_of(x.device).trying(row("w4a16", problem, tile)):
+    with tuning_table.tuning_table_of(x.device).trying(row(WNA16, problem, tile)):
         assert gemm._chosen_tile(x.device, 17, 128, 512, 128, 4) is default
         want = x.double() @ packed.dequantize(torch.float64).t()
         assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
@@ -64,7 +67,7 @@ def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):
     problem = {"N": 64, "K": 256, "integers": True, "M": 8}
     tile = W8A8TritonConfig(block_m=16, block_n=64, split=2)
     want = codes.double() * scales.double() @ packed.dequantize(torch.float64).t()
-    with tuning_table.tuning_table_of(x.device).trying(row("w8a8", problem, tile)):
+    with tuning_table.tuning_table_of(x.device).trying(row(W8A8, problem, tile)):
         assert_close("w8a8", want, w8a8.linear_codes(codes, scales, weight), tolerance(half))
 
 
@@ -89,6 +92,6 @@ def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
         "window": None,
     }
     tile = AttentionConfig(block_m=16, block_q=8, keys=16, split=2, warps=4, stages=2)
-    with tuning_table.tuning_table_of(q.device).trying(row("paged_attention", problem, tile)):
+    with tuning_table.tuning_table_of(q.device).trying(row(ATTENTION, problem, tile)):
         got = paged_attention.paged_attention(*arguments, **options)
     assert_close("paged_attention", want, got, tolerance(half))

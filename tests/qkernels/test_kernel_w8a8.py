@@ -111,7 +111,7 @@ TILES = {
     "one part": W8A8TritonConfig(block_m=16, block_n=64),
     "3 parts": W8A8TritonConfig(block_m=16, block_n=64, split=3),
     "8 parts": W8A8TritonConfig(block_m=32, block_n=128, block_k=64, split=8),
-    "x left": W8A8TritonConfig(block_m=128, block_n=64, weight_left=False, early=False),
+    "x left": W8A8TritonConfig(block_m=128, block_n=64, weight_left=False, pdl=False),
     "x left, 2 parts": W8A8TritonConfig(
         block_m=64, block_n=128, split=2, weight_left=False, tiles_m_of_group=2
     ),

@@ -8,7 +8,6 @@ from qkernels.attention import config as attention_config
 from qkernels.attention.config import AttentionConfig, default_attention_config
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.operands.limbs import LIMBS_MAX_ROWS
-from qkernels.tuning.table import OPS
 from qkernels.w8a8 import config as w8a8_config
 from qkernels.w8a8.config import (
     W8A8Sm90Config,
@@ -16,6 +15,7 @@ from qkernels.w8a8.config import (
     default_sm90_config,
     default_w8a8_triton_config,
 )
+from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16 import (
     sm90_gemv_imma_config,
     sm90_large_m_config,
@@ -26,6 +26,7 @@ from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, default_gemv_co
 from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
 from qkernels.wna16.sm90_small_m_config import SmallMConfig, default_small_m_config
 from qkernels.wna16.triton_config import TritonGemmConfig, default_triton_config
+from qkernels.wna16.tuned import TUNED as WNA16
 
 
 def test_faults_of_int8_and_attention_tiles():
@@ -62,22 +63,22 @@ def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
                 assert (tile is not None) == (M <= LIMBS_MAX_ROWS)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
-                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+                    assert WNA16.fault(tile, whole) is None, whole
                 tile = default_small_m_config(M, N, K, 128, bits, sm_count)
                 assert (tile is not None) == (M <= 64 and bits == 4)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
-                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+                    assert WNA16.fault(tile, whole) is None, whole
                 tile = default_large_m_config(M, N, K, 128, bits, sm_count)
                 if tile is not None:
                     whole = problem | {"group": 128, "bits": bits}
-                    assert OPS["w4a16"].fault(tile, whole) is None, whole
+                    assert WNA16.fault(tile, whole) is None, whole
             tile = default_w8a8_triton_config(M, N, K, sm_count)
             assert w8a8_config.w8a8_triton_config_fault(tile, **problem) is None, problem
             for kind in ("int", "float"):
                 tile = default_sm90_config(M, N, K, sm_count, kind)
                 whole = problem | {"integers": kind == "int"}
-                assert OPS["w8a8"].fault(tile, whole) is None, whole
+                assert W8A8.fault(tile, whole) is None, whole
     for heads in (1, 3, 4, 16):
         problem = {
             "num_kv_heads": 8,
@@ -247,4 +248,4 @@ def test_a_tile_must_fit_the_whole_bucket():
     tile = TritonGemmConfig(block_m=64, block_n=64, split=2)
     problem = {"M": 33, "N": N, "K": 4096, "group": 128, "bits": 4}
     assert triton_config.triton_config_fault(tile, **problem) is None
-    assert "workspace" in OPS["w4a16"].fault(tile, problem)
+    assert "workspace" in WNA16.fault(tile, problem)

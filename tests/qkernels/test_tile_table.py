@@ -1,4 +1,4 @@
-"""The table of measured tiles: what is found, what is refused, and that no damage goes unsaid."""
+"""The table of measured configs: what is found, what is refused, and that all damage is named."""
 
 import dataclasses
 import json
@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from qkernels.attention.config import AttentionConfig
+from qkernels.attention.tuned import TUNED as ATTENTION
 from qkernels.errors import KernelError
 from qkernels.tuning import table as tuning_table
-from qkernels.tuning.table import OPS, TuningRow, TuningTable, bucket, default_path, read, write
+from qkernels.tuning.op import bucket
+from qkernels.tuning.table import TuningRow, TuningTable, default_path, read, write
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.configs import usable_tuned_config
@@ -20,15 +22,11 @@ from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
 
 GPU = "NVIDIA H200"
-
+OPS = (WNA16, W8A8, ATTENTION)
 
 LINEAR = {"N": 6144, "K": 4096, "group": 128, "bits": 4}
-
-
 INT8 = {"N": 4096, "K": 14336, "integers": True}
-
-
-ATTENTION = {
+HEADS = {
     "num_kv_heads": 8,
     "heads_per_kv_head": 4,
     "head_dim": 128,
@@ -39,9 +37,9 @@ ATTENTION = {
 
 def linear_row(M=16, **changes):
     fields = {
-        "op": "w4a16",
+        "op": WNA16,
         "problem": LINEAR | {"M": M},
-        "tile": TritonGemmConfig(block_m=16, block_n=64, split=6),
+        "config": TritonGemmConfig(block_m=16, block_n=64, split=6),
         "microseconds": 7.0,
         "default_microseconds": 8.25,
         "versions": "torch 1",
@@ -53,22 +51,50 @@ def linear_row(M=16, **changes):
 def table():
     table = TuningTable(gpu=GPU)
     table.add_(linear_row())
-    table.add_(linear_row(M=512, tile=None, default_microseconds=None))
+    table.add_(linear_row(M=512, config=None, default_microseconds=None))
     table.add_(
         linear_row(
-            op="w8a8", problem=INT8 | {"M": 1}, tile=W8A8TritonConfig(block_m=16, block_n=64)
+            op=W8A8, problem=INT8 | {"M": 1}, config=W8A8TritonConfig(block_m=16, block_n=64)
         )
     )
     lengths = {"num_requests": 1, "max_query_len": 1, "max_context_len": 5000}
-    tile = AttentionConfig(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
-    table.add_(linear_row(op="paged_attention", problem=ATTENTION | lengths, tile=tile))
+    config = AttentionConfig(block_m=16, block_q=4, keys=64, split=8, warps=4, stages=2)
+    table.add_(linear_row(op=ATTENTION, problem=HEADS | lengths, config=config))
     return table
+
+
+def read_all(path):
+    """The table with the rows of every operation, which each reads when it first asks."""
+    table = read(path, GPU)
+    for op in OPS:
+        table.read_rows_(op)
+    return table
+
+
+def test_rows_that_nobody_asked_for_are_kept(table, tmp_path):
+    """A run of --tune for one operation writes the file again."""
+    path, again = tmp_path / "table.json", tmp_path / "again.json"
+    write(table, path)
+    partly = read(path, GPU)
+    assert partly.find(W8A8, **INT8, M=1) and len(partly.rows) == 1
+    write(partly, again)
+    assert read_all(again).rows == table.rows
+
+
+def test_damage_of_another_operation_disturbs_nobody(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(damaged(lambda stored, row: row["config"].pop("block_m")))
+    table = read(path, GPU)
+    assert table.find(W8A8, **INT8, M=1) is None
+    for _ in range(2):
+        with pytest.raises(KernelError, match="block_m"):
+            table.find(WNA16, **LINEAR, M=16)
 
 
 def test_a_file_gives_back_the_table(table, tmp_path):
     path = tmp_path / "deep" / "table.json"
     write(table, path)
-    assert read(path, GPU) == table
+    assert read_all(path).rows == table.rows
     assert len(path.read_text().splitlines()) == len(table.rows) + 2, "a line for each row"
     assert not list(path.parent.glob("*.tmp"))
 
@@ -96,8 +122,8 @@ def test_another_product_is_not_found(table, field):
 
 def test_attention_is_found_by_lengths(table):
     lengths = {"num_requests": 1, "max_query_len": 1}
-    assert table.find(ATTENTION, **ATTENTION, **lengths, max_context_len=8192)
-    assert not table.find(ATTENTION, **ATTENTION, **lengths, max_context_len=8193)
+    assert table.find(ATTENTION, **HEADS, **lengths, max_context_len=8192)
+    assert not table.find(ATTENTION, **HEADS, **lengths, max_context_len=8193)
 
 
 def test_buckets_grow():
@@ -106,9 +132,9 @@ def test_buckets_grow():
 
 def test_trying_a_row_leaves_nothing_behind(table):
     before = dict(table.rows)
-    other = linear_row(tile=TritonGemmConfig(block_m=16, block_n=128, split=1))
+    other = linear_row(config=TritonGemmConfig(block_m=16, block_n=128, split=1))
     with pytest.raises(ZeroDivisionError), table.trying(other):
-        assert table.find(WNA16, **LINEAR, M=9).tile == other.tile
+        assert table.find(WNA16, **LINEAR, M=9).config == other.config
         raise ZeroDivisionError
     assert table.rows == before
 
@@ -122,36 +148,36 @@ def damaged(change):
     row = {
         "op": "w4a16",
         "problem": LINEAR | {"M": 16},
-        "tile": tuning_table.config_to_dict(TritonGemmConfig(block_m=16, block_n=64, split=6)),
+        "config": tuning_table.config_to_dict(TritonGemmConfig(block_m=16, block_n=64, split=6)),
         "microseconds": 7.0,
         "default_microseconds": 8.0,
         "versions": "",
     }
-    stored = {"format": 1, "gpu": GPU, "rows": [row]}
+    stored = {"format": tuning_table.FORMAT, "gpu": GPU, "rows": [row]}
     change(stored, row)
     return json.dumps(stored)
 
 
 DAMAGE = {
-    "another format": lambda s, row: s.update(format=2),
+    "another format": lambda s, row: s.update(format=1),
     "another GPU": lambda s, row: s.update(gpu="NVIDIA L4"),
     "no rows": lambda s, row: s.pop("rows"),
     "rows are no list": lambda s, row: s.update(rows=3),
     "a row is no object": lambda s, row: s.update(rows=["x"]),
-    "unknown operation": lambda s, row: row.update(op="w3a16"),
-    "no tile": lambda s, row: row.pop("tile"),
-    "tile is text": lambda s, row: row.update(tile="small"),
-    "another kernel's tile": lambda s, row: row["tile"].update(kind="W8A8TritonConfig"),
-    "no kind": lambda s, row: row["tile"].pop("kind"),
-    "unknown field": lambda s, row: row["tile"].update(colour=1),
-    "missing field": lambda s, row: row["tile"].pop("block_m"),
-    "field of another type": lambda s, row: row["tile"].update(split="2"),
-    "a bool for a number": lambda s, row: row["tile"].update(split=True),
+    "no operation": lambda s, row: row.pop("op"),
+    "no config": lambda s, row: row.pop("config"),
+    "config is text": lambda s, row: row.update(config="small"),
+    "another kernel's config": lambda s, row: row["config"].update(kind="W8A8TritonConfig"),
+    "no kind": lambda s, row: row["config"].pop("kind"),
+    "unknown field": lambda s, row: row["config"].update(colour=1),
+    "missing field": lambda s, row: row["config"].pop("block_m"),
+    "field of another type": lambda s, row: row["config"].update(split="2"),
+    "a bool for a number": lambda s, row: row["config"].update(split=True),
     "problem lacks M": lambda s, row: row["problem"].pop("M"),
     "split overruns the workspace": lambda s, row: row["problem"].update(M=512),
-    "split without steps": lambda s, row: row["tile"].update(split=33),
-    "block of 48": lambda s, row: row["tile"].update(block_m=48),
-    "block_n of 256": lambda s, row: row["tile"].update(block_n=256),
+    "split without steps": lambda s, row: row["config"].update(split=33),
+    "block of 48": lambda s, row: row["config"].update(block_m=48),
+    "block_n of 256": lambda s, row: row["config"].update(block_n=256),
     "time is text": lambda s, row: row.update(microseconds="fast"),
 }
 
@@ -160,10 +186,20 @@ DAMAGE = {
 def test_damage_is_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
     path.write_text(damaged(lambda stored, row: None))
-    assert len(read(path, GPU).rows) == 1
+    assert len(read_all(path).rows) == 1
     path.write_text(damaged(DAMAGE[name]))
     with pytest.raises(KernelError, match="table.json.*--tune"):
-        read(path, GPU)
+        read_all(path)
+
+
+def test_rows_of_an_unknown_operation_are_left_alone(tmp_path):
+    """Another version of the package may know it."""
+    path = tmp_path / "table.json"
+    path.write_text(damaged(lambda stored, row: row.update(op="w3a16")))
+    table = read_all(path)
+    assert not table.rows
+    write(table, path)
+    assert json.loads(path.read_text())["rows"][0]["op"] == "w3a16"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"a"', "\x00"])
@@ -174,8 +210,8 @@ def test_no_json_is_one_clear_error(tmp_path, text):
         read(path, GPU)
 
 
-def test_parts_that_meet_all_run_at_once():
-    """Two for each of 32 tiles of the product; the portable sum waits for nobody."""
+def test_a_reduce_scatter_needs_all_its_blocks_at_once():
+    """Two for each of 32 tiles of the product; the last-arriver sum waits for nobody."""
     tile = W8A8Sm90Config(parts=2, block_right=128, split=2, reduce_scatter=True)
     assert tile.fits(128, 4096, 64) and not tile.fits(128, 4096, 63)
     assert not tile.fits(129, 4096, 64)
@@ -184,8 +220,8 @@ def test_parts_that_meet_all_run_at_once():
     assert dataclasses.replace(tile, reduce_scatter=False).fits(128, 4096, 1)
 
 
-def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
-    """And passes over parts that would wait for each other for good, and the other kernel's."""
+def test_the_sm90_kernel_takes_a_config_of_the_table_that_runs_here(monkeypatch):
+    """It passes over splits that would wait for each other forever, and the other kernel's."""
     kernel = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
     portable = pytest.importorskip("qkernels.w8a8.triton_gemm", exc_type=ImportError)
     device = torch.device("cpu")
@@ -198,7 +234,7 @@ def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
         monkeypatch.setattr(kernel, "sm_count", lambda device: sms)
         problem = {"N": N, "K": K, "integers": integers, "M": 128}
         with tuning_table.tuning_table_of(device).trying(
-            linear_row(op="w8a8", problem=problem, tile=tile)
+            linear_row(op=W8A8, problem=problem, config=tile)
         ):
             return kernel._chosen_tile(device, M, N, K, kind)
 
@@ -213,7 +249,7 @@ def test_the_hopper_kernel_takes_a_tables_tile_that_runs_here(monkeypatch):
             assert found == default_sm90_config(M, N, K, 132, kind)
     with tuning_table.tuning_table_of(device).trying(
         linear_row(
-            op="w8a8", problem={"N": N, "K": K, "integers": True, "M": 128}, tile=reduce_scatter
+            op=W8A8, problem={"N": N, "K": K, "integers": True, "M": 128}, config=reduce_scatter
         )
     ):
         assert isinstance(portable._chosen_tile(device, M, N, K, True), W8A8TritonConfig)
@@ -237,14 +273,16 @@ def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
     problem = {"N": 6144, "K": 4096, "integers": True, "M": 64}
 
     def write_tile(values):
-        path.write_text(damaged(lambda s, row: row.update(op="w8a8", tile=values, problem=problem)))
+        path.write_text(
+            damaged(lambda s, row: row.update(op="w8a8", config=values, problem=problem))
+        )
 
     write_tile(tuning_table.config_to_dict(tile))
-    (row,) = read(path, GPU).rows.values()
-    assert row.tile == tile
+    (row,) = read_all(path).rows.values()
+    assert row.config == tile
     write_tile(tuning_table.config_to_dict(tile) | INT8_DAMAGE[name])
     with pytest.raises(KernelError, match="table.json.*--tune"):
-        read(path, GPU)
+        read_all(path)
 
 
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
@@ -293,21 +331,21 @@ def test_hostile_hopper_tiles_are_one_clear_error(tmp_path, name):
 
     def write_tile(values):
         path.write_text(
-            damaged(lambda s, row: row.update(tile=values, problem=LINEAR | {"M": 128}))
+            damaged(lambda s, row: row.update(config=values, problem=LINEAR | {"M": 128}))
         )
 
     write_tile(tuning_table.config_to_dict(tile))
-    (row,) = read(path, GPU).rows.values()
-    assert row.tile == tile
+    (row,) = read_all(path).rows.values()
+    assert row.config == tile
     write_tile(tuning_table.config_to_dict(tile) | HOPPER_DAMAGE[name])
     with pytest.raises(KernelError, match="table.json.*--tune"):
-        read(path, GPU)
+        read_all(path)
 
 
 def test_what_was_measured_of_a_product(table):
-    assert [row.problem["M"] for row in table.measured("w4a16", **LINEAR)] == [16, 512]
-    assert table.measured("w4a16", **LINEAR | {"K": 8192}) == []
-    assert [row.op for row in table.measured("w8a8", **INT8)] == ["w8a8"]
+    assert [row.problem["M"] for row in table.measured(WNA16, **LINEAR)] == [16, 512]
+    assert table.measured(WNA16, **LINEAR | {"K": 8192}) == []
+    assert [row.op for row in table.measured(W8A8, **INT8)] == [W8A8]
 
 
 def test_a_row_counts_as_taken_once_it_was_found(table):
@@ -321,7 +359,9 @@ def test_a_row_counts_as_taken_once_it_was_found(table):
         assert row.key in table.taken
 
 
-def test_every_operation_has_its_fields():
-    for op in OPS.values():
-        assert op.tiles and set(op.exact).isdisjoint(op.bucketed)
-    assert OPS["w4a16"].can_be_none and not OPS["w8a8"].can_be_none
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_operation_has_its_fields(op):
+    assert op.configs and set(op.exact).isdisjoint(op.bucketed)
+    assert op.can_be_none == (op is WNA16)
+    # classes are told apart by name in the file
+    assert len({cls.__name__ for cls in op.configs}) == len(op.configs)

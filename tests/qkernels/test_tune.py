@@ -7,22 +7,18 @@ import pytest
 import torch
 
 from qkernels.attention.config import AttentionConfig
+from qkernels.attention.tuned import TUNED as ATTENTION
 from qkernels.bench import tune as tune_module
 from qkernels.bench.table import run_tune, select
-from qkernels.bench.tune import (
-    DEFAULTS,
-    OPTIONS,
-    NotTaken,
-    Tuned,
-    format_tuned,
-    neighbours,
-    search,
-    starts,
-)
+from qkernels.bench.tune import NotTaken, Tuned, format_tuned, search, starts
 from qkernels.errors import KernelError
+from qkernels.gpu import device as gpu_device
 from qkernels.tuning import table as tuning_table
+from qkernels.tuning.op import bucket
+from qkernels.w8a8 import tuned as w8a8_tuned
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
 from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16 import tuned as wna16_tuned
 from qkernels.wna16.sm90_large_m_config import LARGE_M_SIZES, LargeMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
@@ -37,30 +33,37 @@ def never():
 
 
 def test_neighbours_differ_in_one_field():
-    for tile in neighbours(START):
-        changed = [f for f in OPTIONS[TritonGemmConfig] if getattr(tile, f) != getattr(START, f)]
+    options = WNA16.configs[TritonGemmConfig].options
+    for config in WNA16.neighbours(START):
+        changed = [name for name in options if getattr(config, name) != getattr(START, name)]
         assert len(changed) == 1
-    assert len(set(neighbours(START))) == sum(
-        len(v) - 1 for v in OPTIONS[TritonGemmConfig].values()
-    )
+    assert len(set(WNA16.neighbours(START))) == sum(len(v) - 1 for v in options.values())
+
+
+def test_a_split_is_tried_with_either_reduction():
     one = W8A8Sm90Config(parts=1, block_right=64)
-    found = {(tile.split, tile.reduce_scatter) for tile in neighbours(one) if tile.split > 1}
+    found = {(c.split, c.reduce_scatter) for c in W8A8.neighbours(one) if c.split > 1}
     assert found == {(2, False), (2, True), (4, False), (4, True)}
-    attention = AttentionConfig(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
-    assert all(tile.block_m == 4 * tile.block_q for tile in neighbours(attention))
 
 
-def test_options_name_fields_of_the_tile():
-    for cls, options in OPTIONS.items():
-        assert set(options) <= {field.name for field in dataclasses.fields(cls)}
-    assert set(DEFAULTS) == set(tuning_table.OPS)
+def test_the_rows_of_an_attention_block_follow_its_tokens():
+    config = AttentionConfig(block_m=16, block_q=4, keys=64, split=1, warps=4, stages=2)
+    found = list(ATTENTION.neighbours(config))
+    assert all(each.block_m == 4 * each.block_q for each in found)
+    assert len({each.block_q for each in found}) > 2
+
+
+@pytest.mark.parametrize("op", [WNA16, W8A8, ATTENTION], ids=lambda op: op.name)
+def test_options_name_fields_of_the_config(op):
+    for cls, space in op.configs.items():
+        assert set(space.options) <= {field.name for field in dataclasses.fields(cls)}
 
 
 def test_search_finds_what_takes_two_steps():
     def time_of(tile):
         return 10 - (tile.split == 8) - (tile.split == 8 and tile.stages == 4)
 
-    times = search([START], lambda tile: True, time_of, never)
+    times = search(WNA16, [START], lambda tile: True, time_of, never)
     assert min(times, key=times.get) == dataclasses.replace(START, split=8, stages=4)
 
 
@@ -71,58 +74,64 @@ def test_search_tries_no_tile_twice_and_none_that_is_not_allowed():
         tried.append(tile)
         return float(tile.stages)
 
-    search([START, START], lambda tile: tile.split < 4, time_of, never)
+    search(WNA16, [START, START], lambda tile: tile.split < 4, time_of, never)
     assert len(tried) == len(set(tried)) > 5
     assert all(tile.split < 4 for tile in tried)
 
 
 def test_a_start_that_fails_does_not_end_the_search():
     times = search(
-        [START], lambda tile: True, lambda tile: math.inf if tile == START else 5.0, never
+        WNA16, [START], lambda tile: True, lambda tile: math.inf if tile == START else 5.0, never
     )
     assert times[START] == math.inf and min(times.values()) == 5
 
 
 def test_the_library_may_win():
-    times = search([START, None], lambda tile: True, lambda tile: 1.0 if tile is None else 2, never)
+    times = search(
+        WNA16, [START, None], lambda tile: True, lambda tile: 1.0 if tile is None else 2, never
+    )
     assert min(times, key=times.get) is None
 
 
 def test_out_of_time_keeps_what_was_measured():
-    times = search([START], lambda tile: True, lambda tile: 3.0, lambda: True)
+    times = search(WNA16, [START], lambda tile: True, lambda tile: 3.0, lambda: True)
     assert times == {START: 3.0}
 
 
 def test_the_default_choice_starts():
     for m in (1, 16, 300, 4096):
-        first = starts("w4a16", PROBLEM | {"M": m}, 132)
-        assert first[0] == DEFAULTS["w4a16"](sm_count=132, **PROBLEM | {"M": m})
+        first = starts(WNA16, PROBLEM | {"M": m}, 132)
+        assert first[0] == WNA16.default(sm_count=132, **PROBLEM | {"M": m})
         assert (None in first) == (m >= 256)
+
+
+def runs_gluon(monkeypatch, answer):
+    monkeypatch.setattr(wna16_tuned, "runs_gluon", lambda: answer)
+    monkeypatch.setattr(w8a8_tuned, "_runs_gluon", lambda: answer)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(tune_module, "_has_gluon", lambda: True)
+    runs_gluon(monkeypatch, True)
 
 
 @pytest.mark.parametrize("M", [17, 64, 128, 1024])
 def test_the_hopper_body_starts_where_it_can_run(hopper, M):
     """On another GPU it may be faster where the config takes another one, and the other way."""
-    first = starts("w4a16", PROBLEM | {"M": M}, 132)
+    first = starts(WNA16, PROBLEM | {"M": M}, 132)
     found = {type(tile) for tile in first}
     assert {LargeMConfig, TritonGemmConfig} <= found
     assert LargeMConfig(blocks=132, block_m=64 if M <= 64 else 128) in first
     assert all(tile.blocks == 132 for tile in first if isinstance(tile, LargeMConfig))
-    fault = tuning_table.OPS["w4a16"].fault
-    assert all(tile is None or fault(tile, PROBLEM | {"M": M}) is None for tile in first)
-    eight_bits = starts("w4a16", PROBLEM | {"M": M, "bits": 8}, 132)
+    assert all(tile is None or not WNA16.fault(tile, PROBLEM | {"M": M}) for tile in first)
+    eight_bits = starts(WNA16, PROBLEM | {"M": M, "bits": 8}, 132)
     assert {tile.bits for tile in eight_bits if isinstance(tile, LargeMConfig)} == {8}
 
 
 def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
-    monkeypatch.setattr(tune_module, "_has_gluon", lambda: False)
+    runs_gluon(monkeypatch, False)
     for M in (17, 128, 1024):
-        first = starts("w4a16", PROBLEM | {"M": M}, 132)
+        first = starts(WNA16, PROBLEM | {"M": M}, 132)
         assert LargeMConfig not in {type(tile) for tile in first}
 
 
@@ -131,19 +140,19 @@ def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
 def test_8_bit_products_start_from_every_size_that_runs(hopper, M, integers):
     problem = INT8 | {"M": M, "integers": integers}
     for sms in (4, 40, 132):
-        first = starts("w8a8", problem, sms)
+        first = starts(W8A8, problem, sms)
         assert first[0] == default_sm90_config(
             M, 4096, 14336, sms, kind="int" if integers else "float"
         )
         assert len({(t.parts, t.part, t.block_right, t.blocks_per_sm) for t in first}) > 1
         for tile in first:
-            assert tuning_table.OPS["w8a8"].fault(tile, problem) is None
-            assert tile.fits(tuning_table.bucket(M), 4096, sms)
+            assert W8A8.fault(tile, problem) is None
+            assert tile.fits(bucket(M), 4096, sms)
 
 
 def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch):
-    monkeypatch.setattr(tune_module, "_has_gluon", lambda: False)
-    assert {type(tile) for tile in starts("w8a8", INT8, 132)} == {W8A8TritonConfig}
+    runs_gluon(monkeypatch, False)
+    assert {type(tile) for tile in starts(W8A8, INT8, 132)} == {W8A8TritonConfig}
 
 
 def test_a_search_reaches_every_measured_tile_of_8_bit_products():
@@ -152,8 +161,8 @@ def test_a_search_reaches_every_measured_tile_of_8_bit_products():
     seen = [W8A8Sm90Config(parts=1, block_right=16)]
     found = set(seen)
     for tile in seen:
-        for other in neighbours(tile):
-            if other not in found and tuning_table.OPS["w8a8"].fault(other, problem) is None:
+        for other in W8A8.neighbours(tile):
+            if other not in found and W8A8.fault(other, problem) is None:
                 found.add(other)
                 seen.append(other)
     for M in (1, 16, 64, 128, 256, 1024):
@@ -171,13 +180,13 @@ def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
         tried[sms] = []
 
         def time_calls(calls, replays, table=table, tiles=tried[sms]):
-            tiles.append(table.find(W8A8, **INT8).tile)
+            tiles.append(table.find(W8A8, **INT8).config)
             return 5.0
 
         monkeypatch.setattr(tune_module, "check", lambda case, t=table: t.find(W8A8, **INT8))
         monkeypatch.setattr(tune_module, "time_calls", time_calls)
         case = SimpleCase()
-        case.tuned = ("w8a8", INT8)
+        case.tuned = (W8A8, INT8)
         tune_module.tune_case(case, table, sms, "torch 1", never)
     meeting = {
         sms: [t for t in tiles if t.reduce_scatter and (t.block_left, t.block_right) == (64, 128)]
@@ -194,8 +203,8 @@ def test_a_search_reaches_every_hopper_tile_that_can_run(start):
     parts, block_m = start
     seen = [LargeMConfig(blocks=132, parts=parts, block_m=block_m)]
     for tile in seen:
-        for other in neighbours(tile):
-            can_run = tuning_table.OPS["w4a16"].fault(other, problem) is None
+        for other in WNA16.neighbours(tile):
+            can_run = WNA16.fault(other, problem) is None
             if can_run and other not in seen:
                 seen.append(other)
     # four sizes, whole or in 2 or 4 parts, and one in halves
@@ -209,15 +218,15 @@ def test_a_faster_hopper_tile_is_kept(hopper, monkeypatch):
     monkeypatch.setattr(tune_module, "check", lambda case: table.find(WNA16, **problem))
 
     def time_calls(calls, replays):
-        tile = table.find(WNA16, **problem).tile
+        tile = table.find(WNA16, **problem).config
         return 5.0 if tile == best else 6.0 + isinstance(tile, TritonGemmConfig)
 
     monkeypatch.setattr(tune_module, "time_calls", time_calls)
     case = SimpleCase()
-    case.tuned = ("w4a16", problem)
+    case.tuned = (WNA16, problem)
     tuned = tune_module.tune_case(case, table, 132, "torch 1", never)
     assert tuned.is_faster and tuned.best == best and not tuned.wrong
-    assert table.find(WNA16, **problem).tile == best
+    assert table.find(WNA16, **problem).config == best
     assert isinstance(tuned.default, LargeMConfig) and "split 2" in format_tuned(tuned)
 
 
@@ -229,7 +238,7 @@ def tuning(monkeypatch):
         table = tuning_table.TuningTable(gpu="made up")
 
         def tile():
-            return table.find(WNA16, **PROBLEM).tile
+            return table.find(WNA16, **PROBLEM).config
 
         def check(case):
             if is_read and tile() in wrong:
@@ -245,14 +254,14 @@ def tuning(monkeypatch):
 
 class SimpleCase:
     op, shape, m, calls = "w4a16", "qkv", 16, ()
-    tuned = ("w4a16", PROBLEM)
+    tuned = (WNA16, PROBLEM)
 
 
 def test_a_faster_tile_is_kept_and_found(tuning):
     table, tuned = tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0)
     assert tuned.is_faster and (tuned.microseconds, tuned.default_microseconds) == (5.0, 6.0)
     row = table.find(WNA16, **PROBLEM)
-    assert row.tile.stages == 4 and row.versions == "torch 1"
+    assert row.config.stages == 4 and row.versions == "torch 1"
     assert "stages 4" in format_tuned(tuned) and "1.20x" in format_tuned(tuned)
 
 
@@ -263,7 +272,7 @@ def test_a_tile_that_is_as_fast_is_not_kept(tuning):
 
 
 def test_a_wrong_tile_is_reported_and_never_kept(tuning):
-    default = DEFAULTS["w4a16"](sm_count=132, **PROBLEM)
+    default = WNA16.default(sm_count=132, **PROBLEM)
     bad = dataclasses.replace(default, stages=4)
     table, tuned = tuning(lambda tile: 1.0 if tile == bad else 6.0, wrong=(bad,))
     assert not table.rows and tuned.wrong == (bad,) and tuned.refused == 0
@@ -271,7 +280,7 @@ def test_a_wrong_tile_is_reported_and_never_kept(tuning):
 
 
 def test_a_default_that_cannot_run_gives_way(tuning):
-    default = DEFAULTS["w4a16"](sm_count=132, **PROBLEM)
+    default = WNA16.default(sm_count=132, **PROBLEM)
 
     def time_of(tile):
         if tile == default:
@@ -355,14 +364,14 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
     weight, weight_NK = ops.prepare_weight(packed, torch.bfloat16), packed.dequantize(torch.float64)
     problem = {"N": N, "K": K, "group": 128, "bits": bits, "M": most}
     table = tuning_table.tuning_table_of(device)
-    tiles = [LargeMConfig(blocks=device.sm_count(device), bits=bits)]
+    tiles = [LargeMConfig(blocks=gpu_device.sm_count(device), bits=bits)]
     for tile in tiles:
-        allowed = (t for t in neighbours(tile) if not tuning_table.OPS["w4a16"].fault(t, problem))
+        allowed = (t for t in WNA16.neighbours(tile) if not WNA16.fault(t, problem))
         tiles += [other for other in allowed if other not in tiles]
     assert len(tiles) > 6
     for tile in tiles:
         row = tuning_table.TuningRow(
-            op="w4a16", problem=problem, tile=tile, microseconds=1.0, default_microseconds=None
+            op=WNA16, problem=problem, config=tile, microseconds=1.0, default_microseconds=None
         )
         with table.trying(row):
             for M in (most // 2 + 1, most - 1, most):
@@ -374,7 +383,7 @@ def test_every_hopper_tile_of_a_table_computes_right(make_weight, device, assert
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("field", OPTIONS[W8A8Sm90Config])
+@pytest.mark.parametrize("field", W8A8.configs[W8A8Sm90Config].options)
 @pytest.mark.parametrize("most", [16, 128])
 def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, most, field):
     """What a search tries of one field, at several numbers of rows of its bucket."""
@@ -405,15 +414,15 @@ def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, mo
     )
     scales_M1 = torch.full((most, 1), 2.0**-9, device=device)
     want = (codes_MK.double() @ codes_NK.double().t() / 2**17).to(torch.bfloat16)
-    table, sms = tuning_table.tuning_table_of(device), device.sm_count(device)
+    table, sms = tuning_table.tuning_table_of(device), gpu_device.sm_count(device)
     default = default_sm90_config(most, N, K, sms)
-    for tile in [default, *neighbours(default)]:
+    for tile in [default, *W8A8.neighbours(default)]:
         if getattr(tile, field) == getattr(default, field) and tile.split == default.split:
             continue
-        if not tune_module.runs_here("w8a8", tile, problem, sms):
+        if not W8A8.runs_here(tile, problem, sms):
             continue
         row = tuning_table.TuningRow(
-            op="w8a8", problem=problem, tile=tile, microseconds=1.0, default_microseconds=None
+            op=W8A8, problem=problem, config=tile, microseconds=1.0, default_microseconds=None
         )
         with table.trying(row):
             for M in (most // 2 + 1, most - 1, most):
