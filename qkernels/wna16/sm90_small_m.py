@@ -151,6 +151,11 @@ class _WorkTile:
     begin: gl.tensor
     end: gl.tensor
 
+    @gluon.jit
+    def stored_tile(self, WHICH: gl.constexpr):
+        """The 64 outputs of a consumer."""
+        return self.tile * NUM_CONSUMERS + WHICH
+
 
 @gluon.jit
 def _work_tile(index, k_steps, SPLIT: gl.constexpr):
@@ -221,13 +226,12 @@ def _multiply(
             pipeline.consumer_release(state)
             sums += product * scale[:, None]
             state = state.advance()
-        place = work.tile * NUM_CONSUMERS + WHICH
         if FORMAT.has_bias:
-            sums += _bias(results, sizes, place, work.split, SUMS)[:, None]
+            sums += _bias(results, sizes, work.stored_tile(WHICH), work.split, SUMS)[:, None]
         if UNREDUCED:
-            _store_partials(sums, results, sizes, place, work.split)
+            _store_partials(sums, results, sizes, work.stored_tile(WHICH), work.split)
         else:
-            _finish(sums, results, sizes, place, work.split, TILE)
+            _finish(sums, results, sizes, work.stored_tile(WHICH), work.split, TILE)
 
 
 @gluon.jit
