@@ -81,7 +81,7 @@ TINY_FAMILIES = {
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("fuzz", "tests/qkernels/test_kernel_fuzz.py")
+    group = parser.getgroup("fuzz", "tests/qkernels/fuzz/test_kernels.py")
     group.addoption("--fuzz-seconds", type=float, default=4, help="how long it draws problems")
     group.addoption("--fuzz-seed", type=int, default=0, help="what it draws them from")
     group.addoption("--fuzz-replay", help="one problem, as a failure prints it")

@@ -1,11 +1,18 @@
 """Where the kernel tests run, and what they share.
 
-The files test_kernel_*.py launch Triton kernels. With a GPU they run compiled, marked gpu. Without
-one they need Triton's interpreter, which must be chosen before triton is imported anywhere in the
-process, so test_interpreter.py runs them in processes of their own and they are not collected here.
+unit/         plain Python and torch on the CPU
+interpreter/  Triton kernels against torch; with a GPU they run compiled, marked gpu
+compile/      what the compiler makes of the kernels for each architecture, without a GPU
+gpu/          what only a GPU shows, marked gpu
+fuzz/         problems drawn from a seed, run as those of interpreter/ are
+
+Triton's interpreter must be chosen before triton is imported anywhere in the process. Without a GPU
+interpreter/test_interpreter.py therefore runs the files that launch kernels in processes of their
+own, and they are not collected here.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +28,23 @@ INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
 # why kernels in Gluon for sm_90 cannot run here, or None
 LACKS_HOPPER = lacks_gluon(torch.device("cuda", 0)) if ON_GPU else "needs a GPU"
 
-collect_ignore_glob = [] if ON_GPU or INTERPRETED else ["test_kernel_*.py"]
+
+def launches_kernels(path: Path) -> bool:
+    """Whether a test file runs compiled on a GPU and interpreted elsewhere."""
+    if path.parent.name == "fuzz":
+        return path.name == "test_kernels.py"
+    return path.parent.name == "interpreter" and path.name != "test_interpreter.py"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if ON_GPU or INTERPRETED or not launches_kernels(collection_path):
+        return None
+    return collection_path.suffix == ".py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if ON_GPU and item.path.name.startswith("test_kernel_"):
+        if ON_GPU and launches_kernels(item.path):
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("hopper"):
             item.add_marker(pytest.mark.gpu)

@@ -21,8 +21,8 @@ from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
-from tests.qkernels.fuzz import FuzzedOp
-from tests.qkernels.fuzz_values import (
+from tests.qkernels.fuzz.fuzzer import FuzzedOp
+from tests.qkernels.fuzz.values import (
     BOOLS,
     DEVICE,
     EPS,
@@ -80,7 +80,7 @@ def fuzz_linear(
         input_order=torch.randperm(K, generator=generator(seed)) if ordered else None,
     ).to(DEVICE)
     x = rows((M, K), dtype, seed, strided)
-    kernel = f"triton_w{bits}a16" if bits in (4, 8) else "reference"
+    kernel = f"w{bits}a16" if bits in (4, 8) else "reference"
     weight = ops.prepare_weight(packed, x.dtype, kernel=kernel)
     offset = rows((N,), dtype, seed) if bias else None
     chosen = None

@@ -1,6 +1,6 @@
 """Every kernel against its reference twin, on problems drawn from a seed for as long as is given.
 
-    pytest tests/qkernels/test_kernel_fuzz.py --fuzz-seconds 60 --fuzz-seed 7
+    pytest tests/qkernels/fuzz/test_kernels.py --fuzz-seconds 60 --fuzz-seed 7
 
 A failure is made small and printed as the argument of --fuzz-replay, which runs it alone. Without a
 GPU, TRITON_INTERPRET=1 runs small problems in the interpreter.
@@ -12,12 +12,12 @@ from collections import Counter
 
 import pytest
 
-from tests.qkernels import fuzz
-from tests.qkernels.fuzz_attention import ATTENTION
-from tests.qkernels.fuzz_inputs import INPUTS
-from tests.qkernels.fuzz_others import OTHERS
-from tests.qkernels.fuzz_products import PRODUCTS
-from tests.qkernels.fuzz_values import ON_GPU
+from tests.qkernels.fuzz import fuzzer
+from tests.qkernels.fuzz.attention import ATTENTION
+from tests.qkernels.fuzz.inputs import INPUTS
+from tests.qkernels.fuzz.others import OTHERS
+from tests.qkernels.fuzz.products import PRODUCTS
+from tests.qkernels.fuzz.values import ON_GPU
 
 OPS = PRODUCTS | INPUTS | OTHERS | ATTENTION
 MAX_COST = 10**10 if ON_GPU else 10**6  # the interpreter does about 10^7 products a second
@@ -34,15 +34,15 @@ def test_fuzz(request):
         return
     end = time.monotonic() + option("--fuzz-seconds")
     done: Counter[str] = Counter()
-    for name, problem in fuzz.problems(OPS, seed, MAX_COST, REPEATS):
-        error = fuzz.failure(OPS[name], problem)
+    for name, problem in fuzzer.problems(OPS, seed, MAX_COST, REPEATS):
+        error = fuzzer.failure(OPS[name], problem)
         if error is not None:
-            small = fuzz.shrink(OPS[name], problem, SHRINK_SECONDS)
+            small = fuzzer.shrink(OPS[name], problem, SHRINK_SECONDS)
             pytest.fail(
                 f"seed {seed}, problem {sum(done.values())}: {type(error).__name__}: {error}\n"
                 f"drawn: {problem}\nreplay with\n"
-                f"  --fuzz-replay '{fuzz.replay_text(name, small)}'\n"
-                f"which says: {fuzz.failure(OPS[name], small)}"
+                f"  --fuzz-replay '{fuzzer.replay_text(name, small)}'\n"
+                f"which says: {fuzzer.failure(OPS[name], small)}"
             )
         done[name] += 1
         if time.monotonic() > end:

@@ -8,9 +8,8 @@ from qkernels import ops, reference
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from qkernels.rowwise import reference as rowwise_reference
-from tests.qkernels.digit_bits import written
-from tests.qkernels.fuzz import FuzzedOp
-from tests.qkernels.fuzz_values import (
+from tests.qkernels.fuzz.fuzzer import FuzzedOp
+from tests.qkernels.fuzz.values import (
     BOOLS,
     DEVICE,
     EPS,
@@ -21,6 +20,7 @@ from tests.qkernels.fuzz_values import (
     assert_near,
     rows,
 )
+from tests.qkernels.limb_bits import written
 
 
 def activation_of(kind: str) -> tuple[ActivationSpec, torch.Tensor | None]:

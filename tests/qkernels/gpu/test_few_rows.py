@@ -7,7 +7,7 @@ from formats.bits import pack
 from qkernels import ops
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS, SmallMConfig
-from tests.qkernels.digit_products import check_product, random_x
+from tests.qkernels.gpu.products import check_product, random_x
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -38,7 +38,7 @@ def product(body, half):
     """A weight to x -> its product."""
 
     def make(packed):
-        weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+        weight = ops.prepare_weight(packed, half, kernel="w4a16")
         return lambda x: w4a16.linear(x, weight, tile=body[0])
 
     return make

@@ -6,7 +6,7 @@ import torch
 from qkernels import ops
 from qkernels.operands.limbs import LIMBS_MAX_ROWS
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, default_gemv_config
-from tests.qkernels.digit_products import check_product, random_x
+from tests.qkernels.gpu.products import check_product, random_x
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -59,7 +59,7 @@ def test_extreme_codes_and_inputs(check, make_weight, half, poison):
 
 def test_rows_with_what_is_no_number_come_out_as_nan(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
-    weight = ops.prepare_weight(packed, half, kernel=f"triton_w{packed.spec.bits}a16")
+    weight = ops.prepare_weight(packed, half, kernel=f"w{packed.spec.bits}a16")
     x = random_x(4, 256, half)
     want = w4a16.linear(x, weight, tile=TILE)
     x[1, 3], x[2, 255] = float("nan"), float("-inf")

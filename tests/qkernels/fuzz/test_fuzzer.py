@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.qkernels.fuzz import FuzzedOp, draw, failure, problems, replay_text, shrink
+from tests.qkernels.fuzz.fuzzer import FuzzedOp, draw, failure, problems, replay_text, shrink
 
 
 def run(*, M, kind, flag, seed):

@@ -297,7 +297,7 @@ def test_ops_takes_it_for_chunks_and_the_portable_kernel_for_the_rest(problem, h
     ops.paged_attention(q, odd, odd, *rest, **shared, max_query_len=40)
     decode, _ = problem([1, 1], [300, 99], 8, 2, 128, 16, half)
     ops.paged_attention(*decode, **shared, max_query_len=1)
-    assert taken == ["triton_hopper", "triton", "triton"]
+    assert taken == ["sm90_prefill", "triton", "triton"]
 
 
 CODES = pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])

@@ -12,7 +12,7 @@ from qkernels.wna16.sm90_small_m_config import (
     default_small_m_config,
     split_k_config,
 )
-from tests.qkernels.digit_products import check_product, random_x
+from tests.qkernels.gpu.products import check_product, random_x
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 w4a16_ring = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
@@ -62,7 +62,7 @@ def test_more_tiles_than_blocks(check, make_weight, half, M):
 @pytest.mark.parametrize("rows, split", [(8, 10), (32, 8), (64, 16)])
 def test_many_times_the_same(make_weight, half, rows, split):
     """Who comes last changes nothing, and leaves no counter behind."""
-    weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="w4a16")
     x = random_x(rows - 1, 4096, half)
     tile = SmallMConfig(rows=rows, split=split)
     want = w4a16.linear(x, weight, tile=tile)
@@ -128,7 +128,7 @@ def test_parts_for_the_next_operation(make_weight, half, consumer, M):
 
 
 def test_parts_that_are_no_number_are_added(make_weight, half):
-    weight = ops.prepare_weight(make_weight(136, 1024, 128), half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(make_weight(136, 1024, 128), half, kernel="w4a16")
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1
     x[1, 1000] = float("inf")
@@ -150,7 +150,7 @@ def test_extreme_codes_and_inputs(check, make_weight, half, poison):
 
 def test_rows_with_what_is_no_number_touch_no_others(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = random_x(6, 256, half)
     want = w4a16.linear(x, weight, tile=TILES[8])
     x[1, 3], x[2, 255] = float("nan"), float("-inf")

@@ -6,7 +6,7 @@ import torch
 from qkernels import ops
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs, to_limbs
-from tests.qkernels.digit_bits import written
+from tests.qkernels.limb_bits import written
 
 FORMS = [(M, LimbForm(bits=bits, with_sums=M > 1)) for M in (1, 2, 3, 4) for bits in (4, 8)]
 IDS = [f"{M} rows, {form.bits} bits" for M, form in FORMS]

@@ -47,7 +47,7 @@ def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
     N, K = LLAMA_3_8B[shape]
     packed = random_weight(N, K, symmetric)
     weight = ops.prepare_weight(packed, half)
-    assert weight.kernel == "triton_w4a16"
+    assert weight.kernel == "w4a16"
     weight_NK = packed.dequantize(torch.float64)
     for M in (1, 16, 17, 64, 129, 257, MAX_FUSED_ROWS + 1):
         x = torch.randn(M, K, device="cuda").to(half)
@@ -94,7 +94,7 @@ def test_release_frees_memory():
     want = layer(x)
     layer.prepare(torch.bfloat16, release=True)
     assert torch.equal(layer(x), want)
-    assert layer.extra_repr().endswith("kernel=triton_w4a16")
+    assert layer.extra_repr().endswith("kernel=w4a16")
 
 
 @pytest.mark.parametrize("shape", LLAMA_3_8B)
@@ -106,7 +106,7 @@ def test_llama_shapes_in_8_bits(assert_close, tolerance, poison, half, shape, na
     weight_NK = torch.randn(N, K, device="cuda", generator=generator)
     packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
     weight = ops.prepare_weight(packed, half)
-    rows = ("hopper_w8a8", "triton_w8a8") if scheme.activation else ("triton_w8a16",)
+    rows = ("sm90_w8a8", "triton_w8a8") if scheme.activation else ("w8a16",)
     assert weight.kernel in rows
     dense_NK = packed.dequantize(torch.float64)
     for M in (1, 16, 17, 64, 129, 257, 600, MAX_FUSED_ROWS + 1):

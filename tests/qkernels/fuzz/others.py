@@ -10,8 +10,8 @@ from qkernels.rowwise import norm_act
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
 from qkernels.sampling.settings import SampleRow, SampleSettings
-from tests.qkernels.fuzz import FuzzedOp
-from tests.qkernels.fuzz_values import (
+from tests.qkernels.fuzz.fuzzer import FuzzedOp
+from tests.qkernels.fuzz.values import (
     BOOLS,
     DEVICE,
     EPS,

@@ -64,7 +64,7 @@ def random_codes(*shape, seed=0):
 def prepared(codes_NK, scales_N, dtype, name="w8a8"):
     scheme = Scheme.parse(name)
     return PreparedWeight(
-        kernel="hopper_w8a8",
+        kernel="sm90_w8a8",
         tensors={"codes": hopper.in_boxes(codes_NK), "scales": scales_N},
         spec=scheme.weight,
         out_features=codes_NK.shape[0],
@@ -149,7 +149,7 @@ def test_chosen_tiles_round_and_multiply_as_the_portable_kernel(half, poison, na
     ).to("cuda")
     x = torch.randn(M, K, device="cuda", generator=generator).to(half)
     weight = ops.prepare_weight(packed, half)
-    assert weight.kernel == "hopper_w8a8"
+    assert weight.kernel == "sm90_w8a8"
     got = ops.linear(x, weight)
     want = ops.linear(x, ops.prepare_weight(packed, half, kernel="triton_w8a8"))
     if "fp8" in name:  # other sums are cut to 14 bits
@@ -259,7 +259,7 @@ def test_float8_in_blocks_is_the_portable_kernel(assert_close, tolerance, half, 
     x = torch.randn(M, K, device="cuda", generator=generator)
     x = (x * 2.0 ** (torch.arange(K, device="cuda") // 128 % 4)).to(half)
     weight = ops.prepare_weight(packed, half)
-    assert weight.kernel == "hopper_w8a8"
+    assert weight.kernel == "sm90_w8a8"
     got = ops.linear(x, weight, bias)
     want = ops.linear(x.double().float(), ops.prepare_weight(packed, torch.float32), bias.float())
     assert_close("blocks", want, got, tolerance(half))

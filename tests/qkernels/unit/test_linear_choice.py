@@ -67,7 +67,7 @@ def test_a_weight_takes_the_digits_of_its_body_and_no_other(monkeypatch, make_we
     """Where they run is stood in for: what they are handed, with which tile."""
     packed = make_weight(64, 256, 128, symmetric=False).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
-    weight = replace(weight, kernel="triton_w4a16")
+    weight = replace(weight, kernel="w4a16")
     monkeypatch.setattr(w4a16, "_chosen_tile", lambda *_, made: tile if made else None)
     handed = []
     monkeypatch.setattr(w4a16, "_linear_limbs", lambda *given: handed.append(given))

@@ -44,7 +44,7 @@ def tile_of(shape, bits, M, N, blocks=132):
 
 
 def prepared(packed, dtype):
-    return ops.prepare_weight(packed, dtype, kernel=f"triton_w{packed.spec.bits}a16")
+    return ops.prepare_weight(packed, dtype, kernel=f"w{packed.spec.bits}a16")
 
 
 @pytest.fixture

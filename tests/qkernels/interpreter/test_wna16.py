@@ -16,7 +16,7 @@ def check(assert_close, tolerance):
     """Compare one product with float64 on the same rounded operands, whole and by element."""
 
     def run(packed, x, bias=None, tile=None):
-        weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
+        weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{packed.spec.bits}a16")
         got = gemm.linear(x, weight, bias, tile=tile)
         weight_NK = packed.dequantize(torch.float64)
         want = x.double() @ weight_NK.t()
@@ -78,7 +78,7 @@ def test_group_scales_spread_over_a_factor_of_256(check, make_weight, device, ha
 def test_each_input_meets_its_own_code(make_weight, device, half, bits):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     packed = make_weight(72, 128, 64, symmetric=False, bits=bits)
-    weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
+    weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
     got = gemm.linear(torch.eye(128, dtype=half, device=device), weight)
     assert torch.equal(got.t(), packed.dequantize(half))
 
@@ -88,7 +88,7 @@ def test_each_input_meets_its_own_code(make_weight, device, half, bits):
 def test_dequantized_scratch_has_the_bits_of_packed(make_weight, half, poison, group, symmetric):
     for bits in (4, 8):
         packed = make_weight(72, 256, group, symmetric, bits=bits)
-        weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
+        weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
         assert torch.equal(gemm.dequantize(weight), packed.dequantize(half))
 
 
@@ -136,7 +136,7 @@ def test_block_over_two_stored_tiles(check, make_weight, device, half, poison, s
 
 
 def test_strided_and_batched_x(make_weight, device, half):
-    weight = ops.prepare_weight(make_weight(64, 64, 32), half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(make_weight(64, 64, 32), half, kernel="w4a16")
     x = random_x(6, 128, half, device)
     dense = ops.linear(x[:, ::2].contiguous(), weight)
     assert torch.equal(ops.linear(x[:, ::2], weight), dense)
@@ -148,7 +148,7 @@ def test_strided_and_batched_x(make_weight, device, half):
 
 def test_gradient_reaches_x(make_weight, device, half):
     packed = make_weight(64, 64, 32)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = random_x(2, 64, half, device).requires_grad_()
     ops.linear(x, weight).sum().backward()
     want = torch.ones(2, 64, dtype=half, device=device) @ packed.dequantize(half)
@@ -170,7 +170,7 @@ def test_words_of_one_thread_lie_side_by_side(make_weight, device, half):
     """Word t of every 32 inputs of a step: 16 bytes where the step is 128."""
     for bits, order in ((4, prepack.fragment_order), (8, prepack.byte_order)):
         packed = make_weight(72, 256, 128, bits=bits)
-        weight = ops.prepare_weight(packed, half, kernel=f"triton_w{bits}a16")
+        weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
         words_NKct = order(packed.codes()).view(72, 2, -1, 4)
         words = weight.tensors["words"]
         assert words.shape == (2, 2, 64, 4, bits)

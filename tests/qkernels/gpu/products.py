@@ -19,7 +19,7 @@ def check_product(
     """One product, whole and by element, twice."""
     from qkernels.wna16 import gemm
 
-    weight = ops.prepare_weight(packed, x.dtype, kernel=f"triton_w{packed.spec.bits}a16")
+    weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{packed.spec.bits}a16")
     got = gemm.linear(x, weight, bias, tile=tile)
     assert got.dtype == x.dtype
     reduced = 0 if bias is None else bias.double()

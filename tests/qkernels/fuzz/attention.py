@@ -6,8 +6,8 @@ import torch
 
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import triton_paged as paged_attention
-from tests.qkernels.fuzz import FuzzedOp
-from tests.qkernels.fuzz_values import BOOLS, DEVICE, EPS, FLOAT, assert_near, generator, rows
+from tests.qkernels.fuzz.fuzzer import FuzzedOp
+from tests.qkernels.fuzz.values import BOOLS, DEVICE, EPS, FLOAT, assert_near, generator, rows
 
 
 def fuzz_paged_attention(

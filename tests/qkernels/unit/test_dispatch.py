@@ -33,13 +33,13 @@ def taken(explanation):
 
 def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     explanation = explain("linear", **linear_problem())
-    assert taken(explanation) == ["triton_w4a16"]
+    assert taken(explanation) == ["w4a16"]
     names = [choice.name for choice in explanation]
-    weight_only = ["triton_w4a16", "triton_w8a16"]
+    weight_only = ["w4a16", "w8a16"]
     cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
-    assert names == [*weight_only, "hopper_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
+    assert names == [*weight_only, "sm90_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
     assert all(choice.reason for choice in explanation)
-    assert str(explanation).splitlines()[0].startswith("-> triton_w4a16: supported; ")
+    assert str(explanation).splitlines()[0].startswith("-> w4a16: supported; ")
 
 
 def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
@@ -87,7 +87,7 @@ def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
     [
         ({"device": "cpu", "dtype": torch.float32}, "dense", "cpu"),
         ({"dtype": torch.float32}, "reference", "float32"),
-        ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "triton_w8a16", "4-bit"),
+        ({"spec": QuantSpec(bits=8, symmetric=True, group_size=32)}, "w8a16", "4-bit"),
         ({"spec": QuantSpec(bits=3, symmetric=True, group_size=32)}, "reference", "4-bit"),
         ({"spec": QuantSpec(bits=4, symmetric=True, group_size=16)}, "reference", "groups"),
         ({"out_features": 36}, "reference", "outputs"),
@@ -110,7 +110,7 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
-        want = "hopper_w8a8" if sm_90 else "triton_w8a8"
+        want = "sm90_w8a8" if sm_90 else "triton_w8a8"
         assert taken(explain("linear", **problem)) == [want], name
 
 
@@ -157,7 +157,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
 def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
     monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: lacks)
     explanation = explain("linear", **w8a8_problem(**changes))
-    row = next(c for c in explanation if c.name == "hopper_w8a8")
+    row = next(c for c in explanation if c.name == "sm90_w8a8")
     assert not row.taken and reason in row.reason
 
 
@@ -225,7 +225,7 @@ def test_float8_in_blocks_has_a_kernel(changes, reason):
     explanation = explain("linear", **problem)
     row = next(c for c in explanation if c.name == "triton_w8a8")
     if reason is None:
-        assert taken(explanation)[0] in ("hopper_w8a8", "triton_w8a8")
+        assert taken(explanation)[0] in ("sm90_w8a8", "triton_w8a8")
     else:
         assert taken(explanation) == ["reference"] and reason in row.reason
 
@@ -255,7 +255,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
     monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
     row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
-    assert row.name == "triton_hopper" and row.taken == (reason is None)
+    assert row.name == "sm90_prefill" and row.taken == (reason is None)
     assert reason is None or reason in row.reason
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.qkernels import sass
+from tests.qkernels.compile import sass
 
 HERE = Path(__file__).parent
 SHARED_MEMORY = 227 * 1024  # of one block on sm_90

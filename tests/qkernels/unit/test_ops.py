@@ -131,7 +131,7 @@ def test_kernel_asked_for_by_name(packed):
     with pytest.raises(KernelError, match="unknown to linear"):
         ops.prepare_weight(packed, torch.float32, kernel="marlin")
     with pytest.raises(KernelError, match=r"triton|cuda|float"):
-        ops.prepare_weight(packed, torch.float32, kernel="triton_w4a16")
+        ops.prepare_weight(packed, torch.float32, kernel="w4a16")
 
 
 def test_prepare_is_pure(packed):

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-FILES = sorted(path.name for path in HERE.glob("test_kernel_*.py"))
+TESTS = HERE.parent
+ROOT = TESTS.parent.parent
+FILES = sorted(
+    str(path.relative_to(TESTS))
+    for path in (*HERE.glob("test_*.py"), TESTS / "fuzz" / "test_kernels.py")
+    if path != Path(__file__)
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel tests run compiled here")
@@ -20,8 +26,8 @@ def test_kernels_in_the_interpreter(file):
     environment.pop("PYTEST_XDIST_WORKER", None)
     environment.pop("PYTEST_ADDOPTS", None)
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", str(HERE / file), "-x", "-p", "no:cacheprovider"],
-        cwd=HERE.parent.parent,
+        [sys.executable, "-m", "pytest", str(TESTS / file), "-x", "-p", "no:cacheprovider"],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

@@ -29,7 +29,7 @@ def no_default(*args, **kwargs):
 
 def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     packed = make_weight(128, 256, 64)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = torch.randn(5, 256).to(device, half)
     monkeypatch.setattr(gemm, "default_config", no_default)
     problem = {"N": 128, "K": 256, "group": 64, "bits": 4, "M": 8}
@@ -44,7 +44,7 @@ def test_w4a16_parts_that_cannot_all_run_are_not_taken(
 ):
     """They would wait for each other for good, so the config is asked, whatever the table says."""
     packed = make_weight(128, 512, 128)
-    weight = ops.prepare_weight(packed, half, kernel="triton_w4a16")
+    weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = torch.randn(17, 512).to(device, half)
     default = TritonGemmConfig(block_m=32, block_n=64, split=1)
     monkeypatch.setattr(gemm, "default_config", lambda *_: default)
