@@ -1,7 +1,8 @@
 """Which kernel does an operation: one table of rows. Imports a kernel only when it is chosen.
 
-Of the rows of an operation that support the problem, the one of highest priority is taken.
-`explain` says for every row why it is taken or not.
+Of the rows of an operation that support the problem, the one of highest priority is taken. A caller
+may ask for one by name, or forbid some (choice.py). `explain` says for every row, and for each
+kernel variant of the row that is taken, why it runs or not.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from qkernels import problem
 from qkernels.attention import supports as attention
+from qkernels.choice import parse_choice
 from qkernels.errors import KernelError
 from qkernels.linear import supports as linear
 from qkernels.problem import Problem
@@ -20,6 +22,7 @@ from qkernels.rowwise import supports as rowwise
 from qkernels.w8a8 import supports as w8a8
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig
 from qkernels.wna16 import supports as wna16
+from qkernels.wna16.variants import NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,12 @@ class Kernel:
     priority: int
     supports: Callable[[Problem], str | None]  # None, or why not
     note: Callable[[Problem], str] | None = None  # what `explain` adds where it is supported, or ""
+    variants: tuple[str, ...] = ()  # kernels of this row, which choose among each other by M
+    explain_variants: Callable[[Problem], list[tuple[str, str]]] | None = None
+
+    def passed_over(self, problem: Problem) -> str | None:
+        """Why the caller's choice of kernels excludes this row; None: it does not."""
+        return parse_choice(problem.requested).refuses(self.name, self.variants)
 
 
 class Choice(NamedTuple):
@@ -46,10 +55,17 @@ class Choice(NamedTuple):
 class Explanation(list[Choice]):
     """A list of choices, best first, that prints as one line each."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.variants: list[Choice] = []  # of the row that is taken
+
     def __str__(self) -> str:
-        return "\n".join(
-            f"{'->' if choice.taken else '  '} {choice.name}: {choice.reason}" for choice in self
-        )
+        lines = []
+        for choice in self:
+            lines.append(f"{'->' if choice.taken else '  '} {choice.name}: {choice.reason}")
+            if choice.taken:
+                lines += [f"     {each.name}: {each.reason}" for each in self.variants]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -74,21 +90,23 @@ KERNELS: tuple[Kernel, ...] = (
     *(
         Kernel(
             op="linear",
-            name=f"triton_w{bits}a16",
+            name=f"w{bits}a16",
             module="wna16.gemm",
             priority=30,
             supports=functools.partial(wna16.triton_weight_only, bits=bits),
-            note=wna16.note_weight_only,
+            variants=NAMES,
+            explain_variants=wna16.explain_variants,
         )
         for bits in (4, 8)
     ),
     Kernel(
         op="linear",
-        name="hopper_w8a8",
+        name="sm90_w8a8",
         module="w8a8.sm90",
         priority=30,
         supports=w8a8.hopper_w8a8,
         note=functools.partial(w8a8.note_int8, tile=W8A8Sm90Config),
+        variants=("sm90",),
     ),
     Kernel(
         op="linear",
@@ -97,6 +115,7 @@ KERNELS: tuple[Kernel, ...] = (
         priority=30,
         supports=w8a8.triton_w8a8,
         note=functools.partial(w8a8.note_int8, tile=W8A8TritonConfig),
+        variants=("triton",),
     ),
     *(
         Kernel(
@@ -105,6 +124,7 @@ KERNELS: tuple[Kernel, ...] = (
             module="wna16.cpu",
             priority=25,
             supports=functools.partial(wna16.cpu_weight_only, bits=bits),
+            variants=("cpu",),
         )
         for bits in (4, 8)
     ),
@@ -114,6 +134,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.cpu",
         priority=25,
         supports=w8a8.cpu_w8a8,
+        variants=("cpu",),
     ),
     Kernel(
         op="linear",
@@ -131,7 +152,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         op="paged_attention",
-        name="triton_hopper",
+        name="sm90_prefill",
         module="attention.sm90_prefill",
         priority=30,
         supports=attention.hopper_attention,
@@ -171,38 +192,41 @@ def explain(op: str, **problem: object) -> Explanation:
     explanation = Explanation()
     taken = False
     for row in rows(op):
-        reason = row.supports(asked)
-        if reason is None and asked.requested not in (None, row.name):
-            reason = f"{asked.requested} was asked for"
+        reason = row.supports(asked) or row.passed_over(asked)
         if reason is None and taken:
             reason = "supported, but a row above is preferred"
+        if reason is not None:
             explanation.append(Choice(row.name, False, reason))
             continue
-        taken = taken or reason is None
-        if reason is None:
-            note = "" if row.note is None else row.note(asked)
-            explanation.append(
-                Choice(row.name, True, f"supported; {note}" if note else "supported")
-            )
-        else:
-            explanation.append(Choice(row.name, False, reason))
+        taken = True
+        note = row.note(asked) if row.note is not None else ""
+        explanation.append(Choice(row.name, True, f"supported; {note}" if note else "supported"))
+        if row.explain_variants is not None:
+            explanation.variants = [
+                Choice(name, False, why) for name, why in row.explain_variants(asked)
+            ]
     return explanation
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(op: str, problem: Problem) -> Kernel:
-    """The row that does `op`. Raises KernelError where a kernel asked for by name cannot."""
+    """The row that does `op`. Raises KernelError where the caller's choice leaves none that can."""
     candidates = rows(op)
-    if problem.requested is None:
-        return next(row for row in candidates if row.supports(problem) is None)
+    choice = parse_choice(problem.requested)
+    known = {name for row in candidates for name in (row.name, *row.variants)}
+    unknown = sorted(choice.names - known)
+    if unknown:
+        names = ", ".join(dict.fromkeys(n for row in candidates for n in (row.name, *row.variants)))
+        raise KernelError(f"kernel {unknown[0]!r}", f"unknown to {op}", f"known: {names}")
+    reasons = {}
     for row in candidates:
-        if row.name == problem.requested:
-            reason = row.supports(problem)
-            if reason is not None:
-                raise KernelError(f"kernel {row.name!r}", reason, "ask for no kernel by name")
+        if row.passed_over(problem) is not None:
+            continue
+        reasons[row.name] = row.supports(problem)
+        if reasons[row.name] is None:
             return row
-    names = ", ".join(row.name for row in candidates)
-    raise KernelError(f"kernel {problem.requested!r}", f"unknown to {op}", f"known: {names}")
+    name, reason = next(iter(reasons.items()), (op, "all kernels are forbidden"))
+    raise KernelError(f"kernel {name!r}", reason, "ask for no kernel by name")
 
 
 @functools.lru_cache(maxsize=4096)

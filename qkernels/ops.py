@@ -8,14 +8,8 @@ taken where triton is missing, is the one exception).
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
-from qkernels.linear.ops import (
-    limb_form,
-    linear,
-    linear_codes,
-    linear_limbs,
-    linear_split_k,
-    prepare_weight,
-)
+from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
+from qkernels.rowwise.into_form import add_rms_norm_into, rms_norm_into, silu_and_mul_into
 from qkernels.rowwise.ops import (
     add_rms_norm,
     add_rms_norm_limbs,
@@ -34,25 +28,26 @@ from qkernels.sampling.ops import sample_
 
 __all__ = [
     "add_rms_norm",
+    "add_rms_norm_into",
     "add_rms_norm_limbs",
     "add_rms_norm_quantize",
     "apply_rope",
-    "limb_form",
     "to_limbs",
     "linear",
     "linear_codes",
-    "linear_limbs",
-    "linear_split_k",
     "paged_attention",
+    "plan_linear",
     "prepare_weight",
     "quantize_input",
     "quantize_input_asymmetric",
     "rms_norm",
+    "rms_norm_into",
     "rms_norm_limbs",
     "rms_norm_quantize",
     "rope_write_kv_",
     "sample_",
     "silu_and_mul",
+    "silu_and_mul_into",
     "silu_and_mul_limbs",
     "silu_and_mul_quantize",
     "write_kv_",

@@ -17,8 +17,7 @@ from formats.scheme import Scheme
 from formats.weights import Weight
 from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.linear import input_forms
-from qkernels.linear.input_forms import InputForm, LinearInput
+from qkernels.linear.plan import GemmPlan, LinearInput
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.split_k import Consumer, LinearOutput
 
@@ -107,11 +106,12 @@ class QuantLinear(nn.Module):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        kernel: str | None = None,
     ) -> "QuantLinear":
         """A layer that can only run, as after `prepare(release=True)`, of any kind of weight."""
         layer = cls.__new__(cls)
         layer._start(weight.in_features, weight.out_features, weight.scheme)
-        layer._prepared = ops.prepare_weight(weight, dtype, device)
+        layer._prepared = ops.prepare_weight(weight, dtype, device, kernel)
         if bias is not None:
             layer.bias = bias.detach().to(layer._prepared.device)
             layer._prepared_bias = layer.bias.to(dtype)
@@ -136,30 +136,38 @@ class QuantLinear(nn.Module):
             layer.bias = bias.detach().clone().to(packed.device)
         return layer
 
-    def input_form(self, rows: int) -> InputForm:
-        """The form besides a tensor in which `forward` takes so many rows; None: none now."""
-        return None if self._prepared is None else input_forms.input_form(self._prepared, rows)
+    def plan(self, rows: int, consumer: Consumer | None = None) -> GemmPlan:
+        """How `forward` runs so many rows: what the operation before it makes, what it returns.
 
-    def forward(self, x: LinearInput, consumer: Consumer | None = None) -> LinearOutput:
+        With a consumer, the one operation that takes the result, that may be split-K partials.
+        Raises KernelError on a layer that is not prepared.
+        """
+        if self._prepared is None:
+            raise KernelError("QuantLinear", "has no kernel's copy yet", "call prepare() first")
+        return ops.plan_linear(self._prepared, rows, consumer)
+
+    def forward(self, x: LinearInput, plan: GemmPlan | None = None) -> LinearOutput:
         """x [..., K] to [..., N], in x's dtype; or Codes or Limbs to [M, N], in the weight's.
 
-        With a reader, the one operation that takes the result, it may come in parts of K
-        (ops.linear_split_k).
+        With a plan, x has the form of `plan.input` and the result that of `plan.output`.
         """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
             prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
         ):
             prepared = self.prepare(x.dtype, x.device)._prepared
-        return input_forms.linear(x, prepared, self._prepared_bias, consumer)
+        return ops.linear(x, prepared, self._prepared_bias, plan)
 
     def prepare(
         self,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         release: bool = False,
+        kernel: str | None = None,
     ) -> "QuantLinear":
         """Make the kernel's copy for activations of `dtype` on `device`; returns self.
+
+        `kernel` asks for a kernel by name, or forbids some (ops.prepare_weight).
 
         A forward does it when needed, but must not while a CUDA graph is captured. `release` then
         frees the GPTQ tensors; after that the layer can only run: no state_dict, packed or
@@ -167,7 +175,7 @@ class QuantLinear(nn.Module):
         """
         # tensors made in inference mode could not serve a later forward that needs x's gradient
         with torch.inference_mode(False), torch.no_grad():
-            self._prepared = ops.prepare_weight(self.packed(), dtype, device)
+            self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
             if self.bias is not None:
                 self._prepared_bias = self.bias.to(self._prepared.device, dtype)
         if release:

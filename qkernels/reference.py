@@ -1,7 +1,7 @@
 """The plain torch twin of every operation of ops.py, in one place: same name, same arguments."""
 
 from qkernels.attention.reference import apply_rope, paged_attention, rope_write_kv_, write_kv_
-from qkernels.linear.reference import linear, linear_codes, linear_limbs, prepare_weight
+from qkernels.linear.reference import linear, linear_codes, prepare_weight
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.rowwise.reference import (
     add_rms_norm,
@@ -26,7 +26,6 @@ __all__ = [
     "to_limbs",
     "linear",
     "linear_codes",
-    "linear_limbs",
     "paged_attention",
     "prepare_weight",
     "quantize_input",

@@ -12,6 +12,8 @@ import torch
 # (anything with a dtype and data_ptr(), shape, strides, block) -> a descriptor of Triton's
 Make = Callable[[Any, tuple[int, ...], tuple[int, ...], list[int]], Any]
 
+TMA_ALIGNMENT = 16  # bytes, of every address
+
 
 def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
     """make(tensor, its shape, its strides, block), called and checked once for all like it.
@@ -19,7 +21,7 @@ def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
     Raises AssertionError where the copy engine cannot take the tensor. The `kind` of the result is
     one object for all descriptors that a kernel need not be compiled anew for.
     """
-    assert tensor.data_ptr() % 16 == 0, "the copy engine takes addresses divisible by 16"
+    assert tensor.data_ptr() % TMA_ALIGNMENT == 0, "the copy engine takes addresses divisible by 16"
     like = _template(make, tensor.dtype, tensor.shape, tensor.stride(), block)
     found = object.__new__(type(like))
     found.__dict__.update(like.__dict__)
@@ -47,3 +49,8 @@ def _template(make: Make, dtype: torch.dtype, shape, strides, block) -> Any:
 @functools.cache
 def _kind(make: Make, dtype: torch.dtype, block: tuple[int, ...]) -> object:
     return object()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it at an address that TMA can read."""
+    return x.clone() if x.data_ptr() % TMA_ALIGNMENT else x

@@ -6,6 +6,7 @@ The default on a CPU, where dequantizing on every call costs far more than the p
 import torch
 
 from formats.weights import Weight
+from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 
 
@@ -24,8 +25,8 @@ def prepare_weight(
     )
 
 
-def linear(
-    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+def run(
+    plan: GemmPlan, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] to [..., N]."""
+    """x [M, K] to [M, N]."""
     return torch.nn.functional.linear(x, weight.tensors["weight_NK"], bias)

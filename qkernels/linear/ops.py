@@ -1,5 +1,6 @@
 """The linear operations: each checks its arguments, then runs a kernel. Legend as in ops.py."""
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -8,11 +9,14 @@ from formats.weights import Weight
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor
 from qkernels.errors import KernelError
+from qkernels.linear.autograd import FrozenLinear
+from qkernels.linear.plan import GemmPlan, GemmProblem, LinearInput, plan_without_choice
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.operands.codes import CODE_DTYPES
+from qkernels.operands.codes import CODE_DTYPES, Codes, InputRounding
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
+from qkernels.rowwise import ops as rowwise
 
 
 def prepare_weight(
@@ -23,8 +27,9 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Make one kernel's private copy of a weight. Pure: `packed` is untouched.
 
-    `dtype` is the activations'; `device` None means the weight's own. `kernel` names a row of
-    qkernels.dispatch instead of the best one. Raises KernelError where that row cannot run.
+    `dtype` is the activations'; `device` None means the weight's own. `kernel` names a kernel or
+    one of its variants instead of the best one, or with a leading minus some to leave out
+    (`explain("linear", ...)` lists them). Raises KernelError where it cannot run.
     """
     device = packed.device if device is None else torch.device(device)
     if dtype not in FLOAT_DTYPES:
@@ -43,15 +48,86 @@ def prepare_weight(
     if order is not None:  # kernels see sorted inputs; `linear` sorts x
         packed, order = replace(packed, input_order=None), order.to(device)
     prepared = dispatch.linear_module(row.name).prepare_weight(packed, dtype, device)
-    return replace(prepared, input_order=order, activation=packed.activation)
+    return replace(
+        prepared,
+        kernel=row.name,
+        input_order=order,
+        activation=packed.activation,
+        requested=kernel,
+    )
+
+
+def plan_linear(
+    weight: PreparedWeight, M: int, consumer: Consumer | None = None, *, fused: bool = True
+) -> GemmPlan:
+    """How `linear` runs M >= 1 rows: kernel, form of its input, form of its output. Cached.
+
+    `fused`: the operation before the product makes what `input` names, at little cost. With a
+    consumer, the one operation that takes the result, that may be split-K partials.
+    """
+    return _plan(weight.problem, M, consumer, fused)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _plan(problem: GemmProblem, M: int, consumer: Consumer | None, fused: bool) -> GemmPlan:
+    make = getattr(dispatch.linear_module(problem.kernel), "plan", None)
+    if make is None:
+        return plan_without_choice(problem)
+    return make(problem, M, consumer, fused=fused)
 
 
 def linear(
-    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [..., K] times the weight's transpose, plus bias [N]: [..., N]."""
+    x: LinearInput,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    plan: GemmPlan | None = None,
+) -> LinearOutput:
+    """x [..., K] times the weight's transpose, plus bias [N]: [..., N].
+
+    With a plan, x may have the form of `plan.input`, and the result that of `plan.output`.
+    """
+    module = dispatch.linear_module(weight.kernel)
+    if isinstance(x, Codes):
+        check_codes(*x, weight, bias)
+        codes_MK = weight.sorted_inputs(x.codes_MK)
+        plan = plan or plan_linear(weight, max(1, codes_MK.shape[0]))
+        return module.run(plan, Codes(codes_MK, x.scales_M1), weight, bias)
+    if isinstance(x, Limbs):
+        check_limbs_of(x, weight, bias)
+        plan = plan or plan_linear(weight, x.num_rows)
+        return module.run(plan, x, weight, bias)
     check_linear(x, weight, bias)
-    return dispatch.linear_module(weight.kernel).linear(weight.sorted_inputs(x), weight, bias)
+    if torch.is_grad_enabled() and x.requires_grad and hasattr(module, "dequantize"):
+        return FrozenLinear.apply(
+            x,
+            lambda x: linear(x, weight, bias),
+            lambda: _in_order_of_inputs(module.dequantize(weight), weight),
+        )
+    x = weight.sorted_inputs(x)
+    # reshape and view cost host time where they have nothing to do, a tenth of this call
+    x_MK = (x if x.ndim == 2 else x.reshape(-1, weight.in_features)).contiguous()
+    if x_MK.shape[0] == 0:
+        return x.new_empty(*x.shape[:-1], weight.out_features)
+    plan = plan or plan_linear(weight, x_MK.shape[0], fused=False)
+    y_MN = module.run(plan, _as_operand(x_MK, plan), weight, bias)
+    return y_MN if x.ndim == 2 else y_MN.view(*x.shape[:-1], weight.out_features)
+
+
+def _as_operand(x_MK: torch.Tensor, plan: GemmPlan) -> LinearInput:
+    if isinstance(plan.operand, InputRounding):
+        return Codes(*rowwise.quantize_input(x_MK, *plan.operand))
+    if isinstance(plan.operand, LimbForm):
+        return rowwise.to_limbs(x_MK, plan.operand)
+    return x_MK
+
+
+def _in_order_of_inputs(weight_NK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:
+    """The weight with column j of the file's order for input j."""
+    if weight.input_order is None:
+        return weight_NK
+    unsorted_NK = torch.empty_like(weight_NK)
+    unsorted_NK[:, weight.input_order] = weight_NK
+    return unsorted_NK
 
 
 def linear_codes(
@@ -68,6 +144,24 @@ def linear_codes(
     `reference` row prepared, with one input scale for each row of x; returns the weight's
     activation dtype.
     """
+    check_codes(codes_MK, scales_M1, weight, bias)
+    if zeros_M1 is not None:
+        if weight.activation.type != "int":
+            raise KernelError("linear_codes zeros", "expected None for float8 codes")
+        check_tensor(
+            "linear_codes zeros", zeros_M1, (codes_MK.shape[0], 1), (torch.int32,), codes_MK
+        )
+    module = dispatch.linear_module(weight.kernel)
+    return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias, zeros_M1)
+
+
+def check_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+) -> None:
+    """Raise KernelError unless codes [M, K] with a scale for each row fit a weight."""
     if weight.activation is None or weight.activation.per == "group":
         raise KernelError("linear_codes weight", "expected one with 8-bit inputs, scaled by row")
     wanted = CODE_DTYPES[weight.activation.type]
@@ -80,62 +174,20 @@ def linear_codes(
     check_tensor("linear_codes scales", scales_M1, (rows, 1), (torch.float32,), codes_MK)
     if bias is not None:
         check_tensor("linear_codes bias", bias, (weight.out_features,), (weight.dtype,), codes_MK)
-    if zeros_M1 is not None:
-        if weight.activation.type != "int":
-            raise KernelError("linear_codes zeros", "expected None for float8 codes")
-        check_tensor("linear_codes zeros", zeros_M1, (rows, 1), (torch.int32,), codes_MK)
-    module = dispatch.linear_module(weight.kernel)
-    return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias, zeros_M1)
 
 
-def limb_form(weight: PreparedWeight, rows: int) -> LimbForm | None:
-    """How `linear_limbs` takes so many rows of inputs as limbs; None: `linear` is as fast."""
+def check_limbs_of(limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | None) -> None:
+    """Raise KernelError unless limbs fit a weight."""
     if weight.input_order is not None:
-        return None
-    form_of = getattr(dispatch.linear_module(weight.kernel), "limb_form", None)
-    return None if form_of is None else form_of(weight, rows)
-
-
-def linear_limbs(
-    limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`linear` of limbs in the form that `limb_form` names: [M, N] in the weight's dtype."""
+        raise KernelError("linear limbs", "the weight sorts its inputs", "give x as a tensor")
     if limbs.words.device != weight.device or limbs.in_features != weight.in_features:
         raise KernelError(
-            "linear_limbs limbs",
+            "linear limbs",
             f"expected those of {weight.in_features} inputs on {weight.device},"
             f" found {limbs.in_features} on {limbs.words.device}",
         )
     if bias is not None:
-        check_tensor(
-            "linear_limbs bias", bias, (weight.out_features,), (weight.dtype,), limbs.words
-        )
-    run = getattr(dispatch.linear_module(weight.kernel), "linear_limbs", None)
-    if run is None or weight.input_order is not None:
-        raise KernelError(
-            "linear_limbs weight",
-            f"{weight.kernel} takes no limbs" if run is None else "its inputs are reordered",
-            "use ops.linear",
-        )
-    return run(limbs, weight, bias)
-
-
-def linear_split_k(
-    consumer: Consumer,
-    x: torch.Tensor,
-    weight: PreparedWeight,
-    bias: torch.Tensor | None = None,
-) -> LinearOutput:
-    """`linear` whose result one operation takes, and adds parts of K itself where that is faster.
-
-    `reader` says which: add_rms_norm or add_rms_norm_quantize; or rope_write_kv_, by split_heads.
-    Of rows for which `limb_form` makes limbs, nothing is left.
-    """
-    check_linear(x, weight, bias)
-    module = dispatch.linear_module(weight.kernel)
-    run = getattr(module, "linear_split_k", None)
-    x = weight.sorted_inputs(x)
-    return module.linear(x, weight, bias) if run is None else run(consumer, x, weight, bias)
+        check_tensor("linear bias", bias, (weight.out_features,), (weight.dtype,), limbs.words)
 
 
 def check_linear(x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None) -> None:

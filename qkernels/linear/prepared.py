@@ -1,13 +1,14 @@
-"""A weight in the form that one kernel reads. Knows not what its tensors mean.
+"""A weight in the form that one kernel reads, whatever its tensors mean.
 
 Made once at load, never written to a file: files and state_dict hold the GPTQ tensors.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from formats.scheme import ActivationSpec, QuantSpec
+from qkernels.linear.plan import GemmProblem, gemm_problem
 from qkernels.operands.codes import InputRounding
 
 
@@ -24,17 +25,30 @@ class PreparedWeight:
     # set by ops.prepare_weight: column j of the weight takes input input_order[j]; None: input j
     input_order: torch.Tensor | None = None
     activation: ActivationSpec | None = None  # how the row rounds its input; None: not at all
+    requested: str | None = None  # kernels that were asked for or forbidden by name
+    problem: GemmProblem = field(init=False)  # what its plans depend on
+
+    def __post_init__(self) -> None:
+        rounding = None
+        if self.activation is not None:
+            rounding = InputRounding(self.activation, self.tensors.get("input_scale"))
+        problem = gemm_problem(
+            kernel=self.kernel,
+            requested=self.requested,
+            out_features=self.out_features,
+            in_features=self.in_features,
+            spec=self.spec,
+            activation=self.activation,
+            rounding=rounding,
+            sorts_inputs=self.input_order is not None,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        object.__setattr__(self, "problem", problem)
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
-
-    @property
-    def input_rounding(self) -> InputRounding | None:
-        """How to make the codes that ops.linear_codes takes; None: it takes none."""
-        if self.activation is None or self.activation.per == "group":
-            return None
-        return InputRounding(self.activation, self.tensors.get("input_scale"))
 
     @property
     def nbytes(self) -> int:

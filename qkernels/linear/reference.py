@@ -11,8 +11,9 @@ from formats.bits import unpack
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.weights import Weight
-from qkernels.linear.by_codes import linear_by_codes
+from qkernels.linear.plan import GemmPlan, LinearInput
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.codes import Codes
 from qkernels.operands.limbs import Limbs
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.rowwise.reference import quantize_input
@@ -53,13 +54,26 @@ def prepare_weight(
     )
 
 
+def run(
+    plan: GemmPlan, x: LinearInput, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [M, K], its codes or its limbs, to [M, N]."""
+    if isinstance(x, Codes):
+        return linear_codes(*x, weight, bias)
+    return linear(x, weight, bias)
+
+
 def linear(
-    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+    x: LinearInput, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [..., K] to [..., N]. With 8-bit activations, x is rounded to codes first."""
+    if isinstance(x, Limbs):
+        x = from_limbs(x).to(weight.dtype)
     if weight.activation is None:
         return F.linear(x, _dequantize(weight).to(weight.dtype), bias)
-    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
+    x_MK = x.reshape(-1, weight.in_features)
+    codes = quantize_input(x_MK, weight.activation, weight.tensors.get("input_scale"))
+    return linear_codes(*codes, weight, bias).view(*x.shape[:-1], weight.out_features)
 
 
 def linear_codes(
@@ -80,13 +94,6 @@ def linear_codes(
     if bias is not None:
         y_MN = y_MN + bias.float()
     return y_MN.to(weight.dtype)
-
-
-def linear_limbs(
-    limbs: Limbs, weight: PreparedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """linear of the inputs that the limbs stand for."""
-    return linear(from_limbs(limbs).to(weight.dtype), weight, bias)
 
 
 def scale_sums(

@@ -1,8 +1,8 @@
-"""A linear's input as 8-bit limbs: which body wants them where. Knows no kernel.
+"""A linear's input as int8 limbs: 31-bit integers cut into four bytes, for an int8 tensor core.
 
 The 128 inputs of a row and step become integers of 31 bits with one power of two as their scale:
-exact where an input has its last bit above 2^-30 of the largest. Each integer is four signed
-limbs, the lowest first: x = scale * sum over d of digit_d 256^d.
+exact where an input's last bit is above 2^-30 of the largest input (multi-limb int8, cf. the Ozaki
+scheme). Each integer is four signed limbs, the lowest first: x = scale * sum_d limb_d 256^d.
 
 Legend: M rows, K inputs, T tiles of 8 columns, each of two rows with four limbs.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.workspace import WORKSPACE_FLOATS, workspace
 
 LIMBS_MAX_ROWS = 4
 LIMBS_OF_INPUT = 4  # of one input, 8 bits each
@@ -23,9 +22,9 @@ TILE_WORDS = K_STEP * LIMBS_COLUMNS // 4  # a step's tile, 4 limbs in a word
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimbForm:
-    """How a body takes its input as limbs: what the operations of ops.py are asked for."""
+    """How a kernel takes its input as limbs."""
 
-    bits: int  # of the weight's codes: words have the inputs that a word of codes meets
+    bits: int  # of the weight's codes; words interleave inputs in the weight's k order
     with_sums: bool = False  # for an asymmetric weight
 
     def refuses(self, M: int, K: int) -> str | None:
@@ -34,22 +33,20 @@ class LimbForm:
             return f"expected inputs divisible by {K_STEP}"
         if not 0 < M <= LIMBS_MAX_ROWS:
             return f"expected 1 to {LIMBS_MAX_ROWS} rows"
-        if not limbs_fit(M, K):
-            return f"expected limbs that fit into {WORKSPACE_FLOATS} words"
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limbs:
-    """x [M, K] as limbs, in the device's workspace until its next use. Beyond M rows: anything.
+    """x [M, K] as limbs. What rows beyond M hold is unspecified.
 
-    A word has limbs of four inputs, those that four bytes of the weight's words (gemm.py) meet.
+    A word holds one limb of four inputs: those of four bytes of the prepacked weight (prepack.py).
     Word (i, w, t) of a step has inputs
 
         4 bits: k = 64 i + 32 (w / 2) + 8 (w % 2) + 2 t + {0, 16, 1, 17}
         8 bits: k = 64 (t % 2) + 16 w + 4 i + 2 (t / 2) + {0, 8, 1, 9}
 
-    Digit d of row m is column (4 m + d) % 8 of tile m // 2:
+    Limb d of row m is column (4 m + d) % 8 of tile m // 2:
 
         words   int32 [K/128, T, 2 i, 8 columns, 4 t, 4 w]
         scales  float32 [K/128, T, 8]: 256^d scale; NaN where x has one, or an inf
@@ -68,27 +65,17 @@ class Limbs:
 
 
 def empty_limbs(form: LimbForm, M: int, K: int, device: torch.device) -> Limbs:
-    """A place for M rows of K inputs, divisible by 128.
-
-    The caller has asked tiles.limbs_fit.
-    """
-    steps = K // K_STEP
-    free, _ = workspace(device)
-
-    def take(*shape: int) -> torch.Tensor:
-        nonlocal free
-        size = torch.Size(shape).numel()
-        taken, free = free[:size].view(shape), free[size:]
-        return taken
-
-    tiles = ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS)
-    words = take(steps, tiles, 2, LIMBS_COLUMNS, 4, 4).view(torch.int32)
-    scales = take(steps, tiles, LIMBS_COLUMNS)
-    sums = take(*scales.shape).view(torch.int32) if form.with_sums else None
-    return Limbs(form=form, num_rows=M, words=words, scales=scales, sums=sums)
-
-
-def limbs_fit(M: int, K: int) -> bool:
-    """Whether the limbs of M rows, their scales and sums fit into the workspace."""
-    columns = ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS) * LIMBS_COLUMNS
-    return K // K_STEP * columns * (K_STEP // 4 + 2) <= (WORKSPACE_FLOATS)
+    """Memory for M rows of K inputs, K divisible by 128: one allocation, 16-byte aligned parts."""
+    steps, tiles = K // K_STEP, ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS)
+    columns = steps * tiles * LIMBS_COLUMNS
+    words_of_column = K_STEP // 4
+    memory = torch.empty(columns * (words_of_column + 2), dtype=torch.int32, device=device)
+    words, scales, sums = memory.split((columns * words_of_column, columns, columns))
+    of_columns = (steps, tiles, LIMBS_COLUMNS)
+    return Limbs(
+        form=form,
+        num_rows=M,
+        words=words.view(steps, tiles, 2, LIMBS_COLUMNS, 4, 4),
+        scales=scales.view(torch.float32).view(of_columns),
+        sums=sums.view(of_columns) if form.with_sums else None,
+    )

@@ -10,9 +10,9 @@ import torch
 
 from formats.weights import Weight
 from qkernels.linear import reference as linear_reference
-from qkernels.linear.by_codes import linear_by_codes
+from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.rowwise import reference as rowwise_reference
+from qkernels.operands.codes import Codes
 
 
 @functools.cache
@@ -33,11 +33,11 @@ def prepare_weight(
     return replace(linear_reference.prepare_weight(packed, dtype, device), kernel="cpu_w8a8")
 
 
-def linear(
-    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+def run(
+    plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] to [..., N]."""
-    return linear_by_codes(x, weight, bias, rowwise_reference.quantize_input, linear_codes)
+    """Codes [M, K] to [M, N]."""
+    return linear_codes(*x, weight, bias)
 
 
 def linear_codes(

@@ -9,6 +9,7 @@ long as `dense`: dispatch offers bfloat16 alone. Legend: M rows of x, N outputs,
 import torch
 
 from formats.packed import PackedWeight
+from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 
 
@@ -40,15 +41,18 @@ def prepare_weight(
     )
 
 
-def linear(
-    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+def run(
+    plan: GemmPlan, x_MK: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] to [..., N]."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Differentiable.apply(x, weight, bias)
-    x_MK = x.reshape(-1, weight.in_features).contiguous()
-    y = _product(x_MK, weight).view(*x.shape[:-1], weight.out_features)
-    return y if bias is None else y + bias
+    """x [M, K] to [M, N]."""
+    y_MN = _product(x_MK, weight)
+    return y_MN if bias is None else y_MN + bias
+
+
+def dequantize(weight: PreparedWeight) -> torch.Tensor:
+    """The weight [N, K]: torch's order of the codes is private, so the identity is multiplied."""
+    identity_KK = torch.eye(weight.in_features, dtype=weight.dtype)
+    return _product(identity_KK, weight).t()
 
 
 def _product(x_MK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:
@@ -59,18 +63,3 @@ def _product(x_MK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:
         return torch._weight_int8pack_mm(x_MK, codes, scales)
     group = weight.spec.group_length(weight.in_features)
     return torch.ops.aten._weight_int4pack_mm_for_cpu(x_MK, codes, group, scales)
-
-
-class _Differentiable(torch.autograd.Function):
-    """The gradient for x, so that a frozen quantized layer may stand inside a trained model."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.weight = weight
-        return linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # the order of the codes is torch's own: the product with the identity unpacks it
-        identity_KK = torch.eye(ctx.weight.in_features, dtype=ctx.weight.dtype)
-        return grad @ _product(identity_KK, ctx.weight).t(), None, None

@@ -6,6 +6,7 @@ import torch
 
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import K_STEP
+from qkernels.wna16.prepack import offset_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +20,11 @@ class WeightNumerics:
     has_bias: bool
 
 
-def weight_numerics(
-    weight: PreparedWeight, bias: torch.Tensor | None, offset: int
-) -> WeightNumerics:
+def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
     return WeightNumerics(
         bits=weight.spec.bits,
         steps_of_group=weight.spec.group_length(weight.in_features) // K_STEP,
-        offset=offset,
+        offset=offset_of(weight),
         has_offsets="offsets" in weight.tensors,
         has_bias=bias is not None,
     )

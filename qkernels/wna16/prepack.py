@@ -65,7 +65,7 @@ def prepare_weight(
         )
     workspace(packed.device)
     return PreparedWeight(
-        kernel=f"triton_w{bits}a16",
+        kernel=f"w{bits}a16",
         tensors=tensors,
         spec=packed.spec,
         out_features=packed.out_features,

@@ -28,6 +28,7 @@ from qkernels.operands.limbs import (
     Limbs,
 )
 from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.prepack import offset_of
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 
 # Floats that are integers, 1.5 2^23 and 2^22 around it: of 128 products |sum| <= 128 128 255.
@@ -66,17 +67,15 @@ def layouts(W: int, BN: int, bits: int) -> dict[str, object]:
     }
 
 
-def linear(
+def run(
     limbs: Limbs,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: GemvImmaConfig,
-    *,
-    offset: int,
+    config: GemvImmaConfig,
 ) -> torch.Tensor:
     """Limbs of M rows to [M, N]. For groups of 128 n, and few rows.
 
-    `offset`: what gemm.py subtracts where symmetric. A row with an inf or NaN comes out as NaN.
+    A row with an inf or NaN comes out as NaN.
     """
     M, K = limbs.num_rows, limbs.in_features
     N, bits = weight.out_features, weight.spec.bits
@@ -84,7 +83,7 @@ def linear(
     with on_device(y_MN):
         launch(
             _w4a16_digits,
-            (weight.tensors["words"].shape[0] * (TILE_N // tile.block_n),),
+            (weight.tensors["words"].shape[0] * (TILE_N // config.block_n),),
             limbs.words.view(torch.int8),
             limbs.scales,
             limbs.sums,
@@ -98,16 +97,16 @@ def linear(
             K // K_STEP,
             STEPS_OF_GROUP=weight.spec.group_length(K) // K_STEP,
             BITS=bits,
-            OFFSET=offset,
+            OFFSET=offset_of(weight),
             TILES=limbs.words.shape[1],
             COLUMNS=LIMBS_COLUMNS,
             D=LIMBS_OF_INPUT,
-            W=tile.warps,
-            BN=tile.block_n,
+            W=config.warps,
+            BN=config.block_n,
             TILE_N=TILE_N,
-            AHEAD=tile.ahead,
-            **layouts(tile.warps, tile.block_n, bits),
-            num_warps=tile.warps,
+            AHEAD=config.ahead,
+            **layouts(config.warps, config.block_n, bits),
+            num_warps=config.warps,
             launch_pdl=True,
         )
     return y_MN

@@ -12,7 +12,6 @@ from qkernels.operands.limbs import (
     LIMBS_COLUMNS,
     LIMBS_MAX_ROWS,
     LIMBS_OF_INPUT,
-    limbs_fit,
 )
 from qkernels.wna16.layout import k_step
 
@@ -50,8 +49,6 @@ def default_gemv_config(
     """The tile for few rows; None: there are more, or a step lies in several groups."""
     if M > LIMBS_MAX_ROWS or k_step(group) != K_STEP:
         return None
-    if not limbs_fit(M, K):
-        return None
     steps = K // K_STEP
     # a block reads all limbs: where there are many blocks, fewer and larger ones
     wide = M > LIMBS_COLUMNS // LIMBS_OF_INPUT and 2.5 * sm_count < N / 16
@@ -69,7 +66,7 @@ def gemv_config_fault(
     """None: the kernel can run it."""
     if M > LIMBS_MAX_ROWS or bits not in (4, 8):
         return f"takes at most {LIMBS_MAX_ROWS} rows and 4 or 8 bits, found {M} and {bits}"
-    if k_step(group) != K_STEP or not limbs_fit(M, K):
+    if k_step(group) != K_STEP:
         return f"takes groups divisible by {K_STEP}, found {group} of {K} inputs"
     if tile.block_n not in (16, 32, 64):
         return f"block_n must be 16, 32 or 64, found {tile.block_n}"

@@ -2,14 +2,14 @@
 
 import torch
 
+from qkernels.choice import parse_choice
 from qkernels.gpu import device as gpu_device
-from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
 from qkernels.problem import HALF_DTYPES, Problem, needs_triton
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
 from qkernels.wna16.layout import MIN_K_STEP, k_step
-from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS
 from qkernels.wna16.tuned import TUNED
+from qkernels.wna16.variants import VARIANTS, Shape, variant_of
 
 FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
 CPU_GROUPS = (32, 64, 128, 256)
@@ -43,25 +43,38 @@ def triton_weight_only(problem: Problem, bits: int) -> str | None:
     return None
 
 
-def _note_weight_only_body(problem: Problem) -> str:
-    """Which body runs where the config prefers one for Hopper: it chooses by the number of rows."""
-    lacks = gpu_device.lacks_gluon(torch.device(problem.device))
-    group = problem.spec.group_length(problem.in_features)
-    if lacks is None and k_step(group) != K_STEP:
-        lacks = f"takes groups divisible by {K_STEP}, not {group}"
-    if lacks is not None:
-        return f"all rows take the portable body; those for Hopper: {lacks}"
-    few = f"up to {LIMBS_MAX_ROWS} rows go as limbs"
-    if problem.spec.bits == 4:
-        few += f" or through the ring, up to {SMALL_M_ROWS[-1]} through the ring"
-    return f"{few}, many rows take the Hopper body"
+def explain_variants(problem: Problem) -> list[tuple[str, str]]:
+    """(variant, which rows it takes or why none), and what was measured on this GPU."""
+    shape = Shape(
+        N=problem.out_features,
+        K=problem.in_features,
+        spec=problem.spec,
+        sm_count=0,
+        lacks=_lacking(torch.device(problem.device)),
+    )
+    choice = parse_choice(problem.requested)
+    measured = _measured(problem)
+    lines = []
+    for variant in VARIANTS:
+        reason = variant.refuses(shape)
+        if reason is None and variant.name in choice.never:
+            reason = "forbidden by name"
+        note = reason or variant.rows
+        if reason is None and variant.name == choice.only:
+            note += ", and wherever it runs: it was asked for"
+        lines.append((variant.name, note + measured.get(variant.name, "")))
+    return lines
 
 
-def note_weight_only(problem: Problem) -> str:
-    """The bodies, and for how many rows this GPU has measured tiles of its own."""
-    note = _note_weight_only_body(problem)
+def _lacking(device: torch.device) -> tuple[tuple[str, str], ...]:
+    reason = gpu_device.lacks_gluon(device)
+    return () if reason is None else (("sm_90", reason),)
+
+
+def _measured(problem: Problem) -> dict[str, str]:
+    """For how many rows a variant was found fastest on this GPU."""
     if problem.device != "cuda" or not torch.cuda.is_available():
-        return note
+        return {}
     rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
         TUNED,
         N=problem.out_features,
@@ -69,12 +82,13 @@ def note_weight_only(problem: Problem) -> str:
         group=problem.spec.group_length(problem.in_features),
         bits=problem.spec.bits,
     )
-    tiles = {
-        bucket(row.problem["M"]): "the library" if row.config is None else type(row.config).__name__
-        for row in rows
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(variant_of(row.config).name, []).append(bucket(row.problem["M"]))
+    return {
+        name: "; measured on this GPU for up to " + ", ".join(map(str, sorted(most))) + " rows"
+        for name, most in found.items()
     }
-    found = ", ".join(f"up to {most} rows {tiles[most]}" for most in sorted(tiles))
-    return f"{note}; measured on this GPU: {found}" if tiles else note
 
 
 def cpu_weight_only(problem: Problem, bits: int) -> str | None:

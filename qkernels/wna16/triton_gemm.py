@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import INTERPRETED, has_pdl
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.tma import describe
+from qkernels.gpu.tma import aligned, describe
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
@@ -26,18 +26,17 @@ from qkernels.wna16.triton_config import TritonGemmConfig
 # mantissa bits), 128 + q in bfloat16 (seven). Both halves of a word are converted at once. bfloat16
 # has no room for 8 bits: two halves of the code make q - 128.
 MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
-TMA_ALIGNMENT = 16  # bytes, of the address that the bulk copy engine reads from
 
 # One dequantizing block: one warp, so that putting 16 bytes of a row together needs no barrier. All
 # sizes tried take the same time: 235 + 60 MB of gate_up in 80 us.
 DEQUANTIZE_ROWS = 16
 
 
-def linear(
+def run(
     x_MK: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None,
-    tile: TritonGemmConfig,
+    config: TritonGemmConfig,
 ) -> torch.Tensor:
     """x [M, K], contiguous, to [M, N]."""
     (M, K), N = x_MK.shape, weight.out_features
@@ -45,11 +44,11 @@ def linear(
     partials, counters = workspace(x_MK.device)
     group = weight.spec.group_length(K)
     block_k = k_step(group)
-    grid = (padded_n(N) // tile.block_n, tile.split, ceil_div(M, tile.block_m))
-    pdl = tile.pdl and has_pdl(x_MK.device)
+    grid = (padded_n(N) // config.block_n, config.split, ceil_div(M, config.block_m))
+    pdl = config.pdl and has_pdl(x_MK.device)
     x = x_MK
-    if tile.use_tma:
-        x = describe(TensorDescriptor, aligned(x_MK), (tile.block_m, block_k))
+    if config.use_tma:
+        x = describe(TensorDescriptor, aligned(x_MK), (config.block_m, block_k))
     with on_device(x_MK):
         launch(
             _w4a16,
@@ -69,24 +68,19 @@ def linear(
             MAGIC=MAGIC_WORD[x_MK.dtype],
             OFFSET=offset_of(weight),
             BITS=weight.spec.bits,
-            BM=tile.block_m,
-            BN=tile.block_n,
+            BM=config.block_m,
+            BN=config.block_n,
             BK=block_k,
             TILE_N=TILE_N,
-            SPLIT=tile.split,
-            STAGES=tile.stages,
-            USE_TMA=tile.use_tma,
+            SPLIT=config.split,
+            STAGES=config.stages,
+            USE_TMA=config.use_tma,
             PDL=pdl,
             INTERPRETED=INTERPRETED,
-            num_warps=tile.warps,
+            num_warps=config.warps,
             **({"launch_pdl": True} if pdl else {}),
         )
     return y_MN
-
-
-def aligned(x_MK: torch.Tensor) -> torch.Tensor:
-    """x where the bulk copy engine can read it."""
-    return x_MK.clone() if x_MK.data_ptr() % TMA_ALIGNMENT else x_MK
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:

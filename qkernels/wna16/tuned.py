@@ -4,28 +4,29 @@ import dataclasses
 
 import torch
 
+from formats.scheme import QuantSpec
 from qkernels.gpu import device as gpu_device
-from qkernels.operands.limbs import LIMBS_MAX_ROWS
 from qkernels.tuning.op import ConfigSpace, TunedOp
-from qkernels.wna16.configs import WNA16Config, default_config
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, gemv_config_fault
 from qkernels.wna16.sm90_large_m_config import LARGE_M_SPLITS, LargeMConfig, large_m_config_fault
 from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS, SmallMConfig, small_m_config_fault
-from qkernels.wna16.triton_config import (
-    MAX_FUSED_ROWS,
-    TritonGemmConfig,
-    default_triton_config,
-    triton_config_fault,
-)
+from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig, triton_config_fault
+from qkernels.wna16.variants import VARIANTS, Shape, WNA16Config, default_config
 
 
-def runs_gluon() -> bool:
-    return torch.cuda.is_available() and gpu_device.lacks_gluon(torch.device("cuda")) is None
+def _shape(sm_count: int, *, N: int, K: int, group: int, bits: int) -> Shape:
+    lacks = gpu_device.lacks_gluon(torch.device("cuda"))
+    return Shape(
+        N=N,
+        K=K,
+        spec=QuantSpec(bits=bits, symmetric=True, group_size=group),
+        sm_count=sm_count,
+        lacks=() if lacks is None else (("sm_90", lacks),),
+    )
 
 
-def _default(sm_count: int, **problem: int) -> WNA16Config | None:
-    config = default_config(**problem, sm_count=sm_count, gluon=runs_gluon())
-    return _for_all_rows(config, sm_count)
+def _default(sm_count: int, *, M: int, **weight: int) -> WNA16Config | None:
+    return _for_all_rows(default_config(_shape(sm_count, **weight), M), sm_count)
 
 
 def _for_all_rows(config: WNA16Config | None, sm_count: int) -> WNA16Config | None:
@@ -35,26 +36,21 @@ def _for_all_rows(config: WNA16Config | None, sm_count: int) -> WNA16Config | No
     return config
 
 
-def _starts(
-    sm_count: int, *, M: int, N: int, K: int, group: int, bits: int
-) -> list[WNA16Config | None]:
-    """The choice for twice and half as many rows, and a config of each variant for many rows.
+def _starts(sm_count: int, *, M: int, **weight: int) -> list[WNA16Config | None]:
+    """The choice for twice and half as many rows, and a config of each variant for these.
 
     What is slower on the GPU of the defaults may be faster on this one.
     """
-    found = [
-        _default(sm_count, M=other, N=N, K=K, group=group, bits=bits)
-        for other in (min(2 * M, MAX_FUSED_ROWS), max(1, M // 2))
-    ]
-    found.append(default_triton_config(M, N, K, group, sm_count))
-    if runs_gluon():
-        found += [SmallMConfig(rows=rows) for rows in SMALL_M_ROWS if rows >= M][:1]
-        if M > LIMBS_MAX_ROWS:
-            block_m = 64 if M <= 64 else 128
-            found.append(LargeMConfig(blocks=sm_count, bits=bits, block_m=block_m))
-    if M >= 256:
-        found.append(None)
-    return found
+    shape = _shape(sm_count, **weight)
+    found = [default_config(shape, other) for other in (min(2 * M, MAX_FUSED_ROWS), max(1, M // 2))]
+    runnable = [variant for variant in VARIANTS if variant.refuses(shape) is None]
+    found += [variant.default(shape, M, True) for variant in runnable]
+    if any(variant.config is LargeMConfig for variant in runnable):
+        found.append(
+            LargeMConfig(blocks=sm_count, bits=shape.spec.bits, block_m=64 if M <= 64 else 128)
+        )
+    found = [_for_all_rows(config, sm_count) for config in found if config is not None]
+    return found + ([None] if M >= 256 else [])
 
 
 TUNED = TunedOp(

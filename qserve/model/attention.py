@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 
 from qkernels import ops
-from qkernels.linear.input_forms import LinearInput
-from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.linear.plan import LinearInput
+from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import LinearOutput, split_heads
-from qserve.model.linear import Linear
+from qserve.model.linear import Linear, LinearPlan
 from qserve.model.model_config import ModelConfig
 
 
@@ -66,14 +66,19 @@ class Attention(torch.nn.Module):
         self.register_buffer("v_scale", v_scale)
 
     def forward(
-        self, x_TC: LinearInput, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
+        self,
+        x_TC: LinearInput,
+        plan: LinearPlan,
+        step: StepInputs,
+        cache: LayerCache,
+        cos_sin: torch.Tensor,
     ) -> LinearOutput:
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys.
 
-        The result is for the norm that follows.
+        `plan` is that of qkv_proj. The result is for the norm that follows.
         """
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = split_heads(self.qkv_proj(x_TC, "rope"), heads, self.head_dim)
+        q, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
         q = ops.rope_write_kv_(
             q,
             k,
@@ -91,7 +96,8 @@ class Attention(torch.nn.Module):
             eps=self.eps,
             inputs_ready=True,  # a step's inputs are there before its embedding begins
         )
-        form = self.o_proj.input_form(q.shape[0])
+        output = self.o_proj.plan(q.shape[0], "norm")
+        limbs = output.input if isinstance(output.input, LimbForm) else None
         out = ops.paged_attention(
             q,
             cache.keys,
@@ -105,7 +111,7 @@ class Attention(torch.nn.Module):
             max_context_len=step.max_context_len,
             k_scales_PBJ=cache.key_scales,
             v_scales_PBJ=cache.value_scales,
-            limbs=form if isinstance(form, LimbForm) else None,
+            limbs=limbs,
             inputs_ready=True,
         )
-        return self.o_proj(out if isinstance(out, Limbs) else out.flatten(1), "norm")
+        return self.o_proj(out.flatten(1) if limbs is None else out, output)

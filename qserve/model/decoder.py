@@ -7,11 +7,10 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
-from qkernels.linear import input_forms
-from qkernels.linear.input_forms import LinearInput
+from qkernels.linear.plan import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.attention import Attention, LayerCache, StepInputs
-from qserve.model.linear import Linear
+from qserve.model.linear import Linear, LinearPlan
 from qserve.model.model_config import ModelConfig
 
 
@@ -23,10 +22,11 @@ class Mlp(torch.nn.Module):
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
 
-    def forward(self, x_TC: LinearInput) -> LinearOutput:
-        hidden_T2I = self.gate_up_proj(x_TC)
-        form = self.down_proj.input_form(hidden_T2I.shape[0])
-        return self.down_proj(input_forms.silu_and_mul(hidden_T2I, form), "norm")
+    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
+        """`plan` is that of gate_up_proj, whose input the norm made."""
+        hidden_T2I = self.gate_up_proj(x_TC, plan)
+        down = self.down_proj.plan(hidden_T2I.shape[0], "norm")
+        return self.down_proj(ops.silu_and_mul_into(hidden_T2I, down.input), down)
 
 
 class Layer(torch.nn.Module):
@@ -57,24 +57,25 @@ class Layer(torch.nn.Module):
         cos_sin: torch.Tensor,
     ) -> tuple[LinearOutput, torch.Tensor]:
         """Returns what this layer adds, and the residual it is to be added to."""
-        attention, mlp = self.attention, self.mlp
-        x_TC, residual_TC = self._norm(x_TC, residual_TC, self.input_norm, attention.qkv_proj)
-        x_TC = attention(x_TC, step, cache, cos_sin)
-        x_TC, residual_TC = self._norm(x_TC, residual_TC, self.post_norm, mlp.gate_up_proj)
-        return mlp(x_TC), residual_TC
+        attention, mlp, rows = self.attention, self.mlp, x_TC.shape[0]
+        plan = attention.qkv_proj.plan(rows, "rope")
+        x_TC, residual_TC = self._norm(x_TC, residual_TC, self.input_norm, plan)
+        x_TC = attention(x_TC, plan, step, cache, cos_sin)
+        plan = mlp.gate_up_proj.plan(rows)
+        x_TC, residual_TC = self._norm(x_TC, residual_TC, self.post_norm, plan)
+        return mlp(x_TC, plan), residual_TC
 
     def _norm(
         self,
         x_TC: LinearOutput,
         residual_TC: torch.Tensor | None,
         weight_C: torch.Tensor,
-        linear: Linear,
+        plan: LinearPlan,
     ) -> tuple[LinearInput, torch.Tensor]:
-        """The norm of the sum in the form that `linear` takes; the sum."""
-        form = linear.input_form(x_TC.shape[0])
+        """The norm of the sum, in the form that the plan's product takes; the sum."""
         if residual_TC is None:
-            return input_forms.rms_norm(x_TC, weight_C, self.eps, form), x_TC
-        return input_forms.add_rms_norm(x_TC, residual_TC, weight_C, self.eps, form)
+            return ops.rms_norm_into(x_TC, weight_C, self.eps, plan.input), x_TC
+        return ops.add_rms_norm_into(x_TC, residual_TC, weight_C, self.eps, plan.input)
 
 
 class Decoder(torch.nn.Module):

@@ -1,15 +1,38 @@
 """Linear layers of the decoder: float, or quantized and prepared for their kernel.
 
-`reader` names the operation that takes the result. Only QuantLinear has a use for it.
+`plan(rows, consumer)` says how a layer runs so many rows: what the operation before it makes, and
+what the consumer, the one operation that takes the result, gets.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from qkernels import QuantLinear
-from qkernels.linear.input_forms import InputForm, LinearInput
+from qkernels.linear.plan import GemmPlan, InputForm, LinearInput
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.split_k import Consumer
+
+FLOAT_PLAN = GemmPlan(variant="float")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """The plans of several layers that share an input."""
+
+    members: tuple[GemmPlan, ...]
+
+    @property
+    def input(self) -> InputForm:
+        """What all members take alike. A static input scale is each member's own."""
+        first, *others = (plan.input for plan in self.members)
+        if isinstance(first, InputRounding) and first.scale is not None:
+            return None
+        return first if all(each == first for each in others) else None
+
+
+LinearPlan = GemmPlan | SplitPlan
 
 
 class FloatLinear(torch.nn.Module):
@@ -20,33 +43,29 @@ class FloatLinear(torch.nn.Module):
         self.register_buffer("weight", weight_NK)
         self.register_buffer("bias", bias_N)
 
-    def input_form(self, rows: int) -> InputForm:
-        """It takes no other form than a tensor."""
-        return None
+    def plan(self, rows: int, consumer: Consumer | None = None) -> GemmPlan:
+        """A tensor in, a tensor out."""
+        return FLOAT_PLAN
 
-    def forward(self, x: torch.Tensor, consumer: Consumer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, plan: LinearPlan | None = None) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
 class SplitLinear(torch.nn.Module):
     """Layers of one input whose weights cannot be one matrix: their outputs stand side by side."""
 
-    def __init__(self, parts: "list[FloatLinear | QuantLinear]") -> None:
+    def __init__(self, members: "list[FloatLinear | QuantLinear]") -> None:
         super().__init__()
-        self.parts = torch.nn.ModuleList(parts)
+        self.members = torch.nn.ModuleList(members)
 
-    def input_form(self, rows: int) -> InputForm:
-        """That of every part, where they take 8-bit codes alike, by each row's own scale.
+    def plan(self, rows: int, consumer: Consumer | None = None) -> SplitPlan:
+        """None of the members knows the consumer, which takes all of their outputs."""
+        return SplitPlan(members=tuple(member.plan(rows) for member in self.members))
 
-        Limbs stay in the workspace until the next product, so only one part could take them.
-        """
-        first, *others = (part.input_form(rows) for part in self.parts)
-        if not isinstance(first, InputRounding) or first.scale is not None:
-            return None
-        return first if all(each == first for each in others) else None
-
-    def forward(self, x: LinearInput, consumer: Consumer | None = None) -> torch.Tensor:
-        return torch.cat([part(x) for part in self.parts], -1)
+    def forward(self, x: LinearInput, plan: SplitPlan | None = None) -> torch.Tensor:
+        plans = [None] * len(self.members) if plan is None or plan.input is None else plan.members
+        outputs = [member(x, own) for member, own in zip(self.members, plans, strict=True)]
+        return torch.cat(outputs, -1)
 
 
 Linear = FloatLinear | QuantLinear | SplitLinear

@@ -1,0 +1,35 @@
+"""Which kernels a caller asks for or forbids: "triton", or "-sm90_small_m,-sm90_gemv_imma"."""
+
+import functools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """`only`: the one that was asked for. `never`: those that were forbidden."""
+
+    only: str | None = None
+    never: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.never if self.only is None else self.never | {self.only}
+
+    def refuses(self, name: str, variants: tuple[str, ...] = ()) -> str | None:
+        """Why a kernel, which may have variants, is passed over; None: it is not."""
+        if self.only is not None and self.only not in (name, *variants):
+            return f"{self.only} was asked for"
+        if name in self.never or (variants and self.never.issuperset(variants)):
+            return "forbidden by name"
+        return None
+
+
+@functools.cache
+def parse_choice(text: str | None) -> KernelChoice:
+    """A name, or names with a leading minus that are forbidden, separated by commas."""
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    never = frozenset(name[1:] for name in names if name.startswith("-"))
+    only = [name for name in names if not name.startswith("-")]
+    if len(only) > 1:
+        raise ValueError(f"expected one kernel to be asked for, found {', '.join(only)}")
+    return KernelChoice(only=only[0] if only else None, never=never)

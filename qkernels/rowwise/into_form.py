@@ -1,0 +1,48 @@
+"""Norms and activations whose result has the form that the next linear takes (linear/plan.py).
+
+Legend as in ops.py.
+"""
+
+import torch
+
+from qkernels.linear.plan import InputForm, LinearInput
+from qkernels.operands.codes import Codes, InputRounding
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.split_k import LinearOutput
+from qkernels.rowwise import ops
+
+
+def rms_norm_into(
+    x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: InputForm
+) -> LinearInput:
+    """rms_norm in a form."""
+    if isinstance(form, InputRounding):
+        return Codes(*ops.rms_norm_quantize(x_MC, weight_C, eps, *form))
+    if isinstance(form, LimbForm):
+        return ops.rms_norm_limbs(x_MC, weight_C, eps, form)
+    return ops.rms_norm(x_MC, weight_C, eps)
+
+
+def add_rms_norm_into(
+    x_MC: LinearOutput,
+    residual_MC: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    form: InputForm,
+) -> tuple[LinearInput, torch.Tensor]:
+    """add_rms_norm, the norm in a form, the sum as a tensor."""
+    if isinstance(form, InputRounding):
+        *codes, total_MC = ops.add_rms_norm_quantize(x_MC, residual_MC, weight_C, eps, *form)
+        return Codes(*codes), total_MC
+    if isinstance(form, LimbForm):
+        return ops.add_rms_norm_limbs(x_MC, residual_MC, weight_C, eps, form)
+    return ops.add_rms_norm(x_MC, residual_MC, weight_C, eps)
+
+
+def silu_and_mul_into(x_M2I: torch.Tensor, form: InputForm) -> LinearInput:
+    """silu_and_mul in a form."""
+    if isinstance(form, InputRounding):
+        return Codes(*ops.silu_and_mul_quantize(x_M2I, *form))
+    if isinstance(form, LimbForm):
+        return ops.silu_and_mul_limbs(x_M2I, form)
+    return ops.silu_and_mul(x_M2I)
