@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from qkernels import ops
-from qkernels.bench.linear import GROUP, LINEAR_SHAPES, random_weight
-from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
-from qkernels.linear import input_forms
-from qkernels.linear.input_forms import LinearInput
+from qkernels.bench.linear import GROUP, LINEAR_SHAPES, w4a16_weights
+from qkernels.bench.measure import Baselines, BenchedOp, Call, Case
+from qkernels.linear.plan import InputForm, LinearInput
 from qkernels.linear.prepared import PreparedWeight
 
 FED_M = (1, 2, 4, 8, 16, 32)
 FED_SHAPES = {name: LINEAR_SHAPES[name] for name in ("qkv", "gate_up", "down")}
 # in a form: what comes before the product, its rows of K or 2 K inputs given
-Feed = Callable[[torch.Tensor, input_forms.InputForm], LinearInput]
+Feed = Callable[[torch.Tensor, InputForm], LinearInput]
 
 
 def _norm_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
@@ -25,15 +24,15 @@ def _norm_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterat
     norm = torch.rand(K, device="cuda", dtype=torch.bfloat16) + 0.5
     residual = torch.randn(max(ms), K, device="cuda", dtype=torch.bfloat16)
 
-    def feed(x_MK: torch.Tensor, form: input_forms.InputForm) -> LinearInput:
+    def feed(x_MK: torch.Tensor, form: InputForm) -> LinearInput:
         rows = residual[: x_MK.shape[0]]
-        return input_forms.add_rms_norm(x_MK, rows, norm, 1e-5, form)[0]
+        return ops.add_rms_norm_into(x_MK, rows, norm, 1e-5, form)[0]
 
     yield from _fed("norm_w4a16", shape, ms, baselines, feed, 1)
 
 
 def _silu_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    yield from _fed("silu_w4a16", shape, ms, baselines, input_forms.silu_and_mul, 2)
+    yield from _fed("silu_w4a16", shape, ms, baselines, ops.silu_and_mul_into, 2)
 
 
 def _fed(
@@ -46,16 +45,14 @@ def _fed(
 ) -> Iterator[Case]:
     N, K = FED_SHAPES[shape]
     num_bytes = N * K // 2
-    packed = [random_weight(N, K, seed=i) for i in range(copies_needed(num_bytes))]
-    weight_NK = packed[0].dequantize(torch.float64)
-    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    weights, weight_NK = w4a16_weights(N, K)
 
-    def call(x: torch.Tensor, weight: PreparedWeight, form: input_forms.InputForm) -> Call:
-        return lambda: input_forms.linear(feed(x, form), weight, None)
+    def call(x: torch.Tensor, weight: PreparedWeight, form: InputForm) -> Call:
+        return lambda: ops.linear(feed(x, form), weight)
 
     for m in ms:
         x = torch.randn(m, widths * K, device="cuda", dtype=torch.bfloat16)
-        form = input_forms.input_form(weights[0], m)
+        form = ops.plan_linear(weights[0], m).input
         apart = form is not None and "apart" in baselines
         yield Case(
             op=op,

@@ -23,6 +23,7 @@ from qkernels.bench.measure import (
     relative_error,
 )
 from qkernels.errors import KernelError
+from qkernels.linear.prepared import PreparedWeight
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.tuned import TUNED as WNA16
 
@@ -50,6 +51,13 @@ def random_weight(
     return PackedWeight(
         words_NW=words, scales_NG=scales.half(), zeros_NG=zeros, spec=spec, in_features=K
     )
+
+
+def w4a16_weights(N: int, K: int) -> tuple[list[PreparedWeight], torch.Tensor]:
+    """As many weights as a cold L2 needs, and the first one's values in float64 [N, K]."""
+    packed = [random_weight(N, K, seed=i) for i in range(copies_needed(N * K // 2))]
+    weight_NK = packed[0].dequantize(torch.float64)
+    return [ops.prepare_weight(each, torch.bfloat16) for each in packed], weight_NK
 
 
 def _w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:

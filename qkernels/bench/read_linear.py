@@ -10,17 +10,15 @@ import torch
 
 from qkernels import ops
 from qkernels.attention.reference import apply_rope
-from qkernels.bench.linear import GROUP, LINEAR_SHAPES, random_weight
+from qkernels.bench.linear import GROUP, LINEAR_SHAPES, w4a16_weights
 from qkernels.bench.measure import (
     Baselines,
     BenchedOp,
     Call,
     Case,
-    copies_needed,
     itself,
     read_shape,
 )
-from qkernels.linear import input_forms
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.split_k import Consumer, LinearOutput, split_heads
 
@@ -81,17 +79,16 @@ def _read(
 ) -> Iterator[Case]:
     N, K = read_shape(READ_SHAPES[consumer], shape)
     num_bytes = N * K // 2
-    packed = [random_weight(N, K, seed=i) for i in range(copies_needed(num_bytes))]
-    weight_NK = packed[0].dequantize(torch.float64)
-    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    weights, weight_NK = w4a16_weights(N, K)
 
     def call(x: torch.Tensor, weight: PreparedWeight, read: Read, by: Consumer | None) -> Call:
-        return lambda: read(input_forms.linear(x, weight, None, by))
+        plan = ops.plan_linear(weight, x.shape[0], by, fused=False)
+        return lambda: read(ops.linear(x, weight, None, plan))
 
     for m in ms:
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
         run, exact = make(m, N)
-        left = not isinstance(input_forms.linear(x, weights[0], None, consumer), torch.Tensor)
+        left = ops.plan_linear(weights[0], m, consumer, fused=False).output == "split_k"
         apart = left and "apart" in baselines
         yield Case(
             op=f"w4a16_{consumer}",
