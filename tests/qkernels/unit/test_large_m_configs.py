@@ -1,12 +1,9 @@
-"""Tile choices of the Hopper body: what every choice must satisfy, the measured by value."""
+"""Configs of the sm_90 kernel for many rows: near the best measured, and always able to run."""
 
 import pytest
 
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
-from qkernels.wna16.configs import default_config
-from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
-from qkernels.wna16.triton_config import TritonGemmConfig
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
@@ -14,49 +11,87 @@ SHARED_MEMORY = 227 * 1024
 TILES = [(2, 64), (2, 128), (3, 128), (2, 256)]
 both_bits = pytest.mark.parametrize("bits", [4, 8])
 
-# bits -> shape -> M -> (parts, block_m, split, halves): the fastest of those whose times stand
-# beside default_large_m_config, or within 2 percent of it
-MEASURED_4 = {
-    "qkv": {
-        128: (3, 128, 4, False),
-        256: (3, 128, 2, False),
-        512: (3, 128, 1, False),
-        1024: (2, 256, 1, True),
+OTHER = "another variant"
+
+# bits -> shape -> M -> (consumer warpgroups, block_m, split, whether the tail is split) or OTHER ->
+# us on an H200, bf16, group 128, cold weights, calls in one CUDA graph
+MEASURED = {
+    4: {
+        "qkv": {
+            64: {OTHER: 12.8, (3, 128, 4, False): 13.3},
+            128: {(3, 128, 4, False): 16.4, OTHER: 17.9},
+            256: {(3, 128, 2, False): 23.2, OTHER: 26.9},
+            512: {(3, 128, 1, False): 37.0},
+            1024: {(2, 256, 1, True): 68.9, OTHER: 80.4},
+            4096: {(2, 256, 1, False): 304.6},
+        },
+        "o": {
+            64: {(2, 64, 4, False): 10.1, OTHER: 11.9},
+            128: {(2, 128, 4, False): 12.2, OTHER: 14.3},
+            256: {(2, 128, 2, False): 17.0, OTHER: 21.2, (2, 128, 4, False): 18.8},
+            512: {(2, 128, 1, False): 26.4, OTHER: 27.5},
+            1024: {(2, 256, 1, False): 43.8},
+            4096: {(2, 256, 1, False): 203.8},
+        },
+        "gate_up": {
+            64: {OTHER: 34.5, (2, 64, 1, False): 38.8},
+            128: {(2, 128, 1, False): 50.8, OTHER: 56.9},
+            256: {(2, 256, 1, False): 86.0},
+            512: {(2, 256, 1, True): 158.1},
+            1024: {(2, 256, 1, False): 302.3},
+            4096: {(2, 256, 1, True): 1392},
+        },
+        "down": {
+            64: {(2, 64, 4, False): 21.4, OTHER: 22.4},
+            128: {(2, 128, 4, False): 26.9, OTHER: 33.3},
+            256: {(2, 256, 4, False): 44.0, OTHER: 53.4},
+            512: {(2, 256, 2, False): 78.7, OTHER: 94.2},
+            1024: {(2, 256, 1, False): 144.5},
+            4096: {(2, 256, 1, False): 689},
+        },
     },
-    "o": {
-        **{64: (2, 64, 4, False), 128: (2, 128, 4, False), 256: (2, 128, 2, False)},
-        **{512: (2, 128, 1, False), 1024: (2, 256, 1, False), 4096: (2, 256, 1, False)},
-    },
-    "gate_up": {
-        **{128: (2, 128, 1, False), 256: (2, 256, 1, False)},
-        **{512: (2, 256, 1, True), 1024: (2, 256, 1, False)},
-    },
-    "down": {
-        **{64: (2, 64, 4, False), 128: (2, 128, 4, False), 256: (2, 256, 4, False)},
-        **{512: (2, 256, 2, False), 1024: (2, 256, 1, False)},
+    8: {
+        "qkv": {
+            64: {OTHER: 14.8},
+            128: {(3, 128, 4, False): 18.5, OTHER: 22.5},
+            256: {(3, 128, 2, False): 25.3, OTHER: 32.0},
+            512: {(3, 128, 1, False): 40.5, OTHER: 63.0},
+        },
+        "o": {
+            64: {(2, 64, 4, False): 12.0},
+            128: {(2, 128, 4, False): 13.3, OTHER: 16.9},
+            256: {(2, 128, 2, False): 18.7, OTHER: 23.7},
+            512: {(2, 128, 1, False): 28.3, OTHER: 32.8},
+        },
+        "gate_up": {
+            64: {(2, 64, 1, False): 45.7, OTHER: 49.0},
+            128: {(2, 128, 1, False): 57.6, OTHER: 68.7},
+            256: {(2, 256, 1, False): 90.2, OTHER: 136.3},
+            512: {(2, 256, 1, True): 172.0, OTHER: 253.2},
+        },
+        "down": {
+            64: {(2, 64, 4, False): 26.6, OTHER: 28.1},
+            128: {(2, 128, 4, False): 31.3, OTHER: 38.6},
+            256: {(2, 256, 4, False): 47.3, OTHER: 62.1},
+            512: {(2, 256, 2, False): 82.4, OTHER: 111.7},
+        },
     },
 }
+SLACK = 1.03  # a choice that was measured this close to the best is as good
 
 
-MEASURED_8 = {
-    "qkv": MEASURED_4["qkv"] | {4096: (2, 256, 1, False)},
-    "o": MEASURED_4["o"],
-    "gate_up": MEASURED_4["gate_up"] | {64: (2, 64, 1, False), 4096: (2, 256, 1, True)},
-    "down": MEASURED_4["down"] | {4096: (2, 256, 1, False)},
-}
-MEASURED = [
-    (bits, shape, M, tile)
-    for bits, shapes in ((4, MEASURED_4), (8, MEASURED_8))
-    for shape, tiles in shapes.items()
-    for M, tile in tiles.items()
-]
-
-
-@pytest.mark.parametrize("bits, shape, M, expected", MEASURED)
-def test_the_measured_tiles(bits, shape, M, expected):
-    tile = default_large_m_config(M, *SHAPES[shape], 128, bits, H200_SMS)
-    assert (tile.parts, tile.block_m, tile.split, tile.halves) == expected
-    assert tile.bits == bits
+@pytest.mark.parametrize("shape", SHAPES)
+@both_bits
+def test_the_choice_is_near_the_best_measured(shape, bits):
+    """A choice that is not in the table must be measured first."""
+    for M, times in MEASURED[bits][shape].items():
+        config = default_large_m_config(M, *SHAPES[shape], 128, bits, H200_SMS)
+        key = (
+            OTHER if config is None else (config.parts, config.block_m, config.split, config.halves)
+        )
+        assert key in times, f"{shape} at {M} rows: no time of {config}, only of {times}"
+        assert times[key] <= SLACK * min(times.values()), f"{shape} at {M} rows: {config}"
+        assert config is None or config.bits == bits
 
 
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
@@ -114,19 +149,6 @@ def test_steps_of_128_inputs_only():
     N, K = SHAPES["gate_up"]
     assert default_large_m_config(1024, N, K, 256, 4, H200_SMS) is not None
     assert default_large_m_config(1024, N, K, 64, 4, H200_SMS) is None
-
-
-@pytest.mark.parametrize("shape, bits", [("qkv", 4), ("gate_up", 4), ("qkv", 8)])
-def test_64_rows_stay_where_they_were_faster(shape, bits):
-    assert default_large_m_config(64, *SHAPES[shape], 128, bits, H200_SMS) is None
-
-
-@both_bits
-def test_the_body_is_taken_where_gluon_is(bits):
-    problem = {"N": 6144, "K": 4096, "group": 128, "bits": bits, "sm_count": H200_SMS}
-    for M, body in ((1, GemvImmaConfig), (512, LargeMConfig)):
-        assert isinstance(default_config(M, **problem, gluon=True), body)
-        assert isinstance(default_config(M, **problem, gluon=False), TritonGemmConfig)
 
 
 @both_bits
