@@ -1,10 +1,11 @@
-"""y = x W^T with 8-bit weights and 8-bit activations, in Triton. Knows no file format.
+"""y = x W^T with 8-bit weights and 8-bit activations, in Triton, on GPUs with TMA.
 
-Integer codes are summed exactly in int32, float8 numbers in float32; the scales of the row and of
-the output multiply the sum once, at the end. Weight and codes come through the bulk copy engine,
-which fills up with zeros what a tile has too many of.
+Integer codes are summed exactly in int32, float8 codes in float32. The scales of the row and of the
+output multiply the sum once, in the epilogue. Weight and codes are loaded by TMA, which pads the
+edge tiles with zeros. The only PTX is a prefetch of launches with PDL, which are on sm_90 or later.
 
-Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile.
+Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile. A and B: the operands of the matrix
+multiply, weight and x with WEIGHT_IS_A, else x and weight.
 """
 
 from dataclasses import replace
@@ -19,16 +20,18 @@ from formats.weights import Weight
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import has_pdl, shared_bytes, sm_count
 from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.split_k_reduce_triton import arrives_last, sum_splits
 from qkernels.gpu.tma import describe
 from qkernels.gpu.workspace import workspace
-from qkernels.linear.by_codes import linear_by_codes
+from qkernels.linear.plan import GemmPlan, GemmProblem, plan_without_choice
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.rowwise.quantize import quantize_input
+from qkernels.operands.codes import Codes
+from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
 from qkernels.w8a8.config import W8A8TritonConfig, default_w8a8_triton_config, fitted
 from qkernels.w8a8.tuned import TUNED
 
-BLOCK = 128  # inputs, and outputs, that share a scale of a float8 weight in blocks
+BLOCK = 128  # inputs, and outputs, that share a scale of a block-scaled float8 weight
 
 
 def prepare_weight(
@@ -61,11 +64,20 @@ def prepare_weight(
     )
 
 
-def linear(
-    x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
+def plan(
+    problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
+) -> GemmPlan:
+    """The config for M rows; the input is rounded by the operation before, where it can."""
+    N, K, activation = problem.out_features, problem.in_features, problem.activation
+    config = _chosen_config(problem.device, M, N, K, activation.type == "int")
+    return replace(plan_without_choice(problem), variant="triton", config=config)
+
+
+def run(
+    plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] to [..., N]: rounded to codes, multiplied, rounded once to x's dtype."""
-    return linear_by_codes(x, weight, bias, quantize_input, linear_codes)
+    """Codes [M, K] to [M, N], rounded once to the weight's dtype."""
+    return linear_codes(*x, weight, bias, config=plan.config)
 
 
 def linear_codes(
@@ -75,30 +87,29 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
     *,
-    tile: W8A8TritonConfig | None = None,
+    config: W8A8TritonConfig | None = None,
 ) -> torch.Tensor:
-    """As ops.linear_codes; equal inputs, equal bits. `tile` replaces that of w8a8/config.py."""
+    """As ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
     N, K = weight.out_features, weight.in_features
     M = codes_MK.shape[0]
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=codes_MK.device)
     if M == 0:
         return y_MN
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
-    if tile is None:
-        tile = _chosen_tile(device, M, N, K, integers)
+    config = config or _chosen_config(device, M, N, K, integers)
     blocks = weight.tensors["scales"].ndim == 2
     if blocks:
-        tile = replace(tile, block_k=BLOCK)
-    pdl = tile.pdl and has_pdl(device)
+        config = replace(config, block_k=BLOCK)
+    pdl = config.pdl and has_pdl(device)
     codes_NK = weight.tensors["codes"]
     partials, counters = workspace(device)
-    grid = (ceil_div(N, tile.block_n) * ceil_div(M, tile.block_m), tile.split)
+    grid = (ceil_div(N, config.block_n) * ceil_div(M, config.block_m), config.split)
     with on_device(codes_MK):
         launch(
             _w8a8,
             grid,
-            describe(TensorDescriptor, codes_MK.contiguous(), (tile.block_m, tile.block_k)),
-            describe(TensorDescriptor, codes_NK, (tile.block_n, tile.block_k)),
+            describe(TensorDescriptor, codes_MK.contiguous(), (config.block_m, config.block_k)),
+            describe(TensorDescriptor, codes_NK, (config.block_n, config.block_k)),
             codes_NK,
             scales_M1.contiguous(),
             weight.tensors["scales"],
@@ -111,23 +122,25 @@ def linear_codes(
             M,
             N,
             K,
-            BM=tile.block_m,
-            BN=tile.block_n,
-            BK=tile.block_k,
-            SPLIT=tile.split,
-            STAGES=tile.stages,
-            TILES_M_OF_GROUP=tile.tiles_m_of_group,
-            WEIGHT_LEFT=tile.weight_left,
+            BM=config.block_m,
+            BN=config.block_n,
+            BK=config.block_k,
+            SPLIT=config.split,
+            STAGES=config.stages,
+            GROUP_M=config.group_m,
+            WEIGHT_IS_A=config.weight_is_a,
             PDL=pdl,
             BLOCKS=blocks,
-            num_warps=tile.warps,
+            num_warps=config.warps,
             **({"launch_pdl": True} if pdl else {}),
         )
     return y_MN
 
 
-def _chosen_tile(device: torch.device, M: int, N: int, K: int, integers: bool) -> W8A8TritonConfig:
-    """A tile measured on this GPU, else the choice of w8a8/config.py."""
+def _chosen_config(
+    device: torch.device, M: int, N: int, K: int, integers: bool
+) -> W8A8TritonConfig:
+    """The config that was measured on this GPU, else the default."""
     row = tuning_table_of(device).find(TUNED, N=N, K=K, integers=integers, M=M)
     if row is not None and isinstance(row.config, W8A8TritonConfig):
         return row.config
@@ -138,7 +151,7 @@ def _chosen_tile(device: torch.device, M: int, N: int, K: int, integers: bool) -
 
 @triton.jit
 def _prefetch_rows(ptr, n, first, N, K, num_bytes):
-    """Ask for the first bytes of the block's part of each weight row, from memory into the L2."""
+    """Prefetch the first bytes of the block's split of each weight row into the L2."""
     ptrs = ptr + tl.minimum(n, N - 1).to(tl.int64) * K + first
     sizes = tl.zeros_like(n) + num_bytes
     tl.inline_asm_elementwise(
@@ -188,9 +201,9 @@ def _w8a8(
     x,  # descriptor of the codes [M, K]
     weight,  # descriptor of the codes [N, K]
     weight_ptr,  # the same
-    input_scales_ptr,  # [M], of BLOCKS [M, K / 128]
-    scales_ptr,  # [N], of BLOCKS [N / 128, K / 128]
-    zeros_ptr,  # [M] or None: symmetric codes of x
+    input_scales_ptr,  # [M]; BLOCKS: [M, K / 128]
+    scales_ptr,  # [N]; BLOCKS: [N / 128, K / 128]
+    zeros_ptr,  # [M], or None: x has symmetric codes
     weight_sums_ptr,  # [N], of the weight's codes, or None
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N]
@@ -204,52 +217,52 @@ def _w8a8(
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    TILES_M_OF_GROUP: tl.constexpr,
-    WEIGHT_LEFT: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    WEIGHT_IS_A: tl.constexpr,
     PDL: tl.constexpr,
     BLOCKS: tl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
 ):
     SUM: tl.constexpr = partials_ptr.dtype.element_ty
     # blocks that run together share rows of x and of the weight, so that both stay in the L2
-    tile, part = tl.program_id(0), tl.program_id(1)
+    tile, split = tl.program_id(0), tl.program_id(1)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    group = tile // (TILES_M_OF_GROUP * tiles_n)
-    group_m = tl.minimum(tiles_m - group * TILES_M_OF_GROUP, TILES_M_OF_GROUP)
-    place = tile % (TILES_M_OF_GROUP * tiles_n)
-    tile_m = group * TILES_M_OF_GROUP + place % group_m
-    tile_n = place // group_m
+    group = tile // (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    inside = tile % (GROUP_M * tiles_n)
+    tile_m = group * GROUP_M + inside % height
+    tile_n = inside // height
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
     steps = tl.cdiv(K, BK)
-    first = part * steps // SPLIT
-    last = (part + 1) * steps // SPLIT
+    first = split * steps // SPLIT
+    last = (split + 1) * steps // SPLIT
     if PDL:
         num_bytes = tl.minimum(tl.minimum(last * BK, K) - first * BK, 4 * BK)
         _prefetch_rows(weight_ptr, n, first * BK, N, K, num_bytes)
-        # weights never change; codes and workspace are the previous kernels' until they end
+        # weights never change; codes and workspace belong to the previous kernel until it ends
         tl.extra.cuda.gdc_wait()
 
-    total = tl.zeros((BN, BM) if WEIGHT_LEFT else (BM, BN), SUM)
+    total = tl.zeros((BN, BM) if WEIGHT_IS_A else (BM, BN), SUM)
     for step in tl.range(first, last, num_stages=STAGES):
         x_codes = x.load([tile_m * BM, step * BK])
         weight_codes = weight.load([tile_n * BN, step * BK])
-        # the tensor core keeps 14 bits of a float8 sum: after 128 inputs it goes to a float32 one
+        # the tensor core keeps 14 bits of a float8 sum: every 128 inputs it is added in float32
         if BLOCKS:
             input_scales = tl.load(input_scales_ptr + m * steps + step, mask=m < M, other=0.0)
             scales = tl.load(scales_ptr + n // BK * steps + step, mask=n < N, other=0.0)
-            if WEIGHT_LEFT:
+            if WEIGHT_IS_A:
                 part_sum = tl.dot(weight_codes, x_codes.T, out_dtype=SUM)
                 total += part_sum * scales[:, None] * input_scales[None, :]
             else:
                 part_sum = tl.dot(x_codes, weight_codes.T, out_dtype=SUM)
                 total += part_sum * input_scales[:, None] * scales[None, :]
-        elif WEIGHT_LEFT:
+        elif WEIGHT_IS_A:
             total = tl.dot(weight_codes, x_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
         else:
             total = tl.dot(x_codes, weight_codes.T, total, max_num_imprecise_acc=128, out_dtype=SUM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if WEIGHT_LEFT:
+    if WEIGHT_IS_A:
         total = total.T
     if SPLIT == 1:
         _store_scaled(
@@ -267,20 +280,11 @@ def _w8a8(
             BLOCKS,
         )
     else:
-        inside = (m[:, None] < M) & (n[None, :] < N)
-        partials_ptrs = partials_ptr + m[:, None] * N + n[None, :]
-        tl.store(partials_ptrs + part * M * N, total, mask=inside)
-        # every thread's partial sums are out before one thread counts the block in
-        tl.debug_barrier()
-        counter = counters_ptr + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
-            # the last block adds all parts in order, so the bits do not depend on who came last
-            total = tl.zeros((BM, BN), SUM)
-            for i in tl.static_range(SPLIT):
-                # .cg: other SMs wrote these, and this SM's L1 does not know
-                total += tl.load(
-                    partials_ptrs + i * M * N, mask=inside, other=0, cache_modifier=".cg"
-                )
+        mask = (m[:, None] < M) & (n[None, :] < N)
+        ptrs = partials_ptr + m[:, None] * N + n[None, :]
+        counter_ptr = counters_ptr + tile
+        if arrives_last(total, ptrs + split * M * N, mask, counter_ptr, SPLIT):
+            total = sum_splits(ptrs, M * N, mask, SPLIT)
             _store_scaled(
                 total,
                 input_scales_ptr,
@@ -295,4 +299,4 @@ def _w8a8(
                 N,
                 BLOCKS,
             )
-            tl.store(counter, 0)
+            tl.store(counter_ptr, 0)

@@ -34,8 +34,8 @@ def int8_case(M: int, N: int, K: int, dtype: str = "i8", **changes) -> dict:
         "BK": tile.block_k,
         "SPLIT": tile.split,
         "STAGES": tile.stages,
-        "TILES_M_OF_GROUP": tile.tiles_m_of_group,
-        "WEIGHT_LEFT": tile.weight_left,
+        "GROUP_M": tile.group_m,
+        "WEIGHT_IS_A": tile.weight_is_a,
         "PDL": tile.early,
         "BLOCKS": False,
     }
@@ -50,11 +50,11 @@ def hopper_int8_case(
     """The warp-specialized kernel: Gluon, whose descriptors carry their layouts."""
     kind = "blocks" if blocks else "int" if dtype == "i8" else "float"
     tile = replace(default_sm90_config(M, N, K, 132, kind), **changes)
-    x_rows = tile.block_right if tile.weight_left else tile.part
-    y_block = [tile.part, tile.store_width]
-    y_block = y_block[::-1] if tile.weight_left else y_block
+    x_rows = tile.block_b if tile.weight_is_a else tile.consumer_rows
+    y_block = [tile.consumer_rows, tile.store_width]
+    y_block = y_block[::-1] if tile.weight_is_a else y_block
     pointers = {
-        "weight": boxes(dtype, [tile.weight_box, SM90_BLOCK_K]),
+        "weight": boxes(dtype, [tile.weight_box_rows, SM90_BLOCK_K]),
         "x": boxes(dtype, [x_rows, SM90_BLOCK_K]),
         "y": boxes("bf16", [1, *y_block] if tile.idle_rows else y_block),
         "input_scales_ptr": "*fp32",
@@ -66,14 +66,14 @@ def hopper_int8_case(
         "counters_ptr": "*i32",
     }
     constants = {
-        "TILE": tile,
+        "CONFIG": tile,
         "HAS_BIAS": True,
-        "HAS_ZEROS": dtype == "i8" and tile.parts < 3,
+        "HAS_ZEROS": dtype == "i8" and tile.num_consumers < 3,
         "BLOCKS": blocks,
     }
     scalars = {"M": "i32", "N": "i32", "K": "i32"}
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
-    kernel = w8a8_hopper._w8a8_hopper
+    kernel = w8a8_hopper._w8a8_sm90
     return compile_kernel(kernel, pointers, scalars, constants, options)
 
 
@@ -95,7 +95,7 @@ def fused_case(kernel, C: int, parts: int = 0, **options) -> dict:
     constants = {"scale_ptr": None, "SMALLEST": -128.0, "LARGEST": 127.0, "MIN_SCALE": 1e-10}
     constants |= LAUNCH
     if "SUM" in kernel.arg_names:
-        constants["SUM"] = PartialsFormat(parts=parts, dtype=tl.bfloat16)
+        constants["SUM"] = PartialsFormat(num_consumers=parts, dtype=tl.bfloat16)
     warps = reduce_warps(C) if parts else quantize.row_warps(C)
     if "CHUNK" in kernel.arg_names:
         constants["CHUNK"], constants["CHUNKS"], warps = quantize.row_chunks(C, 2)
@@ -126,7 +126,7 @@ INT8 = {
     "linear sm_90 float8 M=64": lambda: hopper_int8_case(64, 4096, 4096, "fp8e4nv"),
     "linear sm_90 float8 M=4096": lambda: hopper_int8_case(4096, 4096, 4096, "fp8e4nv"),
     "linear sm_90 blocks M=1": lambda: hopper_int8_case(
-        1, 4096, 4096, "fp8e4nv", True, steps_of_sum=1
+        1, 4096, 4096, "fp8e4nv", True, promotion_steps=1
     ),
     "linear sm_90 blocks M=4096": lambda: hopper_int8_case(4096, 4096, 4096, "fp8e4nv", True),
     "quantize": lambda: quantize_case(4096),

@@ -92,7 +92,7 @@ def test_every_tile_of_8_bit_products_near_the_default_computes_right(device, mo
     weight = PreparedWeight(
         kernel="sm90_w8a8",
         tensors={
-            "codes": w8a8_hopper.in_boxes(codes_NK),
+            "codes": w8a8_hopper.in_tma_boxes(codes_NK),
             "scales": torch.full((N,), 2.0**-8, device=device),
         },
         spec=scheme.weight,

@@ -17,37 +17,42 @@ pytestmark = pytest.mark.hopper
 SMS = 132  # of an H200; at least as many blocks as the tiles of these tests need at once
 
 TILES = {
-    "one warpgroup": W8A8Sm90Config(parts=1, block_right=16),
-    "two": W8A8Sm90Config(parts=2, block_right=32),
-    "two steps before the wait": W8A8Sm90Config(parts=1, block_right=64, max_first_stages=2),
-    "all steps before the wait": W8A8Sm90Config(parts=1, block_right=64, max_first_stages=24),
-    "three": W8A8Sm90Config(parts=3, block_right=256),
-    "two parts of K": W8A8Sm90Config(parts=1, block_right=128, split=2),
-    "three parts of K": W8A8Sm90Config(parts=2, block_right=64, split=3),
-    "x left": W8A8Sm90Config(parts=2, block_right=128, weight_left=False, left_of_group=2),
-    "x left, tall": W8A8Sm90Config(
-        parts=2, part=128, block_right=128, weight_left=False, left_of_group=16, stores=1
+    "one consumer": W8A8Sm90Config(num_consumers=1, block_b=16),
+    "two": W8A8Sm90Config(num_consumers=2, block_b=32),
+    "prefetch 2 stages": W8A8Sm90Config(num_consumers=1, block_b=64, max_prefetch_stages=2),
+    "prefetch all stages": W8A8Sm90Config(num_consumers=1, block_b=64, max_prefetch_stages=24),
+    "three": W8A8Sm90Config(num_consumers=3, block_b=256),
+    "split 2": W8A8Sm90Config(num_consumers=1, block_b=128, split=2),
+    "split 3": W8A8Sm90Config(num_consumers=2, block_b=64, split=3),
+    "x is A": W8A8Sm90Config(num_consumers=2, block_b=128, weight_is_a=False, group_a=2),
+    "x is A, tall": W8A8Sm90Config(
+        num_consumers=2,
+        consumer_rows=128,
+        block_b=128,
+        weight_is_a=False,
+        group_a=16,
+        store_stages=1,
     ),
-    "x left, 4 parts of K": W8A8Sm90Config(parts=2, block_right=64, weight_left=False, split=4),
-    "wide": W8A8Sm90Config(parts=2, block_right=256),
-    "two parts meet": W8A8Sm90Config(parts=1, block_right=128, split=2, reduce_scatter=True),
-    "4 parts meet": W8A8Sm90Config(parts=3, block_right=128, split=4, reduce_scatter=True),
-    "wide, 2 parts meet": W8A8Sm90Config(parts=2, block_right=256, split=2, reduce_scatter=True),
-    "x left, tall, 4 parts meet": W8A8Sm90Config(
-        parts=2,
-        part=128,
-        block_right=128,
-        weight_left=False,
+    "x is A, split 4": W8A8Sm90Config(num_consumers=2, block_b=64, weight_is_a=False, split=4),
+    "wide": W8A8Sm90Config(num_consumers=2, block_b=256),
+    "scatter 2": W8A8Sm90Config(num_consumers=1, block_b=128, split=2, reduce_scatter=True),
+    "scatter 4": W8A8Sm90Config(num_consumers=3, block_b=128, split=4, reduce_scatter=True),
+    "wide, scatter 2": W8A8Sm90Config(num_consumers=2, block_b=256, split=2, reduce_scatter=True),
+    "x is A, tall, scatter 4": W8A8Sm90Config(
+        num_consumers=2,
+        consumer_rows=128,
+        block_b=128,
+        weight_is_a=False,
         split=4,
         reduce_scatter=True,
-        stores=1,
+        store_stages=1,
     ),
-    "48 of 64 rows": W8A8Sm90Config(parts=1, block_right=64, idle_rows=16),
-    "32 of 64 rows": W8A8Sm90Config(parts=1, block_right=128, idle_rows=32),
-    "twice 48 rows": W8A8Sm90Config(parts=2, block_right=16, idle_rows=16),
-    "48 rows, three parts of K": W8A8Sm90Config(parts=1, block_right=32, idle_rows=16, split=3),
-    "32 rows, 2 parts meet": W8A8Sm90Config(
-        parts=1, block_right=128, idle_rows=32, split=2, reduce_scatter=True
+    "48 of 64 rows": W8A8Sm90Config(num_consumers=1, block_b=64, idle_rows=16),
+    "32 of 64 rows": W8A8Sm90Config(num_consumers=1, block_b=128, idle_rows=32),
+    "twice 48 rows": W8A8Sm90Config(num_consumers=2, block_b=16, idle_rows=16),
+    "48 rows, split 3": W8A8Sm90Config(num_consumers=1, block_b=32, idle_rows=16, split=3),
+    "32 rows, scatter 2": W8A8Sm90Config(
+        num_consumers=1, block_b=128, idle_rows=32, split=2, reduce_scatter=True
     ),
 }
 # the last: many tiles for each block, and fewer steps than stages. 480 outputs are tiles of 48 too
@@ -65,7 +70,7 @@ def prepared(codes_NK, scales_N, dtype, name="w8a8"):
     scheme = Scheme.parse(name)
     return PreparedWeight(
         kernel="sm90_w8a8",
-        tensors={"codes": hopper.in_boxes(codes_NK), "scales": scales_N},
+        tensors={"codes": hopper.in_tma_boxes(codes_NK), "scales": scales_N},
         spec=scheme.weight,
         out_features=codes_NK.shape[0],
         in_features=codes_NK.shape[1],
@@ -93,16 +98,16 @@ def test_integer_sums_are_exact(poison, half, tile, M, N, K):
     weight = prepared(codes_NK, scales_N, half)
     partials, counters = workspace(torch.device("cuda", 0))
     partials.fill_(float("nan"))
-    got = hopper.linear_codes(codes_MK, scales_M1, weight, tile=TILES[tile])
+    got = hopper.linear_codes(codes_MK, scales_M1, weight, config=TILES[tile])
     assert torch.equal(got, exact(codes_MK, scales_M1, codes_NK, scales_N).to(half))
-    again = hopper.linear_codes(codes_MK, scales_M1, weight, tile=TILES[tile])
+    again = hopper.linear_codes(codes_MK, scales_M1, weight, config=TILES[tile])
     assert torch.equal(got, again), "equal inputs, equal bits"
     assert not counters.any(), "the kernel must leave its counters at zero"
 
 
 @pytest.mark.parametrize(
     "tile",
-    ["two", "three parts of K", "x left, tall", "two parts meet", "wide, 2 parts meet", None]
+    ["two", "split 3", "x is A, tall", "scatter 2", "wide, scatter 2", None]
     + ["48 of 64 rows", "twice 48 rows"],
 )
 def test_zero_points_are_subtracted_exactly(poison, half, tile):
@@ -114,14 +119,14 @@ def test_zero_points_are_subtracted_exactly(poison, half, tile):
     weight = prepared(codes_NK, torch.full((N,), 2.0**-8, device="cuda"), half)
     weight.tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
     tile = tile and TILES[tile]
-    got = hopper.linear_codes(codes_MK, scales_M1, weight, zeros_M1=zeros_M1, tile=tile)
+    got = hopper.linear_codes(codes_MK, scales_M1, weight, zeros_M1=zeros_M1, config=tile)
     want = (codes_MK.double() - zeros_M1) @ codes_NK.double().t() / 2**17
     assert torch.equal(got, want.float().to(half))
 
 
 @pytest.mark.parametrize(
     "tile",
-    ["two", "x left", "wide", "x left, tall", "4 parts meet", "x left, tall, 4 parts meet"]
+    ["two", "x is A", "wide", "x is A, tall", "scatter 4", "x is A, tall, scatter 4"]
     + ["48 of 64 rows", "twice 48 rows"],
 )
 def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, tile):
@@ -130,7 +135,7 @@ def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, til
     scales_M1, scales_N = torch.rand(M, 1, device="cuda") / 99, torch.rand(N, device="cuda")
     bias_N = torch.randn(N, device="cuda").to(half) * 9
     weight = prepared(codes_NK, scales_N, half)
-    got = hopper.linear_codes(codes_MK, scales_M1, weight, bias_N, tile=TILES[tile])
+    got = hopper.linear_codes(codes_MK, scales_M1, weight, bias_N, config=TILES[tile])
     want = exact(codes_MK.double(), scales_M1.double(), codes_NK, scales_N.double(), bias_N)
     assert_close(tile, want, got, tolerance(half))
     worst = (got.double() - want).abs() / want.abs().clamp(min=1e-2)
@@ -176,15 +181,15 @@ def test_float8_sums(assert_close, tolerance, half, poison, split, reduce_scatte
     how = {
         "split": split,
         "reduce_scatter": reduce_scatter,
-        "steps_of_sum": 1,
+        "promotion_steps": 1,
         "idle_rows": idle_rows,
     }
-    tile = W8A8Sm90Config(parts=2, block_right=64, **how)
-    got = hopper.linear_codes(codes[0], scales_M1, weight, tile=tile)
+    tile = W8A8Sm90Config(num_consumers=2, block_b=64, **how)
+    got = hopper.linear_codes(codes[0], scales_M1, weight, config=tile)
     want = exact(codes[0].double(), scales_M1.double(), codes[1], scales_N.double())
     assert_close("float8", want, got, tolerance(half))
     for _ in range(5):
-        assert torch.equal(got, hopper.linear_codes(codes[0], scales_M1, weight, tile=tile))
+        assert torch.equal(got, hopper.linear_codes(codes[0], scales_M1, weight, config=tile))
 
 
 def test_codes_of_any_stride_and_of_no_rows(half):
@@ -240,7 +245,7 @@ def test_tiles_of_real_shapes_fit_the_gpu(half):
             codes_MK, codes_NK = random_codes(M, K), random_codes(N, K)
             scales = torch.ones(max(M, N), 1, device="cuda") / 2**17
             weight = prepared(codes_NK, scales[:N, 0].contiguous(), half)
-            got = hopper.linear_codes(codes_MK, scales[:M], weight, tile=tile)
+            got = hopper.linear_codes(codes_MK, scales[:M], weight, config=tile)
             rows = slice(max(0, M - 40), M)
             want = exact(codes_MK[rows], scales[:M][rows], codes_NK, scales[:N, 0]).to(half)
             assert torch.equal(got[rows], want), (M, N, K)

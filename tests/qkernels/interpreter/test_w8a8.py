@@ -111,9 +111,9 @@ TILES = {
     "one part": W8A8TritonConfig(block_m=16, block_n=64),
     "3 parts": W8A8TritonConfig(block_m=16, block_n=64, split=3),
     "8 parts": W8A8TritonConfig(block_m=32, block_n=128, block_k=64, split=8),
-    "x left": W8A8TritonConfig(block_m=128, block_n=64, weight_left=False, pdl=False),
+    "x left": W8A8TritonConfig(block_m=128, block_n=64, weight_is_a=False, pdl=False),
     "x left, 2 parts": W8A8TritonConfig(
-        block_m=64, block_n=128, split=2, weight_left=False, tiles_m_of_group=2
+        block_m=64, block_n=128, split=2, weight_is_a=False, group_m=2
     ),
 }
 
@@ -133,7 +133,7 @@ def test_integer_sums_are_exact(device, poison, tile, M, N, K):
     partials, counters = workspace(device)
     partials.fill_(float("nan"))
     got = w8a8.linear_codes(
-        codes_MK.to(device), torch.ones(M, 1, device=device), weight, tile=TILES[tile]
+        codes_MK.to(device), torch.ones(M, 1, device=device), weight, config=TILES[tile]
     )
     want = (codes_MK.long() @ codes_NK.long().t()).float()
     assert torch.equal(got.cpu(), want)
@@ -167,9 +167,10 @@ def test_parts_are_summed_once_and_in_order(device, half, poison, name, split):
     codes, scales = ops.quantize_input(random_x(19, 9 * 128, half, device), packed.activation)
     scales = scales.contiguous()
     tile = W8A8TritonConfig(block_m=32, block_n=64, split=split)
-    whole = w8a8.linear_codes(codes, scales, weight, tile=W8A8TritonConfig(block_m=32, block_n=64))
-    first = w8a8.linear_codes(codes, scales, weight, tile=tile)
-    assert torch.equal(first, w8a8.linear_codes(codes, scales, weight, tile=tile))
+    one = W8A8TritonConfig(block_m=32, block_n=64)
+    whole = w8a8.linear_codes(codes, scales, weight, config=one)
+    first = w8a8.linear_codes(codes, scales, weight, config=tile)
+    assert torch.equal(first, w8a8.linear_codes(codes, scales, weight, config=tile))
     if name == "w8a8":
         assert torch.equal(first, whole)
     torch.testing.assert_close(first, whole, rtol=1e-2, atol=1e-2)
@@ -222,7 +223,7 @@ def test_zero_points_are_subtracted_exactly(device, poison, tile, M, N, K):
         torch.ones(M, 1, device=device),
         weight,
         zeros_M1=zeros_M1.to(device),
-        tile=TILES[tile],
+        config=TILES[tile],
     )
     want = ((codes_MK.long() - zeros_M1) @ codes_NK.long().t()).float()
     assert torch.equal(got.cpu(), want)

@@ -33,7 +33,7 @@ def test_faults_of_int8_and_attention_tiles():
     fits = W8A8TritonConfig(block_m=16, block_n=64, block_k=256, split=4)
     problem = {"M": 16, "N": 4096, "K": 14336}
     assert w8a8_config.w8a8_triton_config_fault(fits, **problem) is None
-    for change in ({"block_n": 32}, {"weight_left": False}, {"block_k": 96}, {"split": 0}):
+    for change in ({"block_n": 32}, {"weight_is_a": False}, {"block_k": 96}, {"split": 0}):
         tile = dataclasses.replace(fits, **change)
         assert w8a8_config.w8a8_triton_config_fault(tile, **problem) is not None, change
     narrow = dataclasses.replace(fits, block_k=64)
@@ -168,7 +168,7 @@ def test_what_the_hopper_body_needs():
 
 def test_what_8_bit_products_of_the_hopper_kernel_need():
     problem = {"M": 128, "N": 4096, "K": 14336, "integers": True}
-    fits = W8A8Sm90Config(parts=1, block_right=128, split=2, reduce_scatter=True)
+    fits = W8A8Sm90Config(num_consumers=1, block_b=128, split=2, reduce_scatter=True)
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(fits, **changed or {})
@@ -179,41 +179,47 @@ def test_what_8_bit_products_of_the_hopper_kernel_need():
     tall = {
         "split": 1,
         "reduce_scatter": False,
-        "weight_left": False,
-        "part": 128,
-        "stores": 1,
-        "parts": 2,
+        "weight_is_a": False,
+        "consumer_rows": 128,
+        "store_stages": 1,
+        "num_consumers": 2,
     }
     assert fault(tall) is None
     assert fault({"idle_rows": 32}) is None and fault({"idle_rows": 16}, N=4128) is None
     for change in (
-        *({"parts": 0}, {"parts": 4}, {"part": 32}, {"part": 128}, {"part": 2**40}),
-        *({"block_right": 8}, {"block_right": 48}, {"block_right": 512}),
+        *(
+            {"num_consumers": 0},
+            {"num_consumers": 4},
+            {"consumer_rows": 32},
+            {"consumer_rows": 128},
+            {"consumer_rows": 2**40},
+        ),
+        *({"block_b": 8}, {"block_b": 48}, {"block_b": 512}),
         *({"split": 3}, {"split": 0}, {"split": -2}, {"split": 8}, {"split": 1}),
         *({"idle_rows": 8}, {"idle_rows": 48}, {"idle_rows": -16}, {"idle_rows": 64}),
         # outputs that 48 do not divide
         {"idle_rows": 16},
-        tall | {"part": 64, "idle_rows": 32},
+        tall | {"consumer_rows": 64, "idle_rows": 32},
         tall | {"idle_rows": 32},
         # shares of 8 columns
-        {"block_right": 16},
+        {"block_b": 16},
         # a box of the weight has 64 rows
-        {"weight_left": False, "block_right": 32, "split": 1, "reduce_scatter": False},
-        *({"stores": 0}, {"stores": 3}, {"blocks_per_sm": 0}, {"blocks_per_sm": 3}),
-        *({"max_stages": 2}, {"max_stages": -1}, {"max_first_stages": 0}),
-        *({"left_of_group": 0}, {"left_of_group": 2**31}, {"steps_of_sum": 1}),
+        {"weight_is_a": False, "block_b": 32, "split": 1, "reduce_scatter": False},
+        *({"store_stages": 0}, {"store_stages": 3}, {"blocks_per_sm": 0}, {"blocks_per_sm": 3}),
+        *({"max_stages": 2}, {"max_stages": -1}, {"max_prefetch_stages": 0}),
+        *({"group_a": 0}, {"group_a": 2**31}, {"promotion_steps": 1}),
         # three warpgroups of each of two blocks; sums that a thread has no registers for
-        {"parts": 3, "blocks_per_sm": 2, "block_right": 64},
-        tall | {"block_right": 256},
+        {"num_consumers": 3, "blocks_per_sm": 2, "block_b": 64},
+        tall | {"block_b": 256},
     ):
         assert fault(change) is not None, change
     # float8 sums are emptied at least every 128 inputs, of few rows every 256
     for M, allowed in ((64, (1, 2)), (65, (1,))):
         for steps in range(4):
-            change = {"steps_of_sum": steps, "block_right": 64}
+            change = {"promotion_steps": steps, "block_b": 64}
             found = fault(change, M=M, integers=False)
             assert (found is None) == (steps in allowed), (M, steps)
-    assert "registers" in fault({"steps_of_sum": 1, "block_right": 256}, integers=False)
+    assert "registers" in fault({"promotion_steps": 1, "block_b": 256}, integers=False)
     # the sums of all parts have their place, whether they meet or not
     rows = WORKSPACE_FLOATS // (2 * 4096)
     for change in ({}, {"reduce_scatter": False}):

@@ -119,8 +119,8 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
     """Of the kernel's own kind alone: it passes over the other's."""
     table = tuning_table.TuningTable(gpu="made up")
     tiles = {
-        100: W8A8Sm90Config(parts=1, block_right=64),
-        3: W8A8Sm90Config(parts=2, block_right=16),
+        100: W8A8Sm90Config(num_consumers=1, block_b=64),
+        3: W8A8Sm90Config(num_consumers=2, block_b=16),
     }
     tiles[1000] = W8A8TritonConfig(block_m=128, block_n=128)
     for M, tile in tiles.items():

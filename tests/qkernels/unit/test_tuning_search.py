@@ -40,7 +40,7 @@ def test_neighbours_differ_in_one_field():
 
 
 def test_a_split_is_tried_with_either_reduction():
-    one = W8A8Sm90Config(parts=1, block_right=64)
+    one = W8A8Sm90Config(num_consumers=1, block_b=64)
     found = {(c.split, c.reduce_scatter) for c in W8A8.neighbours(one) if c.split > 1}
     assert found == {(2, False), (2, True), (4, False), (4, True)}
 
@@ -143,7 +143,9 @@ def test_8_bit_products_start_from_every_size_that_runs(hopper, M, integers):
         assert first[0] == default_sm90_config(
             M, 4096, 14336, sms, kind="int" if integers else "float"
         )
-        assert len({(t.parts, t.part, t.block_right, t.blocks_per_sm) for t in first}) > 1
+        assert (
+            len({(t.num_consumers, t.consumer_rows, t.block_b, t.blocks_per_sm) for t in first}) > 1
+        )
         for tile in first:
             assert W8A8.fault(tile, problem) is None
             assert tile.fits(bucket(M), 4096, sms)
@@ -157,7 +159,7 @@ def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch
 def test_a_search_reaches_every_measured_tile_of_8_bit_products():
     """From any size, since each may be the fastest start."""
     problem = INT8 | {"M": 64, "N": 6144}
-    seen = [W8A8Sm90Config(parts=1, block_right=16)]
+    seen = [W8A8Sm90Config(num_consumers=1, block_b=16)]
     found = set(seen)
     for tile in seen:
         for other in W8A8.neighbours(tile):
@@ -188,7 +190,7 @@ def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
         case.tuned = (W8A8, INT8)
         tune_module.tune_case(case, table, sms, "torch 1", never)
     meeting = {
-        sms: [t for t in tiles if t.reduce_scatter and (t.block_left, t.block_right) == (64, 128)]
+        sms: [t for t in tiles if t.reduce_scatter and (t.block_a, t.block_b) == (64, 128)]
         for sms, tiles in tried.items()
     }
     assert not meeting[65] and meeting[128]

@@ -212,10 +212,10 @@ def test_no_json_is_one_clear_error(tmp_path, text):
 
 def test_a_reduce_scatter_needs_all_its_blocks_at_once():
     """Two for each of 32 tiles of the product; the last-arriver sum waits for nobody."""
-    tile = W8A8Sm90Config(parts=2, block_right=128, split=2, reduce_scatter=True)
+    tile = W8A8Sm90Config(num_consumers=2, block_b=128, split=2, reduce_scatter=True)
     assert tile.fits(128, 4096, 64) and not tile.fits(128, 4096, 63)
     assert not tile.fits(129, 4096, 64)
-    two = dataclasses.replace(tile, block_right=32, blocks_per_sm=2)
+    two = dataclasses.replace(tile, block_b=32, blocks_per_sm=2)
     assert two.fits(32, 4096, 32) and not two.fits(32, 4096, 31)
     assert dataclasses.replace(tile, reduce_scatter=False).fits(128, 4096, 1)
 
@@ -226,7 +226,7 @@ def test_the_sm90_kernel_takes_a_config_of_the_table_that_runs_here(monkeypatch)
     portable = pytest.importorskip("qkernels.w8a8.triton_gemm", exc_type=ImportError)
     device = torch.device("cpu")
     N, K, M = 4096, 4096, 100
-    reduce_scatter = W8A8Sm90Config(parts=1, block_right=128, split=4, reduce_scatter=True)
+    reduce_scatter = W8A8Sm90Config(num_consumers=1, block_b=128, split=4, reduce_scatter=True)
     last_adds = dataclasses.replace(reduce_scatter, reduce_scatter=False)
     other = W8A8TritonConfig(block_m=128, block_n=128)
 
@@ -260,8 +260,8 @@ INT8_DAMAGE = {
     "a field of the other kernel": {"warps": 4},
     "parts that no split is for": {"split": 5},
     "parts of K that meet alone": {"split": 1, "reduce_scatter": True},
-    "a float sum's steps": {"steps_of_sum": 2},
-    "huge columns": {"block_right": 2**40},
+    "a float sum's steps": {"promotion_steps": 2},
+    "huge columns": {"block_b": 2**40},
     "no stages": {"max_stages": 0},
 }
 
@@ -269,7 +269,7 @@ INT8_DAMAGE = {
 @pytest.mark.parametrize("name", INT8_DAMAGE)
 def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
-    tile = W8A8Sm90Config(parts=2, block_right=64, split=2)
+    tile = W8A8Sm90Config(num_consumers=2, block_b=64, split=2)
     problem = {"N": 6144, "K": 4096, "integers": True, "M": 64}
 
     def write_tile(values):
