@@ -10,11 +10,61 @@ Legend: M rows of x, N outputs; a unit is a tile, half of one or a part of its s
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from qkernels.gpu.gluon_compat import tma_load
+from qkernels.gpu.gluon_compat import aggregate, integer, tma_load
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
-from qkernels.gpu.pipeline import advance, after
+from qkernels.gpu.pipeline import Pipeline, PipelineState, next_stage
+
+
+@aggregate
+class Operands:
+    """What the producer loads, by TMA or into the L2, and consumers read."""
+
+    x: tma.tensor_descriptor  # boxes [BM, 64]
+    half_x: tma.tensor_descriptor  # boxes [BM / 2, 64]
+    words: tma.tensor_descriptor
+    scales_ptr: gl.tensor
+    offsets_ptr: gl.tensor
+
+
+@aggregate
+class Stages:
+    """Shared memory: x by stage and 64 inputs; words by slot and consumer."""
+
+    x: gl.shared_memory_descriptor
+    words: gl.shared_memory_descriptor
+
+
+@aggregate
+class Sizes:
+    N: integer
+    tiles_n: gl.tensor
+    tiles_m: gl.tensor
+    k_steps: gl.tensor
+    stored_tiles: gl.tensor
+    whole: integer  # tiles that are not cut in halves
+
+
+@aggregate
+class WorkTile:
+    """What a block does at a time: a tile, half of one, or one split of its K steps."""
+
+    tile: gl.tensor
+    split: integer
+    tile_n: gl.tensor
+    m: gl.tensor  # the first row
+    begin: integer
+    end: gl.tensor
+
+
+@aggregate
+class _ProducerState:
+    """Where the producer is: in the stages of x, in the slots of words, and of all steps."""
+
+    x: PipelineState
+    slot: gl.tensor
+    steps: gl.tensor
 
 
 @gluon.jit
@@ -35,155 +85,174 @@ def _place(tile, tiles_n, tiles_m):
 
 
 @gluon.jit
-def unit_of_work(unit, sizes, TILE: gl.constexpr, HALF: gl.constexpr):
-    """(tile, part of K, output tile, first row, first step, end of steps) of one unit of work."""
-    _, tiles_n, tiles_m, steps, _, whole = sizes
+def work_tile(index, sizes, TILE: gl.constexpr, HALF: gl.constexpr):
     SPLIT: gl.constexpr = TILE.split
     BM: gl.constexpr = TILE.block_m
     if HALF:
-        tile = whole + (unit - whole) // 2
-        tile_n, tile_m = _place(tile, tiles_n, tiles_m)
-        return tile, 0, tile_n, tile_m * BM + (unit - whole) % 2 * (BM // 2), 0, steps
+        tile = sizes.whole + (index - sizes.whole) // 2
+        tile_n, tile_m = _place(tile, sizes.tiles_n, sizes.tiles_m)
+        return WorkTile(
+            tile=tile,
+            split=0,
+            tile_n=tile_n,
+            m=tile_m * BM + (index - sizes.whole) % 2 * (BM // 2),
+            begin=0,
+            end=sizes.k_steps,
+        )
     else:
-        tile = unit // SPLIT
-        part = unit % SPLIT
-        tile_n, tile_m = _place(tile, tiles_n, tiles_m)
-        return tile, part, tile_n, tile_m * BM, part * steps // SPLIT, (part + 1) * steps // SPLIT
+        tile = index // SPLIT
+        split = index % SPLIT
+        tile_n, tile_m = _place(tile, sizes.tiles_n, sizes.tiles_m)
+        return WorkTile(
+            tile=tile,
+            split=split,
+            tile_n=tile_n,
+            m=tile_m * BM,
+            begin=split * sizes.k_steps // SPLIT,
+            end=(split + 1) * sizes.k_steps // SPLIT,
+        )
 
 
 @gluon.jit
-def ends(sizes, TILE: gl.constexpr):
-    """(end of the units that are no halves, end of all)."""
-    _, tiles_n, tiles_m, _, _, whole = sizes
+def num_work_tiles(sizes, TILE: gl.constexpr):
+    """(those that are no halves, all)."""
     if TILE.halves:
-        return whole, 2 * tiles_n * tiles_m - whole
+        return sizes.whole, 2 * sizes.tiles_n * sizes.tiles_m - sizes.whole
     else:
-        return tiles_n * tiles_m * TILE.split, tiles_n * tiles_m * TILE.split
+        all_tiles = sizes.tiles_n * sizes.tiles_m * TILE.split
+        return all_tiles, all_tiles
 
 
 @gluon.jit
-def _copy_words(
-    descs,
-    rings,
-    pointers,
+def _load_words(
+    operands,
+    pipeline,
+    state,
+    slot,
     sizes,
     tile_n,
     step,
-    stage,
-    place,
     pred,
     TILE: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """A step's words into their place, for the barrier of a stage; its scales only into the L2."""
-    _, _, words_desc, _ = descs
-    _, words, _, full, _ = rings
-    scales_ptr, offsets_ptr, _, _, _ = pointers
-    _, _, _, steps, stored_tiles, _ = sizes
+    """A step's words into their slot, for the barrier of a stage; its scales only into the L2."""
     PARTS: gl.constexpr = TILE.parts
+    k_steps = sizes.k_steps
     for i in gl.static_range(PARTS):
         # beyond the last stored tile: the last, whose results go nowhere
-        stored = gl.minimum(tile_n * PARTS + i, stored_tiles - 1)
-        row = (stored * steps + step) * (8 * FORMAT.bits)
-        words_of_part = words.index(place * PARTS + i)
-        tma_load(words_desc, [row, 0], full.index(stage), words_of_part, pred=pred)
-        group = (stored * (steps // FORMAT.steps_of_group) + step // FORMAT.steps_of_group) * 64
-        _prefetch(scales_ptr + group)
+        stored = gl.minimum(tile_n * PARTS + i, sizes.stored_tiles - 1)
+        row = (stored * k_steps + step) * (8 * FORMAT.bits)
+        words = pipeline.mem.words.index(slot * PARTS + i)
+        tma_load(operands.words, [row, 0], pipeline.full_barrier(state), words, pred=pred)
+        group = (stored * (k_steps // FORMAT.steps_of_group) + step // FORMAT.steps_of_group) * 64
+        _prefetch(operands.scales_ptr + group)
         if FORMAT.has_offsets:
-            _prefetch(offsets_ptr + group)
+            _prefetch(operands.offsets_ptr + group)
 
 
 @gluon.jit
-def _copy_units(
-    descs,
-    rings,
-    pointers,
+def _load_tiles(
+    operands,
+    pipeline,
     sizes,
     first,
-    end_unit,
+    end,
     started,
-    count,
-    at,
+    state,
     TILE: gl.constexpr,
     HALF: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    x_desc, half_desc, _, _ = descs
-    xs, _, _, full, empty = rings
     BM: gl.constexpr = TILE.block_m // 2 if HALF else TILE.block_m
     STAGES_OF_STEP: gl.constexpr = TILE.stages_of_step
     BOXES: gl.constexpr = 2 // STAGES_OF_STEP
     X_BYTES: gl.constexpr = BM * 128 * BOXES
     WORDS_BYTES: gl.constexpr = TILE.parts * FORMAT.bits * 1024
-    stage, phase, place = at
-    desc = half_desc if HALF else x_desc
-    for unit in range(first, end_unit, gl.num_programs(0)):
-        tile, part, tile_n, m, begin, end = unit_of_work(unit, sizes, TILE, HALF)
-        for step in range(begin, end):
+    x_state = state.x
+    slot = state.slot
+    count = state.steps
+    desc = operands.half_x if HALF else operands.x
+    for index in range(first, end, gl.num_programs(0)):
+        work = work_tile(index, sizes, TILE, HALF)
+        for step in range(work.begin, work.end):
             fresh = count >= started
             for i in gl.static_range(STAGES_OF_STEP):
-                mbarrier.wait(empty.index(stage), phase)
-                bar = full.index(stage)
+                pipeline.producer_acquire(x_state)
                 if i == 0:
-                    mbarrier.expect(bar, X_BYTES + WORDS_BYTES, pred=fresh)
-                    _copy_words(
-                        descs,
-                        rings,
-                        pointers,
+                    pipeline.producer_expect(x_state, X_BYTES + WORDS_BYTES, pred=fresh)
+                    _load_words(
+                        operands,
+                        pipeline,
+                        x_state,
+                        slot,
                         sizes,
-                        tile_n,
+                        work.tile_n,
                         step,
-                        stage,
-                        place,
                         fresh,
                         TILE,
                         FORMAT,
                     )
                 else:
-                    mbarrier.expect(bar, X_BYTES)
+                    pipeline.producer_expect(x_state, X_BYTES)
                 for j in gl.static_range(BOXES):
-                    box = xs.index(BOXES * stage + j).slice(0, BM, dim=0)
-                    tma_load(desc, [m, step * 128 + (i * BOXES + j) * 64], bar, box)
-                stage, phase = advance(stage, phase, TILE.stages)
-            place = after(place, TILE.words_slots)
+                    box = pipeline.mem.x.index(BOXES * x_state.stage + j).slice(0, BM, dim=0)
+                    place = [work.m, step * 128 + (i * BOXES + j) * 64]
+                    tma_load(desc, place, pipeline.full_barrier(x_state), box)
+                x_state = x_state.advance()
+            slot = next_stage(slot, TILE.words_slots)
             count += 1
-    return count, (stage, phase, place)
+    return _ProducerState(x=x_state, slot=slot, steps=count)
 
 
 @gluon.jit
-def copy(descs, rings, pointers, sizes, TILE: gl.constexpr, FORMAT: gl.constexpr):
-    """The warp that starts all copies: wait for a stage to be free, fill it, tell `full`."""
-    _, _, _, full, _ = rings
+def load(
+    operands: Operands,
+    pipeline: Pipeline,
+    sizes: Sizes,
+    TILE: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """The producer warp: waits for a stage to be empty, and fills it by TMA."""
     STAGES_OF_STEP: gl.constexpr = TILE.stages_of_step
     BYTES: gl.constexpr = TILE.block_m * 256 // STAGES_OF_STEP + TILE.parts * FORMAT.bits * 1024
-    whole_end, all_end = ends(sizes, TILE)
+    whole_end, all_end = num_work_tiles(sizes, TILE)
     first = gl.program_id(0)
-    zero = first * 0  # not a constant, which could not change in a loop
     # weights never change: their share of the first steps needs no wait for the kernel before
-    _, _, tile_n, _, begin, end = unit_of_work(first, sizes, TILE, False)
-    started = gl.minimum(end - begin, TILE.words_slots)
+    work = work_tile(first, sizes, TILE, False)
+    started = gl.minimum(work.end - work.begin, TILE.words_slots)
     if TILE.halves:
         started = gl.where(first < whole_end, started, 0)
-    for place in range(started):
-        step, stage = begin + place, STAGES_OF_STEP * place
-        mbarrier.expect(full.index(stage), BYTES)
-        _copy_words(descs, rings, pointers, sizes, tile_n, step, stage, place, True, TILE, FORMAT)
+    for slot in range(started):
+        step = work.begin + slot
+        state = pipeline.producer_start(STAGES_OF_STEP * slot)
+        pipeline.producer_expect(state, BYTES)
+        _load_words(
+            operands,
+            pipeline,
+            state,
+            slot,
+            sizes,
+            work.tile_n,
+            step,
+            True,
+            TILE,
+            FORMAT,
+        )
     griddepcontrol_wait()
-    at = (zero, zero + 1, zero)
-    count, at = _copy_units(
-        descs, rings, pointers, sizes, first, whole_end, started, zero, at, TILE, False, FORMAT
+    state = _ProducerState(x=pipeline.producer_start(), slot=gl.to_tensor(0), steps=gl.to_tensor(0))
+    state = _load_tiles(
+        operands, pipeline, sizes, first, whole_end, started, state, TILE, False, FORMAT
     )
     if TILE.halves:
-        _copy_units(
-            descs,
-            rings,
-            pointers,
+        _load_tiles(
+            operands,
+            pipeline,
             sizes,
             whole_end + first,
             all_end,
             started,
-            count,
-            at,
+            state,
             TILE,
             True,
             FORMAT,
