@@ -1,40 +1,76 @@
-"""Tile choices of W4A16: what every choice must satisfy, and the measured ones by value."""
+"""Configs of the Triton kernel of W4A16: near the best measured, and always able to run."""
 
 import pytest
 
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
-from qkernels.w8a8.config import W8A8Sm90Config
+from qkernels.w8a8.config import default_sm90_config
 from qkernels.wna16.layout import k_step, padded_n
-from qkernels.wna16.sm90_large_m_config import LargeMConfig
-from qkernels.wna16.sm90_small_m_config import SmallMConfig
+from qkernels.wna16.sm90_large_m_config import default_large_m_config
+from qkernels.wna16.sm90_small_m_config import default_small_m_config
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, default_triton_config
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
 
-
-# shape -> M -> (block_m, block_n, split): the settings whose times stand in the config
+# shape -> M -> (block_m, block_n, split) -> us on an H200, bf16, group 128, cold weights, calls in
+# one CUDA graph
 MEASURED = {
-    "qkv": {1: (16, 64, 8), 32: (32, 64, 4), 64: (64, 64, 4), 128: (64, 64, 2), 256: (128, 64, 1)},
-    "o": {1: (16, 64, 10), 32: (32, 64, 8), 64: (64, 64, 6), 128: (64, 64, 3), 256: (128, 64, 2)},
+    "qkv": {
+        1: {(16, 64, 8): 7.4},
+        16: {(16, 64, 8): 8.2, (16, 64, 4): 8.6},
+        32: {(32, 64, 4): 10.7},
+        64: {(64, 64, 4): 12.4},
+        128: {(64, 64, 2): 18.1},
+        256: {(128, 64, 1): 26.1},
+        1024: {(128, 64, 1): 77.9},
+    },
+    "o": {
+        1: {(16, 64, 10): 6.3},
+        16: {(16, 64, 10): 7.0},
+        32: {(32, 64, 8): 8.4},
+        64: {(64, 64, 6): 11.3},
+        128: {(64, 64, 3): 14.6},
+        256: {(128, 64, 2): 20.7},
+        1024: {(128, 64, 1): 52.0},
+    },
     "gate_up": {
-        **{1: (16, 64, 2), 32: (32, 64, 1), 64: (64, 128, 1), 128: (128, 64, 1)},
-        **{256: (128, 64, 1), 1024: (128, 64, 1)},
+        1: {(16, 64, 2): 23.3},
+        16: {(16, 64, 2): 23.5},
+        32: {(32, 64, 1): 29.9},
+        64: {(64, 128, 1): 34.1},
+        128: {(128, 64, 1): 53.1},
+        256: {(128, 64, 1): 110},
+        1024: {(128, 64, 1): 407},
     },
     "down": {
-        **{1: (16, 64, 10), 32: (32, 64, 8), 64: (64, 64, 6), 128: (128, 64, 4)},
-        **{256: (128, 64, 2)},
+        1: {(16, 64, 8): 14.5, (16, 64, 10): 13.6, (16, 64, 12): 17.0},
+        16: {(16, 64, 10): 13.9},
+        32: {(32, 64, 8): 16.4},
+        64: {(64, 64, 6): 22.5},
+        128: {(128, 64, 4): 32.7},
+        256: {(128, 64, 2): 51.6},
+        1024: {(128, 64, 1): 190},
     },
 }
+SLACK = 1.03  # a choice that was measured this close to the best is as good
 
 
 @pytest.mark.parametrize("shape, M", [(shape, M) for shape in MEASURED for M in MEASURED[shape]])
-def test_the_measured_tiles(shape, M):
-    N, K = SHAPES[shape]
-    tile = default_triton_config(M, N, K, 128, H200_SMS)
-    assert (tile.block_m, tile.block_n, tile.split) == MEASURED[shape][M]
-    assert tile.use_tma == (M > 16)
+def test_the_choice_is_near_the_best_measured(shape, M):
+    """A choice that is not in the table must be measured first."""
+    config = default_triton_config(M, *SHAPES[shape], 128, H200_SMS)
+    times = MEASURED[shape][M]
+    chosen = times.get((config.block_m, config.block_n, config.split))
+    assert chosen is not None, f"{shape} at {M} rows: no time of {config}, only of {times}"
+    assert chosen <= SLACK * min(times.values()), f"{shape} at {M} rows: {config}, of {times}"
+
+
+def test_a_tile_has_few_empty_rows():
+    """Beside a tile of 128 rows a product of 1 would read as much of x, and multiply zeros."""
+    for N, K in SHAPES.values():
+        sizes = [default_triton_config(M, N, K, 128, H200_SMS).block_m for M in (1, 16, 17, 32, 64)]
+        assert sizes == [16, 16, 32, 32, 64]
 
 
 @pytest.mark.parametrize("sm_count", [4, 108, 132])
@@ -67,12 +103,17 @@ def test_a_step_lies_in_one_group(group, block_k):
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [SmallMConfig(rows=8), LargeMConfig(blocks=1), W8A8Sm90Config(parts=1, block_right=16)],
+    "config",
+    [
+        default_small_m_config(8, 4096, 4096, 128, 4, H200_SMS),
+        default_large_m_config(512, 4096, 4096, 128, 4, H200_SMS),
+        default_sm90_config(16, 4096, 4096, H200_SMS),
+    ],
+    ids=lambda config: type(config).__name__,
 )
-def test_a_kernel_is_compiled_anew_where_a_tile_computes_otherwise(tile, monkeypatch):
+def test_a_kernel_is_compiled_again_where_a_config_computes_otherwise(config, monkeypatch):
     """Triton's cache on disk outlives a version: fields alone would find the old kernel."""
-    before = tile.cache_key
-    assert "registers" in before and str(tile) in before
-    monkeypatch.setattr(type(tile), "registers", property(lambda self: 1))
-    assert tile.cache_key != before
+    before = config.cache_key
+    assert "registers" in before and str(config) in before
+    monkeypatch.setattr(type(config), "registers", property(lambda self: 1))
+    assert config.cache_key != before
