@@ -218,15 +218,17 @@ def choose(op: str, problem: Problem) -> Kernel:
     if unknown:
         names = ", ".join(dict.fromkeys(n for row in candidates for n in (row.name, *row.variants)))
         raise KernelError(f"kernel {unknown[0]!r}", f"unknown to {op}", f"known: {names}")
-    reasons = {}
+    refused = None
     for row in candidates:
-        if row.passed_over(problem) is not None:
-            continue
-        reasons[row.name] = row.supports(problem)
-        if reasons[row.name] is None:
-            return row
-    name, reason = next(iter(reasons.items()), (op, "all kernels are forbidden"))
-    raise KernelError(f"kernel {name!r}", reason, "ask for no kernel by name")
+        if row.passed_over(problem) is None:
+            reason = row.supports(problem)
+            if reason is None:
+                return row
+            refused = refused or (row.name, reason)
+    if choice.only is None or refused is None:
+        never = ", ".join(sorted(choice.never))
+        raise KernelError(f"operation {op!r}", f"nothing else can do it: {never} was forbidden")
+    raise KernelError(f"kernel {refused[0]!r}", refused[1], "ask for no kernel by name")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,98 +1,167 @@
-"""Which body takes a product: limbs that are there already change where a ring pays."""
+"""Which variant takes a product, in which form it takes its input, and what the caller may ask."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from formats.scheme import QuantSpec
 from qkernels import ops
+from qkernels.choice import parse_choice
+from qkernels.dispatch import explain
 from qkernels.errors import KernelError
 from qkernels.operands.limbs import LimbForm
-from qkernels.wna16.configs import default_config
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
+from qkernels.wna16.variants import NAMES, VARIANTS, Shape, default_config, variant_of
 
-w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
+gemm = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
 H200 = 132
+NO_SM90 = (("sm_90", "written for sm_90, not sm_80"),)
 
 
-def kind(M, N, K, made, gluon=True, bits=4, group=128):
-    tile = default_config(M, N, K, group, bits, H200, gluon, made)
-    return type(tile), getattr(tile, "rows", None)
+def chosen(M, N, K, fused, lacks=(), bits=4, group=128, choice=None):
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=group)
+    shape = Shape(N=N, K=K, spec=spec, sm_count=H200, lacks=lacks)
+    return default_config(shape, M, fused=fused, choice=parse_choice(choice))
+
+
+def kind(*args, **options):
+    config = chosen(*args, **options)
+    return type(config), getattr(config, "rows", None)
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_few_rows_take_digits_that_are_there(M):
+def test_few_rows_take_limbs_that_the_operation_before_makes(M):
     for N, K in ((4096, 4096), (4096, 14336), (128256, 4096)):
-        assert kind(M, N, K, made=True) == (GemvImmaConfig, None)
+        assert kind(M, N, K, fused=True) == (GemvImmaConfig, None)
 
 
-def test_digits_that_have_to_be_made_are_for_two_rows_or_very_large_weights():
-    assert kind(2, 4096, 4096, made=False) == (GemvImmaConfig, None)
-    assert kind(3, 4096, 4096, made=False) == (SmallMConfig, 8)
-    assert kind(1, 4096, 14336, made=False) == (SmallMConfig, 8), "a long kernel makes them"
+def test_limbs_that_a_kernel_must_make_are_for_two_rows_or_very_large_weights():
+    assert kind(2, 4096, 4096, fused=False) == (GemvImmaConfig, None)
+    assert kind(3, 4096, 4096, fused=False) == (SmallMConfig, 8)
+    assert kind(1, 4096, 14336, fused=False) == (SmallMConfig, 8), "making them takes long"
     for M in (1, 4):
-        assert kind(M, 128256, 4096, made=False) == (GemvImmaConfig, None)
-        assert kind(M, 4096, 14336, made=False, bits=8) == (GemvImmaConfig, None)
+        assert kind(M, 128256, 4096, fused=False) == (GemvImmaConfig, None)
+        assert kind(M, 4096, 14336, fused=False, bits=8) == (GemvImmaConfig, None)
 
 
 @pytest.mark.parametrize("M, rows", [(5, 8), (9, 16), (17, 32), (33, 64), (64, 64)])
-@pytest.mark.parametrize("made", [False, True])
-def test_up_to_64_rows_take_the_ring(M, rows, made):
+@pytest.mark.parametrize("fused", [False, True])
+def test_up_to_64_rows_take_the_small_m_kernel(M, rows, fused):
     for N, K in ((896, 896), (4096, 4096), (128256, 4096)):
-        assert kind(M, N, K, made) == (SmallMConfig, rows)
-    assert kind(M, 4096, 4096, made, bits=8)[0] is not SmallMConfig
-    assert kind(65, 4096, 4096, made)[0] is LargeMConfig
+        assert kind(M, N, K, fused) == (SmallMConfig, rows)
+    assert kind(M, 4096, 4096, fused, bits=8)[0] is not SmallMConfig
+    assert kind(65, 4096, 4096, fused)[0] is LargeMConfig
 
 
-def test_without_gluon_or_in_other_groups_the_portable_body_stays():
+def test_other_gpus_and_other_groups_take_the_triton_kernel():
     for M in (1, 8):
-        assert kind(M, 28672, 4096, made=True, gluon=False) == (TritonGemmConfig, None)
-        assert kind(M, 28672, 4096, made=True, group=64) == (TritonGemmConfig, None)
+        assert kind(M, 28672, 4096, fused=True, lacks=NO_SM90) == (TritonGemmConfig, None)
+        assert kind(M, 28672, 4096, fused=True, group=64) == (TritonGemmConfig, None)
+
+
+def test_a_variant_that_was_asked_for_is_taken_wherever_it_runs():
+    for name in NAMES:
+        for M in (1, 4, 5, 64, 65, 1024, 4096):
+            got = variant_of(chosen(M, 4096, 4096, False, choice=name)).name
+            alone = next(variant for variant in VARIANTS if variant.name == name)
+            spec = QuantSpec(bits=4, symmetric=True, group_size=128)
+            shape = Shape(N=4096, K=4096, spec=spec, sm_count=H200)
+            runs = name == "cublas" or alone.default(shape, M, True) is not None
+            assert (got == name) == runs, (name, M, got)
+
+
+def test_a_variant_that_was_forbidden_is_taken_nowhere():
+    for name in NAMES:
+        if name == "cublas":  # takes what no other can
+            continue
+        for M in (1, 2, 5, 64, 65, 300, 1024):
+            assert variant_of(chosen(M, 4096, 4096, True, choice=f"-{name}")).name != name
+    both = "-sm90_gemv_imma, -sm90_small_m"
+    assert kind(3, 4096, 4096, fused=True, choice=both)[0] is TritonGemmConfig
+
+
+def test_names_are_checked_and_explained(make_weight):
+    problem = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "spec": QuantSpec(bits=4, symmetric=True, group_size=128),
+        "out_features": 256,
+        "in_features": 512,
+    }
+    told = {each.name: each.reason for each in explain("linear", **problem).variants}
+    assert tuple(told) == NAMES
+    asked = str(explain("linear", **problem, requested="triton,-sm90_small_m"))
+    assert "forbidden by name" in asked and "it was asked for" in asked
+    packed = make_weight(64, 256, 128).to("cpu")
+    with pytest.raises(KernelError, match="'nonsense': unknown to linear.*sm90_small_m"):
+        ops.prepare_weight(packed, torch.float32, kernel="nonsense")
+    with pytest.raises(KernelError, match="runs on cuda, not on cpu"):
+        ops.prepare_weight(packed, torch.bfloat16, "cpu", kernel="sm90_small_m")
+    weight = ops.prepare_weight(packed, torch.float32, "cpu", kernel="-dense")
+    assert weight.kernel == "reference"
+    with pytest.raises(KernelError, match="forbidden"):
+        ops.prepare_weight(packed, torch.float32, "cpu", kernel="-dense,-reference")
 
 
 @pytest.mark.parametrize(
-    "tile, form",
+    "config, form",
     [
         (GemvImmaConfig(), LimbForm(bits=4, with_sums=True)),
         (SmallMConfig(rows=8), None),
         (TritonGemmConfig(block_m=16, block_n=64, split=1), None),
-        (None, None),
     ],
 )
-def test_a_weight_takes_the_digits_of_its_body_and_no_other(monkeypatch, make_weight, tile, form):
-    """Where they run is stood in for: what they are handed, with which tile."""
+def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_weight, config, form):
+    """The kernel is stood in for: what it is handed, with which config."""
     packed = make_weight(64, 256, 128, symmetric=False).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
     weight = replace(weight, kernel="w4a16")
-    monkeypatch.setattr(w4a16, "_chosen_tile", lambda *_, made: tile if made else None)
+    plan = gemm.plan_for(config, weight.problem)
+    assert plan.input == plan.operand == form and plan.output == "sum"
     handed = []
-    monkeypatch.setattr(w4a16, "_linear_limbs", lambda *given: handed.append(given))
-    assert ops.limb_form(weight, 3) == form
-    assert ops.limb_form(weight, 5) is None
+
+    class Kernel:
+        @staticmethod
+        def run(*given):
+            handed.append(given)
+            return torch.zeros(3, 64)
+
+    monkeypatch.setattr(gemm, "_module", lambda variant: Kernel)
     x = torch.zeros(3, 256, dtype=torch.float16)
+    ops.linear(x, weight, None, plan)  # made into limbs where the kernel takes them
+    assert getattr(handed[0][0], "form", None) == form and handed[0][3] is config
     for asked in (LimbForm(bits=4, with_sums=True), LimbForm(bits=4)):
         limbs = ops.to_limbs(x, asked, kernel="reference")
         if asked == form:
-            ops.linear_limbs(limbs, weight)
-            assert handed == [(limbs, weight, None, tile)]
+            ops.linear(limbs, weight, None, plan)
+            assert handed[-1] == (limbs, weight, None, config)
         else:
-            with pytest.raises(KernelError, match="linear_limbs limbs: expected"):
-                ops.linear_limbs(limbs, weight)
+            with pytest.raises(KernelError, match="linear x: expected it as"):
+                ops.linear(limbs, weight, None, plan)
 
 
 @pytest.mark.parametrize(
-    "tile", [SmallMConfig(rows=8), TritonGemmConfig(block_m=16, block_n=64, split=1)]
+    "config", [SmallMConfig(rows=8), TritonGemmConfig(block_m=16, block_n=64, split=1)]
 )
-def test_parts_are_left_only_where_the_ring_takes_the_product(monkeypatch, make_weight, tile):
-    """A table may say that another body is faster on this GPU."""
-    cpu = torch.device("cpu")
+def test_partials_are_left_only_where_the_small_m_kernel_runs(monkeypatch, make_weight, config):
+    """A table may say that another variant is faster on this GPU."""
     packed = make_weight(256, 512, 128).to("cpu")
-    weight = ops.prepare_weight(packed, torch.float16, cpu, kernel="reference")
-    monkeypatch.setattr(w4a16, "_chosen_tile", lambda *problem: tile)
-    found = w4a16._parts_tile("norm", cpu, 8, weight)
-    assert isinstance(found, SmallMConfig) == isinstance(tile, SmallMConfig)
-    assert w4a16._parts_tile("norm", cpu, 0, weight) is None
+    weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
+    monkeypatch.setattr(gemm, "_config", lambda *problem: config)
+    plan = gemm.plan(weight.problem, 8, "norm")
+    assert (plan.output == "split_k") == isinstance(config, SmallMConfig)
+    assert gemm.plan(weight.problem, 8).output == "sum"
+
+
+def test_sorted_inputs_are_not_made_by_the_operation_before(monkeypatch, make_weight):
+    packed = make_weight(64, 256, 128).to("cpu")
+    weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
+    sorting = replace(weight, kernel="w4a16", input_order=torch.arange(256).flip(0))
+    monkeypatch.setattr(gemm, "_config", lambda *problem: GemvImmaConfig())
+    plan = gemm.plan(sorting.problem, 1)
+    assert plan.input is None and plan.operand == LimbForm(bits=4)

@@ -1,6 +1,7 @@
 """Layers that take codes get them from the operation before; the logits are those without that."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from calibrate.pipeline import quantize_checkpoint
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.codes import Codes
+from qkernels.rowwise import ops as rowwise_ops
 from qserve.llm import LLM
 from qserve.model.linear import FloatLinear, SplitLinear
 from qserve.sampling_params import SamplingParams
@@ -52,20 +55,31 @@ def run(folder):
     return llm.logits(TOKENS), tokens
 
 
+FUSED = ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize")
+
+
+def without_fusion(monkeypatch):
+    """Plans name the form that kernels take, but ask no operation before to make it."""
+    plan_linear = ops.plan_linear
+    monkeypatch.setattr(
+        ops, "plan_linear", lambda *args: replace(plan_linear(*args, fused=False), input=None)
+    )
+
+
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
 def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, count_calls, name):
-    counts = count_calls(
-        ops,
-        ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize", "linear_codes"),
-    )
+    counts = count_calls(rowwise_ops, FUSED)
+    taken = []
+    linear = ops.linear
+    monkeypatch.setattr(ops, "linear", lambda x, *args: taken.append(type(x)) or linear(x, *args))
     fused_logits, fused_tokens = run(quantized(name))
     assert all(counts.values()), counts
     # of each layer one linear after each norm, and one after the activation
-    assert counts["silu_and_mul_quantize"] * 3 == counts["linear_codes"]
+    assert counts["silu_and_mul_quantize"] * 3 == taken.count(Codes)
     norms = counts["rms_norm_quantize"] + counts["add_rms_norm_quantize"]
     assert norms == 2 * counts["silu_and_mul_quantize"]
     before = dict(counts)
-    monkeypatch.setattr(PreparedWeight, "input_rounding", None)
+    without_fusion(monkeypatch)
     logits, tokens = run(quantized(name))
     assert counts == before, "without fusion none of them runs"
     assert torch.equal(logits, fused_logits)
@@ -79,42 +93,44 @@ def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(quantized, monkeypa
         return LLM(quantized(name), device="cuda", max_model_len=64).logits(TOKENS).float()
 
     fused = gpu_logits()
-    monkeypatch.setattr(PreparedWeight, "input_rounding", None)
+    without_fusion(monkeypatch)
     apart = gpu_logits()
     assert (fused - apart).norm() < 0.02 * apart.norm()
 
 
 @pytest.mark.parametrize("name", ["w8a8-fp8-block", "w8a16-sym-g32"])
-def test_layers_that_take_no_codes_get_none(quantized, monkeypatch, name):
-    monkeypatch.setattr(ops, "linear_codes", None)
+def test_layers_that_take_no_codes_get_none(quantized, count_calls, name):
+    counts = count_calls(rowwise_ops, FUSED)
     assert run(quantized(name))[0].isfinite().all()
+    assert not any(counts.values())
 
 
 def test_split_layers_take_codes_only_where_all_parts_round_alike():
-    def part(name, scale=None):
+    def member(name, scale=None):
         linear = FloatLinear(torch.zeros(8, 16))
-        activation = Scheme.parse(name).activation
+        spec, activation = Scheme.parse(name).weight, Scheme.parse(name).activation
+        tensors = {"codes": torch.zeros(8, 16)}
         weight = PreparedWeight(
             kernel="reference",
-            tensors={} if scale is None else {"input_scale": torch.tensor(scale)},
-            spec=Scheme.parse(name).weight,
+            tensors=tensors | ({} if scale is None else {"input_scale": torch.tensor(scale)}),
+            spec=spec,
             out_features=8,
             in_features=16,
             dtype=torch.float32,
             activation=activation,
         )
-        linear.input_form = lambda rows: weight.input_rounding
+        linear.plan = lambda rows, consumer=None: ops.plan_linear(weight, rows, consumer)
         return linear
 
-    same = SplitLinear([part("w8a8"), part("w8a8")])
-    assert same.input_form(1) == part("w8a8").input_form(1) is not None
-    for parts in (
-        [part("w8a8"), part("w8a8-fp8")],
-        [part("w8a8"), FloatLinear(torch.zeros(8, 16))],
-        [FloatLinear(torch.zeros(8, 16)), part("w8a8")],
-        [part("w8a8-static", 0.1), part("w8a8-static", 0.2)],
+    same = SplitLinear([member("w8a8"), member("w8a8")])
+    assert same.plan(1).input == member("w8a8").plan(1).input is not None
+    for members in (
+        [member("w8a8"), member("w8a8-fp8")],
+        [member("w8a8"), FloatLinear(torch.zeros(8, 16))],
+        [FloatLinear(torch.zeros(8, 16)), member("w8a8")],
+        [member("w8a8-static", 0.1), member("w8a8-static", 0.2)],
         # equal, but to see it the host would wait for the GPU in every step
-        [part("w8a8-static", 0.1), part("w8a8-static", 0.1)],
-        [part("w8a8-fp8-block"), part("w8a8-fp8-block")],
+        [member("w8a8-static", 0.1), member("w8a8-static", 0.1)],
+        [member("w8a8-fp8-block"), member("w8a8-fp8-block")],
     ):
-        assert SplitLinear(parts).input_form(1) is None
+        assert SplitLinear(members).plan(1).input is None

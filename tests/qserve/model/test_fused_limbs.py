@@ -1,12 +1,15 @@
 """Layers that take limbs get them from the operation before; the logits are those without that."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from qkernels import ops
 from qkernels.gpu.device import lacks_gluon
-from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import from_limbs
+from qkernels.rowwise import ops as rowwise_ops
 from qserve.llm import LLM
 from qserve.sampling_params import SamplingParams
 
@@ -16,8 +19,8 @@ MAKERS = ("to_limbs", "rms_norm_limbs", "add_rms_norm_limbs", "silu_and_mul_limb
 
 @pytest.fixture
 def counts(count_calls):
-    """How often each operation of limbs was called."""
-    return count_calls(ops, (*MAKERS, "linear_limbs"))
+    """How often each operation that makes limbs was called."""
+    return count_calls(rowwise_ops, MAKERS)
 
 
 def decoded(folder, prompts, **options):
@@ -29,17 +32,33 @@ def decoded(folder, prompts, **options):
     return [one.token_ids for one in drawn], logprobs
 
 
-def test_a_decode_step_hands_digits_on(quantized_5m, monkeypatch, counts):
-    """On a CPU no kernel is faster for them, so a stand-in takes them: their own inputs."""
+def limbs_up_to(rows, monkeypatch):
+    """On a CPU no kernel is faster with limbs: a stand-in plans them, and the reference takes them.
+
+    Returns the forms of all inputs of linears, as they come.
+    """
+    form, plan_linear, linear = LimbForm(bits=4), ops.plan_linear, ops.linear
+    taken = []
+
+    def plan(weight, M, consumer=None, **options):
+        made = plan_linear(weight, M, consumer, **options)
+        return replace(made, input=form, operand=form) if rows >= M else made
+
+    def from_inputs(x, weight, bias=None, plan=None):
+        taken.append(type(x))
+        if isinstance(x, Limbs):
+            x = from_limbs(x).to(weight.dtype)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(ops, "plan_linear", plan)
+    monkeypatch.setattr(ops, "linear", from_inputs)
+    return taken
+
+
+def test_a_decode_step_hands_limbs_on(quantized_5m, monkeypatch, counts):
     want_tokens, want = decoded(quantized_5m, [TOKENS], device="cpu", dtype="bfloat16")
     assert not any(counts.values())
-    form = LimbForm(bits=4)
-    monkeypatch.setattr(ops, "limb_form", lambda weight, M: form if M <= 2 else None)
-    monkeypatch.setattr(
-        ops,
-        "linear_limbs",
-        lambda x, weight, bias: ops.linear(from_limbs(x).to(weight.dtype), weight, bias),
-    )
+    taken = limbs_up_to(2, monkeypatch)
     tokens, got = decoded(quantized_5m, [TOKENS], device="cpu", dtype="bfloat16")
     assert tokens == want_tokens
     assert torch.equal(got, want), "bfloat16 has no bit that limbs lose here"
@@ -47,13 +66,13 @@ def test_a_decode_step_hands_digits_on(quantized_5m, monkeypatch, counts):
     assert counts["rms_norm_limbs"] == steps
     assert counts["add_rms_norm_limbs"] == steps * (2 * layers - 1)
     assert counts["silu_and_mul_limbs"] == steps * layers
+    assert taken.count(Limbs) == steps * layers * 4, "attention's too"
 
 
 def test_a_prompt_of_more_rows_takes_them_as_they_are(quantized_5m, monkeypatch, counts):
-    asked = []
-    monkeypatch.setattr(ops, "limb_form", lambda weight, M: asked.append(M))
+    taken = limbs_up_to(len(TOKENS) - 1, monkeypatch)
     LLM(quantized_5m, device="cpu", max_model_len=64).logits(TOKENS)
-    assert set(asked) == {len(TOKENS)} and not any(counts.values())
+    assert set(taken) == {torch.Tensor} and not any(counts.values())
 
 
 @pytest.mark.gpu
@@ -68,11 +87,15 @@ def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(
     prompts = [TOKENS[i:] for i in range(batch)]
     options = {"device": "cuda", "enforce_eager": enforce_eager}
     fused_tokens, fused = decoded(quantized_5m, prompts, **options)
-    assert counts["silu_and_mul_limbs"] and counts["linear_limbs"]
+    assert counts["silu_and_mul_limbs"] and counts["add_rms_norm_limbs"]
     before = dict(counts)
-    monkeypatch.setattr(ops, "limb_form", lambda weight, rows: None)
+    plan_linear = ops.plan_linear
+    monkeypatch.setattr(
+        ops, "plan_linear", lambda *args: replace(plan_linear(*args, fused=False), input=None)
+    )
     tokens, apart = decoded(quantized_5m, prompts, **options)
-    assert counts == before, "without fusion none of them runs"
+    own_kernel = {"to_limbs": counts["to_limbs"]}
+    assert counts | own_kernel == before | own_kernel, "without fusion none of them runs"
     total = 0
     for i in range(batch):
         # greedy tokens may part where two are as likely; what follows is another text
