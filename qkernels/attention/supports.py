@@ -39,7 +39,7 @@ def triton_kv_write(problem: Problem) -> str | None:
 
 
 def hopper_attention(problem: Problem) -> str | None:
-    reason = needs_triton(problem) or gpu_device.lacks_gluon(torch.device(problem.device))
+    reason = needs_triton(problem) or gpu_device.lacks_arch(torch.device(problem.device), "sm_90")
     if reason is not None:
         return reason
     if not problem.chunk:

@@ -134,7 +134,7 @@ def tune_case(
     def is_allowed(tile: Config) -> bool:
         return op.runs_here(tile, problem, sm_count)
 
-    table.rows.pop(blank.key, None)
+    table.remove_(blank.key)
     times = search(op, first, is_allowed, time_of, out_of_time)
     best, default = min(times, key=times.get), first[0]
     best_time = default_time = times[default]

@@ -9,7 +9,7 @@ import torch
 # Triton's own switch, read by it at import: its interpreter knows no inline assembly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# The first triton whose Gluon has what the kernels for Hopper use.
+# The first triton whose Gluon has what the kernels for sm_90 use.
 GLUON_TRITON = (3, 6)
 
 # In Triton's interpreter there are no SMs; any small number exercises the same choices.
@@ -33,25 +33,37 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @functools.cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it ends: sm_90 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def arch(device: torch.device) -> str:
+    """The device's architecture as compilers name it: "sm_90", "gfx942", "cpu".
+
+    Where torch sees no GPU, a "cuda" device is taken for sm_90: only `explain` asks there.
+    """
+    if device.type != "cuda":
+        return device.type
+    if not torch.cuda.is_available():
+        return "sm_90"
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 @functools.cache
-def lacks_gluon(device: torch.device) -> str | None:
-    """Why kernels in Gluon for Hopper cannot run on `device`; None: they can.
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel may start while the one before it ends: sm_90 and later."""
+    name = arch(device)
+    return name.startswith("sm_") and int(name[3:]) >= 90
 
-    Where torch sees no GPU, a "cuda" device is taken for a Hopper one: only `explain` asks there.
-    """
+
+@functools.cache
+def lacks_arch(device: torch.device, wanted: str) -> str | None:
+    """Why Gluon kernels for one architecture cannot run on `device`; None: they can."""
     if INTERPRETED:
         return "triton's interpreter knows no Gluon"
     if device.type != "cuda":
         return f"runs on cuda, not on {device.type}"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-        if capability != (9, 0):
-            return f"written for sm_90, not sm_{capability[0]}{capability[1]}"
+    if arch(device) != wanted:
+        return f"written for {wanted}, not {arch(device)}"
     version = importlib.metadata.version("triton")
     if tuple(int(part) for part in version.split(".")[:2]) < GLUON_TRITON:
         return f"written for triton {GLUON_TRITON[0]}.{GLUON_TRITON[1]} and later, not {version}"

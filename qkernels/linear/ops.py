@@ -17,6 +17,7 @@ from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
 from qkernels.rowwise import ops as rowwise
+from qkernels.tuning import table as tuning_table
 
 
 def prepare_weight(
@@ -65,11 +66,13 @@ def plan_linear(
     `fused`: the operation before the product makes what `input` names, at little cost. With a
     consumer, the one operation that takes the result, that may be split-K partials.
     """
-    return _plan(weight.problem, M, consumer, fused)
+    return _plan(weight.problem, M, consumer, fused, tuning_table.num_changes())
 
 
 @functools.lru_cache(maxsize=2**16)
-def _plan(problem: GemmProblem, M: int, consumer: Consumer | None, fused: bool) -> GemmPlan:
+def _plan(
+    problem: GemmProblem, M: int, consumer: Consumer | None, fused: bool, tuned: int
+) -> GemmPlan:
     make = getattr(dispatch.linear_module(problem.kernel), "plan", None)
     if make is None:
         return plan_without_choice(problem)

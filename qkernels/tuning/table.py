@@ -23,6 +23,18 @@ from qkernels.tuning.op import Config, Key, TunedOp
 FORMAT = 2
 REMEDY = "delete it, or write it again with: qserve bench kernels --tune"
 
+_num_changes = 0
+
+
+def num_changes() -> int:
+    """How often any table has changed: what was decided with an older one is out of date."""
+    return _num_changes
+
+
+def _count_change() -> None:
+    global _num_changes
+    _num_changes += 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRow:
@@ -77,6 +89,12 @@ class TuningTable:
 
     def add_(self, row: TuningRow) -> None:
         self.rows[row.key] = row
+        _count_change()
+
+    def remove_(self, key: Key) -> None:
+        """Forget a row, if it is there."""
+        self.rows.pop(key, None)
+        _count_change()
 
     def read_rows_(self, op: TunedOp) -> None:
         """Check and take the file's rows of one operation, once. Raises KernelError."""
@@ -97,6 +115,7 @@ class TuningTable:
         finally:
             self.rows.clear()
             self.rows.update(before)
+            _count_change()
 
 
 def default_path(gpu: str) -> Path:

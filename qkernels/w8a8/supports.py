@@ -83,7 +83,7 @@ def hopper_w8a8(problem: Problem) -> str | None:
         return reason
     if problem.dtype not in HALF_DTYPES:
         return f"gives float16 and bfloat16, not {problem.dtype}"
-    return gpu_device.lacks_gluon(torch.device(problem.device))
+    return gpu_device.lacks_arch(torch.device(problem.device), "sm_90")
 
 
 def cpu_w8a8(problem: Problem) -> str | None:

@@ -23,12 +23,12 @@ MAX_SEARCH_ROWS = 1024  # larger problems are searched from their own default al
 W8A8Config = W8A8TritonConfig | W8A8Sm90Config
 
 
-def _runs_gluon() -> bool:
-    return torch.cuda.is_available() and gpu_device.lacks_gluon(torch.device("cuda")) is None
+def _runs_sm90() -> bool:
+    return gpu_device.lacks_arch(torch.device("cuda"), "sm_90") is None
 
 
 def _default(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> W8A8Config:
-    if _runs_gluon():
+    if _runs_sm90():
         return default_sm90_config(M, N, K, sm_count, "int" if integers else "float")
     return default_w8a8_triton_config(M, N, K, sm_count, integers)
 
@@ -39,7 +39,7 @@ def _starts(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> list[W8
         _default(sm_count, M=other, N=N, K=K, integers=integers)
         for other in (min(2 * M, MAX_SEARCH_ROWS), max(1, M // 2))
     ]
-    return found + (sm90_search_starts(M, integers) if _runs_gluon() else [])
+    return found + (sm90_search_starts(M, integers) if _runs_sm90() else [])
 
 
 def _changed(config: W8A8Sm90Config, name: str, value: object) -> Iterator[W8A8Sm90Config]:

@@ -93,7 +93,7 @@ def run(
 
 @functools.cache
 def shape_of(problem: GemmProblem) -> Shape:
-    lacks = gpu_device.lacks_gluon(problem.device)
+    lacks = gpu_device.lacks_arch(problem.device, "sm_90")
     return Shape(
         N=problem.out_features,
         K=problem.in_features,

@@ -67,7 +67,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
 
 
 def _lacking(device: torch.device) -> tuple[tuple[str, str], ...]:
-    reason = gpu_device.lacks_gluon(device)
+    reason = gpu_device.lacks_arch(device, "sm_90")
     return () if reason is None else (("sm_90", reason),)
 
 

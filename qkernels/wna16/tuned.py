@@ -15,7 +15,7 @@ from qkernels.wna16.variants import VARIANTS, Shape, WNA16Config, default_config
 
 
 def _shape(sm_count: int, *, N: int, K: int, group: int, bits: int) -> Shape:
-    lacks = gpu_device.lacks_gluon(torch.device("cuda"))
+    lacks = gpu_device.lacks_arch(torch.device("cuda"), "sm_90")
     return Shape(
         N=N,
         K=K,

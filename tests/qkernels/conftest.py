@@ -20,13 +20,12 @@ import torch
 from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
-from qkernels.gpu.device import lacks_gluon
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
 
 # why kernels in Gluon for sm_90 cannot run here, or None
-LACKS_HOPPER = lacks_gluon(torch.device("cuda", 0)) if ON_GPU else "needs a GPU"
+LACKS_HOPPER = lacks_arch(torch.device("cuda", 0), "sm_90") if ON_GPU else "needs a GPU"
 
 
 def launches_kernels(path: Path) -> bool:

@@ -16,7 +16,6 @@ from qkernels.tuning.op import TunedOp
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
 from qkernels.w8a8.tuned import TUNED as W8A8
-from qkernels.wna16 import gemm
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
@@ -35,9 +34,10 @@ from tests.qkernels.fuzz.values import (
     generator,
     rows,
 )
+from tests.qkernels.plans import multiply
 
 READERS = ("norm", "rope")
-HOPPER = ON_GPU and device.lacks_gluon(DEVICE) is None
+HOPPER = ON_GPU and device.lacks_arch(DEVICE, "sm_90") is None
 LINEAR_TILES = (TritonGemmConfig, *((GemvImmaConfig, SmallMConfig) if HOPPER else ()))
 
 
@@ -90,9 +90,8 @@ def fuzz_linear(
     if chosen is None:
         got = ops.linear(x, weight, offset)
     else:
-        sorted_x = x if weight.input_order is None else x.index_select(-1, weight.input_order)
         try:
-            got = gemm.linear(sorted_x, weight, offset, tile=chosen)
+            got = multiply(x, weight, offset, tile=chosen)
         except Exception as error:
             if needs_too_much(error):
                 return
@@ -106,7 +105,7 @@ def fuzz_linear(
     assert_near("linear", want, got, EPS[dtype] * want.abs() + slack * magnitude)
     if M <= MAX_FUSED_ROWS:
         for consumer in READERS:
-            got = reduced(ops.linear_split_k(consumer, x, weight, offset))
+            got = reduced(ops.linear(x, weight, offset, ops.plan_linear(weight, M, consumer)))
             bound = EPS[dtype] * want.abs() + slack * magnitude
             assert_near(f"linear for {consumer}", want, got, bound)
     again = ops.linear(x, weight, offset)
@@ -133,7 +132,7 @@ def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
     else:
         scales_M1 = scales.expand(M, 1).contiguous().to(DEVICE)
         try:
-            got = w8a8.linear_codes(codes.to(DEVICE), scales_M1, weight, offset, tile=chosen)
+            got = w8a8.linear_codes(codes.to(DEVICE), scales_M1, weight, offset, config=chosen)
         except Exception as error:
             if needs_too_much(error):
                 return

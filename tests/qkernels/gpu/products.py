@@ -4,6 +4,7 @@ import torch
 
 from formats.packed import PackedWeight
 from qkernels import ops
+from tests.qkernels.plans import multiply
 
 
 def random_x(M: int, K: int, dtype: torch.dtype, spread: float = 0) -> torch.Tensor:
@@ -17,10 +18,9 @@ def check_product(
     packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None, tile, assert_close, tolerance
 ) -> None:
     """One product, whole and by element, twice."""
-    from qkernels.wna16 import gemm
 
     weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{packed.spec.bits}a16")
-    got = gemm.linear(x, weight, bias, tile=tile)
+    got = multiply(x, weight, bias, tile=tile)
     assert got.dtype == x.dtype
     reduced = 0 if bias is None else bias.double()
     weight_NK = packed.dequantize(torch.float64)
@@ -33,5 +33,5 @@ def check_product(
         x.double().abs() @ weight_NK.abs().t()
     )
     assert ((got.double() - want).abs() <= bound).all(), "an element is off"
-    again = gemm.linear(x, weight, bias, tile=tile)
+    again = multiply(x, weight, bias, tile=tile)
     assert torch.equal(got, again), "equal inputs, equal bits"

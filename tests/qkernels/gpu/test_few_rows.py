@@ -8,6 +8,7 @@ from qkernels import ops
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS, SmallMConfig
 from tests.qkernels.gpu.products import check_product, random_x
+from tests.qkernels.plans import multiply
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -39,7 +40,7 @@ def product(body, half):
 
     def make(packed):
         weight = ops.prepare_weight(packed, half, kernel="w4a16")
-        return lambda x: w4a16.linear(x, weight, tile=body[0])
+        return lambda x: multiply(x, weight, tile=body[0])
 
     return make
 

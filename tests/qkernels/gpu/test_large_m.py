@@ -9,6 +9,7 @@ from formats.bits import pack
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
+from tests.qkernels.plans import multiply
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -54,7 +55,7 @@ def check(assert_close, tolerance):
     def run(packed, x, shape, bias=None, blocks=132):
         tile = tile_of(shape, packed.spec.bits, x.shape[0], packed.out_features, blocks)
         weight = prepared(packed, x.dtype)
-        got = w4a16.linear(x, weight, bias, tile=tile)
+        got = multiply(x, weight, bias, tile=tile)
         assert got.dtype == x.dtype
         x, reduced = x.double(), 0 if bias is None else bias.double()
         exact = x @ packed.dequantize(torch.float64).t() + reduced
@@ -64,7 +65,7 @@ def check(assert_close, tolerance):
         want = x @ weight_NK.t() + reduced
         bound = torch.finfo(got.dtype).eps * want.abs() + 2**-14 * (x.abs() @ weight_NK.abs().t())
         assert ((got.double() - want).abs() <= bound).all(), "an element is off"
-        again = w4a16.linear(x.to(got.dtype), weight, bias, tile=tile)
+        again = multiply(x.to(got.dtype), weight, bias, tile=tile)
         assert torch.equal(got, again), "equal inputs, equal bits"
         assert not workspace(got.device)[1].any(), "a counter was left"
 
@@ -126,7 +127,7 @@ def assert_bits_of_packed(packed, dtype, shape):
     N, K = packed.out_features, packed.in_features
     one_hot = torch.eye(K, dtype=dtype, device="cuda")
     tile = tile_of(shape, packed.spec.bits, K, N)
-    got = w4a16.linear(one_hot, prepared(packed, dtype), tile=tile)
+    got = multiply(one_hot, prepared(packed, dtype), tile=tile)
     assert torch.equal(got.t(), packed.dequantize(dtype))
 
 
@@ -173,9 +174,9 @@ def test_the_bits_do_not_depend_on_who_comes_last(make_weight, half, shape, bits
     M, N, K = 128, 192 if shape.get("parts") == 3 else 512, 4096
     weight = prepared(make_weight(N, K, 128, bits=bits), half)
     x, tile = random_x(M, K, half), tile_of(shape, bits, M, N)
-    first = w4a16.linear(x, weight, tile=tile)
+    first = multiply(x, weight, tile=tile)
     for _ in range(100):
-        assert torch.equal(w4a16.linear(x, weight, tile=tile), first)
+        assert torch.equal(multiply(x, weight, tile=tile), first)
 
 
 def test_x_at_an_odd_address_and_with_strides(make_weight, half):
@@ -183,12 +184,10 @@ def test_x_at_an_odd_address_and_with_strides(make_weight, half):
     x = random_x(1, 2 * 140 * 128 + 1, half)[0, 1:].view(140, 256)
     dense, tile = x[:, ::2].clone(), tile_of({}, 4, 140, 136)
     assert x.data_ptr() % 16 and dense.data_ptr() % 16 == 0
-    want = w4a16.linear(dense, weight, tile=tile)
-    assert torch.equal(w4a16.linear(x[:, ::2], weight, tile=tile), want)
+    want = multiply(dense, weight, tile=tile)
+    assert torch.equal(multiply(x[:, ::2], weight, tile=tile), want)
     odd = random_x(1, 140 * 128 + 1, half)[0, 1:].view(140, 128)
-    assert torch.equal(
-        w4a16.linear(odd, weight, tile=tile), w4a16.linear(odd.clone(), weight, tile=tile)
-    )
+    assert torch.equal(multiply(odd, weight, tile=tile), multiply(odd.clone(), weight, tile=tile))
 
 
 @pytest.mark.parametrize("M", [64, 128, 512, 1024])

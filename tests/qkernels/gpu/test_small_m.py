@@ -13,6 +13,7 @@ from qkernels.wna16.sm90_small_m_config import (
     split_k_config,
 )
 from tests.qkernels.gpu.products import check_product, random_x
+from tests.qkernels.plans import multiply
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 w4a16_ring = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
@@ -65,8 +66,8 @@ def test_many_times_the_same(make_weight, half, rows, split):
     weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="w4a16")
     x = random_x(rows - 1, 4096, half)
     tile = SmallMConfig(rows=rows, split=split)
-    want = w4a16.linear(x, weight, tile=tile)
-    results = [w4a16.linear(x, weight, tile=tile) for _ in range(200)]
+    want = multiply(x, weight, tile=tile)
+    results = [multiply(x, weight, tile=tile) for _ in range(200)]
     assert all(torch.equal(each, want) for each in results)
     assert not workspace.workspace(x.device)[1].any()
 
@@ -83,7 +84,7 @@ def test_parts_that_stay_apart(make_weight, half, poison, rows, N, split, with_b
         tile = SmallMConfig(rows=rows, split=split, stages=3, alone=alone)
         parts = w4a16_ring.linear_parts(x, weight, bias, tile, offset=offset_of(weight))
         assert parts.shape == (split, rows - 1, N)
-        want = w4a16.linear(x, weight, bias, tile=tile)
+        want = multiply(x, weight, bias, tile=tile)
         assert torch.equal(SplitKPartials(parts=parts, dtype=half).total(), want)
 
 
@@ -110,7 +111,7 @@ def test_parts_for_the_next_operation(make_weight, half, consumer, M):
         return y, ops.linear(y, second)
 
     def both():
-        y = ops.linear_split_k(consumer, x, first, bias)
+        y = ops.linear(x, first, bias, ops.plan_linear(first, x.shape[0], consumer))
         assert isinstance(y, SplitKPartials)
         return read(y)
 
@@ -122,7 +123,7 @@ def test_parts_for_the_next_operation(make_weight, half, consumer, M):
         x.normal_()
         graph.replay()
         tile = split_k_config(consumer, M, 1024, 2048, 128, 4, device.sm_count(x.device))
-        want = read(w4a16.linear(x, first, bias, tile=tile))
+        want = read(multiply(x, first, bias, tile=tile))
         for a, b in zip(got, want, strict=True):
             assert (a - b).float().norm() <= 4 * torch.finfo(half).eps * b.float().norm()
 
@@ -132,7 +133,7 @@ def test_parts_that_are_no_number_are_added(make_weight, half):
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1
     x[1, 1000] = float("inf")
-    got = w4a16.linear(x, weight, tile=SmallMConfig(rows=8, split=8))
+    got = multiply(x, weight, tile=SmallMConfig(rows=8, split=8))
     assert got[1].isnan().all() and got[0].isfinite().all()
 
 
@@ -152,9 +153,9 @@ def test_rows_with_what_is_no_number_touch_no_others(make_weight, half):
     packed = make_weight(72, 256, 128, symmetric=False)
     weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = random_x(6, 256, half)
-    want = w4a16.linear(x, weight, tile=TILES[8])
+    want = multiply(x, weight, tile=TILES[8])
     x[1, 3], x[2, 255] = float("nan"), float("-inf")
-    got = w4a16.linear(x, weight, tile=TILES[8])
+    got = multiply(x, weight, tile=TILES[8])
     assert got[1].isnan().all() and not got[2].isfinite().any()
     assert torch.equal(got[[0, 3, 4, 5]], want[[0, 3, 4, 5]])
 

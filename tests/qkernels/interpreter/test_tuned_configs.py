@@ -17,6 +17,7 @@ from qkernels.wna16 import gemm
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
+from tests.qkernels.plans import multiply
 
 
 def row(op, problem, tile):
@@ -36,7 +37,7 @@ def test_w4a16(make_weight, device, half, monkeypatch, assert_close, tolerance):
     want = x.double() @ packed.dequantize(torch.float64).t()
     for tile in (TritonGemmConfig(block_m=16, block_n=128, split=3), None):
         with tuning_table.tuning_table_of(x.device).trying(row(WNA16, problem, tile)):
-            assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
+            assert_close("w4a16", want, multiply(x, weight), tolerance(half))
 
 
 def test_w4a16_parts_that_cannot_all_run_are_not_taken(
@@ -47,14 +48,13 @@ def test_w4a16_parts_that_cannot_all_run_are_not_taken(
     weight = ops.prepare_weight(packed, half, kernel="w4a16")
     x = torch.randn(17, 512).to(device, half)
     default = TritonGemmConfig(block_m=32, block_n=64, split=1)
-    monkeypatch.setattr(gemm, "default_config", lambda *_: default)
-    monkeypatch.setattr(gemm, "sm_count", lambda device: 3)
+    monkeypatch.setattr(gemm, "default_config", lambda *_, **__: default)
     problem = {"N": 128, "K": 512, "group": 128, "bits": 4, "M": 32}
     tile = LargeMConfig(blocks=132, block_m=64, split=4)
     with tuning_table.tuning_table_of(x.device).trying(row(WNA16, problem, tile)):
-        assert gemm._chosen_tile(x.device, 17, 128, 512, 128, 4) is default
+        assert gemm.plan(weight.problem, 17).config is default
         want = x.double() @ packed.dequantize(torch.float64).t()
-        assert_close("w4a16", want, gemm.linear(x, weight), tolerance(half))
+        assert_close("w4a16", want, multiply(x, weight), tolerance(half))
 
 
 def test_w8a8(make_weight, device, half, monkeypatch, assert_close, tolerance):

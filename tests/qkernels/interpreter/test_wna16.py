@@ -7,6 +7,7 @@ from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16 import gemm, prepack
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
+from tests.qkernels.plans import multiply
 
 GROUPS = (32, 64, 128, 256, -1)
 
@@ -17,7 +18,7 @@ def check(assert_close, tolerance):
 
     def run(packed, x, bias=None, tile=None):
         weight = ops.prepare_weight(packed, x.dtype, kernel=f"w{packed.spec.bits}a16")
-        got = gemm.linear(x, weight, bias, tile=tile)
+        got = multiply(x, weight, bias, tile=tile)
         weight_NK = packed.dequantize(torch.float64)
         want = x.double() @ weight_NK.t()
         magnitude = x.double().abs() @ weight_NK.abs().t()
@@ -79,7 +80,7 @@ def test_each_input_meets_its_own_code(make_weight, device, half, bits):
     """One-hot rows read the matrix back: exact, since each sum has one term."""
     packed = make_weight(72, 128, 64, symmetric=False, bits=bits)
     weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
-    got = gemm.linear(torch.eye(128, dtype=half, device=device), weight)
+    got = multiply(torch.eye(128, dtype=half, device=device), weight)
     assert torch.equal(got.t(), packed.dequantize(half))
 
 

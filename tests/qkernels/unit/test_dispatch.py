@@ -39,30 +39,33 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
     assert names == [*weight_only, "sm90_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
     assert all(choice.reason for choice in explanation)
-    assert str(explanation).splitlines()[0].startswith("-> w4a16: supported; ")
+    assert str(explanation).splitlines()[0].startswith("-> w4a16: supported")
 
 
-def test_explain_says_which_body_of_w4a16_runs(monkeypatch):
-    def note(group, bits=4):
+def test_explain_says_which_variants_of_w4a16_run(monkeypatch):
+    def variants(group, bits=4):
         spec = QuantSpec(bits=bits, symmetric=True, group_size=group)
         problem = linear_problem(spec=spec, in_features=256)
-        return next(each.reason for each in explain("linear", **problem) if each.taken)
+        return {each.name: each.reason for each in explain("linear", **problem).variants}
 
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
-    assert note(128).endswith("up to 64 through the ring, many rows take the Hopper body")
-    assert note(256).endswith("many rows take the Hopper body")
-    assert note(128, bits=8).endswith("up to 4 rows go as limbs, many rows take the Hopper body")
-    assert note(64).endswith("takes groups divisible by 128, not 64")
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: "written for sm_90")
-    other = "all rows take the portable body; those for Hopper: written for sm_90"
-    assert note(128).endswith(other)
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None)
+    assert variants(128)["sm90_small_m"] == "up to 64 rows" == variants(256)["sm90_small_m"]
+    assert variants(128)["sm90_large_m"] == "many rows"
+    assert variants(128, bits=8)["sm90_small_m"] == "takes 4 bits, not 8"
+    assert variants(128, bits=8)["sm90_gemv_imma"] == "up to 4 rows"
+    assert variants(64)["sm90_large_m"] == "takes groups divisible by 128, not 64"
+    assert variants(64)["triton"] == "up to 1024 rows"
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: f"written for {arch}")
+    others = variants(128)
+    assert others["sm90_gemv_imma"] == others["sm90_large_m"] == "written for sm_90"
+    assert others["triton"] == "up to 1024 rows"
 
 
 def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
     def reason(**changes):
         spec = QuantSpec(bits=4, symmetric=True, group_size=128)
         shape = {"out_features": 64, "in_features": 256} | changes
-        return explain("linear", **linear_problem(spec=spec, **shape))[0].reason
+        return str(explain("linear", **linear_problem(spec=spec, **shape)))
 
     table = tuning_table.TuningTable(gpu="made up")
     tiles = {512: LargeMConfig(blocks=132), 3: GemvImmaConfig(), 4096: None}
@@ -71,14 +74,13 @@ def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
         times = {"microseconds": 1.0, "default_microseconds": None}
         table.add_(TuningRow(op=WNA16, problem=problem, config=tile, **times))
     monkeypatch.setattr(tuning_table, "tuning_table_of", lambda device: table)
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None)
     assert "measured" not in reason()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert reason().endswith(
-        "; measured on this GPU: up to 4 rows GemvImmaConfig, up to 512 rows LargeMConfig,"
-        " up to 4096 rows the library"
-    )
+    for name, rows in (("sm90_gemv_imma", 4), ("sm90_large_m", 512), ("cublas", 4096)):
+        line = next(line for line in reason().splitlines() if f" {name}: " in line)
+        assert line.endswith(f"; measured on this GPU for up to {rows} rows")
     assert "measured" not in reason(in_features=512)
 
 
@@ -106,7 +108,7 @@ def w8a8_problem(**changes):
 
 @pytest.mark.parametrize("sm_90", [True, False])
 def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None if sm_90 else "sm_80")
     for name in ("w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"):
         scheme = Scheme.parse(name)
         problem = w8a8_problem(spec=scheme.weight, activation=scheme.activation)
@@ -128,7 +130,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
         times = {"microseconds": 1.0, "default_microseconds": None}
         table.add_(TuningRow(op=W8A8, problem=problem, config=tile, **times))
     monkeypatch.setattr(tuning_table, "tuning_table_of", lambda device: table)
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None if sm_90 else "sm_80")
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None if sm_90 else "sm_80")
 
     def reason(name="w8a8", **changes):
         scheme = Scheme.parse(name)
@@ -155,7 +157,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, s
     ],
 )
 def test_the_sm_90_row_says_why_it_cannot(monkeypatch, lacks, changes, reason):
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: lacks)
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: lacks)
     explanation = explain("linear", **w8a8_problem(**changes))
     row = next(c for c in explanation if c.name == "sm90_w8a8")
     assert not row.taken and reason in row.reason
@@ -252,7 +254,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
     monkeypatch, changes, reason
 ):
     pytest.importorskip("triton")
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: None)
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None)
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
     row = explain("paged_attention", **problem | {"chunk": True} | changes)[0]
     assert row.name == "sm90_prefill" and row.taken == (reason is None)
@@ -262,7 +264,7 @@ def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_on
 def test_other_gpus_take_the_portable_attention(monkeypatch):
     pytest.importorskip("triton")
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "page_size": 16}
-    monkeypatch.setattr(gpu_device, "lacks_gluon", lambda device: "written for sm_90, not sm_80")
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda *_: "written for sm_90, not sm_80")
     rows = explain("paged_attention", **problem, chunk=True)
     assert taken(rows) == ["triton"] and "sm_80" in rows[0].reason
 
@@ -281,9 +283,10 @@ def test_gluon_needs_hopper_and_a_recent_triton(monkeypatch, capability, version
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    found = device.lacks_gluon.__wrapped__(torch.device("cuda", 0))
+    monkeypatch.setattr(device, "arch", device.arch.__wrapped__)
+    found = device.lacks_arch.__wrapped__(torch.device("cuda", 0), "sm_90")
     assert found is None if reason is None else reason in found
-    assert "cpu" in device.lacks_gluon.__wrapped__(torch.device("cpu"))
+    assert "cpu" in device.lacks_arch.__wrapped__(torch.device("cpu"), "sm_90")
 
 
 def test_missing_triton_is_a_reason(monkeypatch):
@@ -299,9 +302,9 @@ def test_every_row_has_its_module_and_function():
     import importlib
 
     for row in dispatch.KERNELS:
-        assert callable(getattr(importlib.import_module(f"qkernels.{row.module}"), row.op)), (
-            row.name
-        )
+        module = importlib.import_module(f"qkernels.{row.module}")
+        functions = ("prepare_weight", "run") if row.op == "linear" else (row.op,)
+        assert all(callable(getattr(module, name)) for name in functions), row.name
 
 
 def test_dense_on_a_gpu_only_by_name():

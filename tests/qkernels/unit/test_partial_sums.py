@@ -9,7 +9,6 @@ from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec
 from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.linear import input_forms
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import SplitKPartials, reduced, split_heads
@@ -89,10 +88,10 @@ def test_every_reader_adds_them():
 def test_forms_are_made_of_parts():
     x, norm = random_parts(5, 16), torch.ones(16).bfloat16()
     form = InputRounding(ActivationSpec(), None)
-    codes, total = input_forms.add_rms_norm(x, reduced(x), norm, 1e-5, form)
+    codes, total = ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, form)
     assert isinstance(codes, Codes) and torch.equal(total, reduced(x) + reduced(x))
     with pytest.raises(KernelError, match="add_rms_norm_limbs x: .*parts"):
-        input_forms.add_rms_norm(x, reduced(x), norm, 1e-5, LimbForm(bits=4))
+        ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, LimbForm(bits=4))
 
 
 @pytest.mark.parametrize(
@@ -103,12 +102,11 @@ def test_forms_are_made_of_parts():
         lambda x: ops.quantize_input(x, ActivationSpec()),
         lambda x: ops.silu_and_mul(x),
         lambda x: ops.silu_and_mul_quantize(x, ActivationSpec()),
-        lambda x: input_forms.silu_and_mul(x, LimbForm(bits=4)),
+        lambda x: ops.silu_and_mul_into(x, LimbForm(bits=4)),
         lambda x: ops.quantize_input_asymmetric(x),
         lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
         lambda x: ops.write_kv_(x, x, x.parts, x.parts, torch.arange(5)),
         lambda x: ops.linear(x, weight_of(16)),
-        lambda x: ops.linear_split_k("norm", x, weight_of(16)),
     ],
 )
 def test_what_does_not_add_them_says_so(call):
@@ -144,10 +142,12 @@ def test_a_row_that_leaves_no_parts_adds_them_itself():
     weight, bias = weight_of(64), torch.randn(24).bfloat16()
     x = torch.randn(17, 64).bfloat16()
     for consumer in ("norm", "rope"):
-        got = input_forms.linear(x, weight, bias, consumer)
-        assert torch.equal(got, ops.linear(x, weight, bias))
+        plan = ops.plan_linear(weight, 17, consumer)
+        assert plan.output == "sum"
+        assert torch.equal(ops.linear(x, weight, bias, plan), ops.linear(x, weight, bias))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
     sorting = replace(weight, input_order=order)
-    assert torch.equal(ops.linear_split_k("norm", x, sorting), ops.linear(x[:, order], weight))
+    plan = ops.plan_linear(sorting, 17, "norm")
+    assert torch.equal(ops.linear(x, sorting, None, plan), ops.linear(x[:, order], weight))
     with pytest.raises(KernelError, match="linear bias"):
-        ops.linear_split_k("norm", x, weight, bias[:8])
+        ops.linear(x, weight, bias[:8], plan)

@@ -75,7 +75,6 @@ def test_parts_of_the_workspace_do_not_overlap():
         ((1, 100), LimbForm(bits=4), "inputs divisible by 128"),
         ((0, 128), LimbForm(bits=4), "1 to 4 rows"),
         ((5, 128), LimbForm(bits=4), "1 to 4 rows"),
-        ((4, 2**21), LimbForm(bits=4), "limbs that fit"),
     ],
 )
 def test_what_cannot_be_digits_is_refused(shape, form, found):
@@ -98,16 +97,14 @@ def test_a_product_of_digits_is_that_of_the_inputs(make_weight, symmetric):
     x = random_inputs(3, 256)
     packed = make_weight(40, 256, 128, symmetric)
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
-    assert ops.limb_form(weight, 3) is None, "it is no faster there"
+    assert ops.plan_linear(weight, 3).input is None, "it is no faster there"
     limbs = ops.to_limbs(x, LimbForm(bits=4, with_sums=not symmetric))
-    got = ops.linear_limbs(limbs, weight)
+    got = ops.linear(limbs, weight)
     assert torch.equal(got, ops.linear(x, weight))
     with pytest.raises(KernelError, match="expected those of 256 inputs"):
-        ops.linear_limbs(ops.to_limbs(x[:, :128], limbs.form), weight)
+        ops.linear(ops.to_limbs(x[:, :128], limbs.form), weight)
     reordered = replace(weight, input_order=torch.arange(256))
-    with pytest.raises(KernelError, match="its inputs are reordered"):
-        ops.linear_limbs(limbs, reordered)
-    with pytest.raises(KernelError, match="dense takes no limbs"):
-        ops.linear_limbs(limbs, replace(weight, kernel="dense"))
-    with pytest.raises(KernelError, match="linear_limbs bias"):
-        ops.linear_limbs(limbs, weight, torch.zeros(41, dtype=torch.float16))
+    with pytest.raises(KernelError, match="the weight sorts its inputs"):
+        ops.linear(limbs, reordered)
+    with pytest.raises(KernelError, match="linear bias"):
+        ops.linear(limbs, weight, torch.zeros(41, dtype=torch.float16))

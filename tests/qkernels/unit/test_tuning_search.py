@@ -12,12 +12,11 @@ from qkernels.bench import tune as tune_module
 from qkernels.bench.table import run_tune, select
 from qkernels.bench.tune import NotTaken, format_tuned, search, starts
 from qkernels.errors import KernelError
+from qkernels.gpu import device as gpu_device
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
-from qkernels.w8a8 import tuned as w8a8_tuned
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
 from qkernels.w8a8.tuned import TUNED as W8A8
-from qkernels.wna16 import tuned as wna16_tuned
 from qkernels.wna16.sm90_large_m_config import LARGE_M_SIZES, LargeMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
@@ -104,14 +103,14 @@ def test_the_default_choice_starts():
         assert (None in first) == (m >= 256)
 
 
-def runs_gluon(monkeypatch, answer):
-    monkeypatch.setattr(wna16_tuned, "runs_gluon", lambda: answer)
-    monkeypatch.setattr(w8a8_tuned, "_runs_gluon", lambda: answer)
+def runs_sm90(monkeypatch, answer):
+    reason = None if answer else "written for sm_90"
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: reason)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    runs_gluon(monkeypatch, True)
+    runs_sm90(monkeypatch, True)
 
 
 @pytest.mark.parametrize("M", [17, 64, 128, 1024])
@@ -128,7 +127,7 @@ def test_the_hopper_body_starts_where_it_can_run(hopper, M):
 
 
 def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
-    runs_gluon(monkeypatch, False)
+    runs_sm90(monkeypatch, False)
     for M in (17, 128, 1024):
         first = starts(WNA16, PROBLEM | {"M": M}, 132)
         assert LargeMConfig not in {type(tile) for tile in first}
@@ -152,7 +151,7 @@ def test_8_bit_products_start_from_every_size_that_runs(hopper, M, integers):
 
 
 def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch):
-    runs_gluon(monkeypatch, False)
+    runs_sm90(monkeypatch, False)
     assert {type(tile) for tile in starts(W8A8, INT8, 132)} == {W8A8TritonConfig}
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from formats.scheme import QuantSpec
 from qkernels.attention.config import AttentionConfig
 from qkernels.attention.tuned import TUNED as ATTENTION
 from qkernels.errors import KernelError
@@ -14,12 +15,12 @@ from qkernels.tuning.op import bucket
 from qkernels.tuning.table import TuningRow, TuningTable, default_path, read, write
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
 from qkernels.w8a8.tuned import TUNED as W8A8
-from qkernels.wna16.configs import usable_tuned_config
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_large_m_config import LARGE_M_SIZES, LargeMConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
+from qkernels.wna16.variants import Shape, usable_config
 
 GPU = "NVIDIA H200"
 OPS = (WNA16, W8A8, ATTENTION)
@@ -236,7 +237,7 @@ def test_the_sm90_kernel_takes_a_config_of_the_table_that_runs_here(monkeypatch)
         with tuning_table.tuning_table_of(device).trying(
             linear_row(op=W8A8, problem=problem, config=tile)
         ):
-            return kernel._chosen_tile(device, M, N, K, kind)
+            return kernel._chosen_config(device, M, N, K, kind)
 
     default = default_sm90_config(M, N, K, 132)
     assert default not in (reduce_scatter, last_adds)
@@ -252,7 +253,7 @@ def test_the_sm90_kernel_takes_a_config_of_the_table_that_runs_here(monkeypatch)
             op=W8A8, problem={"N": N, "K": K, "integers": True, "M": 128}, config=reduce_scatter
         )
     ):
-        assert isinstance(portable._chosen_tile(device, M, N, K, True), W8A8TritonConfig)
+        assert isinstance(portable._chosen_config(device, M, N, K, True), W8A8TritonConfig)
 
 
 INT8_DAMAGE = {
@@ -285,6 +286,12 @@ def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
         read_all(path)
 
 
+def shape_of(sm_count, has_sm90):
+    spec = QuantSpec(bits=4, symmetric=True, group_size=128)
+    lacks = () if has_sm90 else (("sm_90", "written for sm_90"),)
+    return Shape(N=6144, K=4096, spec=spec, sm_count=sm_count, lacks=lacks)
+
+
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
 def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
     """Whatever `blocks` the file says: parts that do not run at once wait for good."""
@@ -292,24 +299,24 @@ def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
         for split in (1, 2, 4):
             stored = LargeMConfig(blocks=10**6, parts=parts, block_m=block_m, split=split)
             for M in (17, 64, 200, 512):
-                tile, can_run = usable_tuned_config(stored, M, 6144, 4096, sm_count, True)
+                tile, can_run = usable_config(stored, shape_of(sm_count, True), M)
                 units = tile.tiles(M, 6144) * split
                 assert tile.blocks == min(units, sm_count)
                 assert can_run == (split == 1 or units <= sm_count)
-                assert not usable_tuned_config(stored, M, 6144, 4096, sm_count, False)[1]
+                assert not usable_config(stored, shape_of(sm_count, False), M)[1]
     halves = LargeMConfig(blocks=1, block_m=256, halves=True)
-    tile, can_run = usable_tuned_config(halves, 512, 6144, 4096, sm_count, True)
+    tile, can_run = usable_config(halves, shape_of(sm_count, True), 512)
     assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
 
 
 def test_other_tiles_of_a_table_are_as_they_are():
     for tile in (None, TritonGemmConfig(block_m=16, block_n=64, split=6)):
         for gluon in (False, True):
-            assert usable_tuned_config(tile, 16, 6144, 4096, 132, gluon) == (tile, True)
+            assert usable_config(tile, shape_of(132, gluon), 16) == (tile, True)
     limbs = GemvImmaConfig()
-    assert usable_tuned_config(limbs, 4, 6144, 4096, 132, True) == (limbs, True)
-    assert not usable_tuned_config(limbs, 4, 6144, 4096, 132, False)[1]
-    assert not usable_tuned_config(SmallMConfig(rows=8), 8, 6144, 4096, 132, False)[1]
+    assert usable_config(limbs, shape_of(132, True), 4) == (limbs, True)
+    assert not usable_config(limbs, shape_of(132, False), 4)[1]
+    assert not usable_config(SmallMConfig(rows=8), shape_of(132, False), 8)[1]
 
 
 HOPPER_DAMAGE = {

@@ -1,0 +1,57 @@
+"""What the machine code of a compiled kernel uses: registers, shared memory, spills, products."""
+
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+
+from tests.qkernels.compile import sass
+
+
+def facts(compiled: object) -> dict[str, object]:
+    """Without cuobjdump, which not every triton comes with, what the PTX shows."""
+    ptx = compiled.asm["ptx"]
+    found = {
+        "shared": compiled.metadata.shared,
+        "threads": 32 * compiled.metadata.num_warps,
+        "wgmma": "wgmma.mma_async" in ptx,
+        "tensor_core": bool(re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx)),
+        "integer_mma": ptx.count("mma.sync.aligned.m16n8k32"),
+        "local_in_ptx": bool(re.search(r"\.local\s", ptx)),
+    }
+    if (needed := re.search(r"\.reqntid (\d+)", ptx)) is not None:
+        found["threads"] = int(needed[1])  # with those of a Gluon kernel's other partitions
+    if cuobjdump() is None:
+        return found
+    usage, code = dump(compiled, "--dump-resource-usage"), dump(compiled, "--dump-sass")
+    found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
+    found["local"] = int(re.search(r"LOCAL:(\d+)", usage)[1])
+    found["stack"] = int(re.search(r"STACK:(\d+)", usage)[1])
+    found["spill_stores"] = len(re.findall(r"\bSTL\b", code))
+    found["instructions"] = len(sass.instructions(code))
+    loops = sass.product_loops(code)
+    if loops:
+        found["hgmma"] = len(re.findall(r"\b[HIQ]GMMA\b", code))
+        found["loop_spills"] = sum(bool(re.search(r"\b(STL|LDL)\b", t)) for b in loops for t in b)
+        found["waits_in_loops"] = max(sum("WARPGROUP.DEPBAR" in t for t in b) for b in loops)
+        found["overlapped"] = sass.overlapped(code)
+        found["overwritten_in_flight"] = sass.overwritten_in_flight(code)
+    return found
+
+
+@functools.cache
+def cuobjdump() -> Path | None:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return path if path.exists() else None
+
+
+def dump(compiled: object, what: str) -> str:
+    """What cuobjdump says of the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(cuobjdump()), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
