@@ -22,7 +22,7 @@ from qkernels.attention.sm90_decode_8bit_load import (
     load_pages,
 )
 from qkernels.gpu.launch import launch
-from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF, halves
+from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF, unpack_x2
 
 STAGES = 3
 REGISTERS = None  # no bound: two blocks on an SM
@@ -77,7 +77,7 @@ def _half_keys(words, IS_INT: gl.constexpr):
     low, high = gl.inline_asm_elementwise(
         to_half, "=&r,=&r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    return halves(gl.join(low, high), gl.float16)
+    return unpack_x2(gl.join(low, high), gl.float16)
 
 
 @gluon.jit
@@ -346,7 +346,7 @@ def _coded_decode(
         weights = weights * shrink + weight
         largest = new_largest
 
-        v = halves(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
+        v = unpack_x2(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
         v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
         v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
         weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))

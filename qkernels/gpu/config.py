@@ -1,18 +1,16 @@
-"""What the configs of all kernels share: integer helpers, limits, and what a launch allows.
-
-Plain Python; knows no operation.
-"""
+"""What the configs of all kernels share: integer helpers, limits, and checks. Plain Python."""
 
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
-HOPPER_SHARED_BYTES = 227 * 1024  # of a block on sm_90
+HOPPER_SHARED_BYTES = 227 * 1024  # the most that a block may have on sm_90
 
 
 class CompileTimeConfig:
-    """A tile that is a kernel's constant, with what is computed of it.
+    """A config that is passed to a kernel as a constexpr, together with its properties.
 
-    Triton's cache on disk knows a constant by its `cache_key`, or by its text, which for a
-    dataclass is its fields: what another version computes otherwise would not be told apart.
+    Triton's disk cache tells constants apart by `cache_key`, else by their repr, which for a
+    dataclass is its fields. A kernel also depends on the properties, and another version of this
+    package may compute them differently, so the key contains them.
     """
 
     __slots__ = ()
@@ -34,7 +32,7 @@ def power_of_two(n: int) -> int:
 
 
 MAX_STAGES = 8
-WARPGROUP_ROWS = 64  # of the left operand of one product
+WARPGROUP_ROWS = 64  # of operand A of one wgmma
 
 
 def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int) -> str | None:
@@ -49,11 +47,11 @@ def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int
 
 def split_fault(split: int, steps: int, tiles: int, outputs: int) -> str | None:
     if not 1 <= split <= steps:
-        return f"split must be 1 to {steps}, the steps of K, found {split}"
+        return f"split must be 1 to {steps}, the number of K steps, found {split}"
     if split > 1 and split * outputs > WORKSPACE_FLOATS:
-        return f"split {split} of {outputs} outputs overruns the workspace"
+        return f"split {split} of {outputs} outputs does not fit into the workspace"
     if split > 1 and tiles > WORKSPACE_COUNTERS:
-        return f"{tiles} tiles cannot be split: there are {WORKSPACE_COUNTERS} counters"
+        return f"{tiles} tiles cannot be split: the workspace has {WORKSPACE_COUNTERS} counters"
     return None
 
 

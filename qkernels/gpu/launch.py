@@ -1,4 +1,4 @@
-"""Launching Triton kernels at a fraction of Triton's own host time. Knows no operation."""
+"""Launching Triton kernels in a fraction of the host time that Triton itself takes."""
 
 import contextlib
 from typing import Any
@@ -7,18 +7,17 @@ import torch
 
 from qkernels.gpu.device import INTERPRETED
 
-# what a launch's arguments ask of a compiled kernel -> the kernel, what was compiled of it, and the
-# values of its last parameters
+# launch key -> the kernel, its compiled form, and the values of its last parameters
 _COMPILED: dict[tuple, tuple[Any, Any, tuple]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel[grid](*arguments, **constants), at a fraction of the host's time from the second on.
+    """kernel[grid](*arguments, **constants), in a fraction of the host time from the second call.
 
-    Triton describes every argument and option anew, as text, to find what it has compiled. Here
-    they are looked up as they are: by all that it compiles anew for, and by the device. What is not
-    told apart here (an address that 16 does not divide, an integer beyond 32 bits, an unknown type)
-    goes Triton's way, as does the first of its kind. `arguments` are the kernel's first
+    For each launch Triton describes all arguments and options as text, to find the compiled kernel.
+    Here a tuple finds it: the device, and everything that Triton specializes on. A launch that the
+    tuple cannot describe (an address not divisible by 16, an integer beyond 32 bits, an unknown
+    type) goes through Triton, as does the first of each kind. `arguments` are the kernel's first
     parameters, `constants` the others and Triton's options. Descriptors come from gpu/tma.py.
     """
     key = None if INTERPRETED else _launch_key(kernel, arguments, constants)
@@ -35,7 +34,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple | None:
-    """What decides what Triton compiles; None: left to it."""
+    """Everything that Triton specializes on; None: the launch goes through Triton."""
     kinds = [id(kernel), torch.cuda.current_device()]
     addresses = 0
     for argument in arguments:
@@ -46,7 +45,7 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
         elif kind is int:
             if not -(2**31) <= argument < 2**31:
                 return None
-            # 1 is compiled in, multiples of 16 are known as such
+            # Triton compiles 1 in, and specializes on divisibility by 16
             kinds.append(-1 if argument == 1 else argument % 16 == 0)
         elif argument is None or kind is float:
             kinds.append(kind)
@@ -58,7 +57,7 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, whatever its arguments; make it the tensor's."""
+    """Makes the tensor's device current: Triton launches there, wherever its arguments are."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

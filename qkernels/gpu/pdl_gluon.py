@@ -1,4 +1,4 @@
-"""Dependent launch in Gluon, as gpu/pdl.py has it in Triton. Knows no operation."""
+"""Programmatic dependent launch (PDL) in Gluon, as gpu/pdl.py has it in Triton."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,10 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def griddepcontrol_wait():
-    """Until it has ended and its writes are seen. Weights may be read before: they never change."""
+    """Wait until the previous kernel has completed and its writes are visible.
+
+    Weights may be read before: no kernel writes them.
+    """
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r,~{memory}", [], gl.int32, is_pure=False, pack=1
     )
@@ -14,6 +17,7 @@ def griddepcontrol_wait():
 
 @gluon.jit
 def launch_dependents():
+    """The next kernel's blocks may start once each block of this one has called it or ended."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0",
         "=r,~{memory}",

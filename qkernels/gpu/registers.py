@@ -1,10 +1,10 @@
-"""Tensors in registers, taken apart or turned into other numbers, in Gluon. Moves nothing."""
+"""Tensors in registers, split or converted within each thread, in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Assembly of a word of four 8-bit codes to two words of float16, exactly. Of an integer the byte,
-# its sign flipped, is the mantissa of 1024 + 128 + code.
+# PTX: a word of four 8-bit codes to two words of float16x2, exactly. An int8 with its sign bit
+# flipped is the mantissa of 1024 + 128 + code.
 INT_TO_HALF = gl.constexpr("""{
     .reg .b32 x, low, high, magic;
     xor.b32 x, $2, 0x80808080;
@@ -25,9 +25,10 @@ FLOAT8_TO_HALF = gl.constexpr("""{
 
 @gluon.jit
 def signed_nibbles(codes):
-    """Bytes of two 4-bit codes q to bytes 16 (q - 8) of the low ones, and of the high ones.
+    """Bytes of two 4-bit codes q to int8 16 (q - 8): of the low codes, and of the high codes.
 
-    Shifted left, not right: the sign is then in its place, and one instruction masks and flips it.
+    The low codes are shifted left. The sign bit is then in its place, and one lop3 masks the codes
+    and flips it.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 shifted; shl.b32 shifted, $2, 4;"
@@ -42,22 +43,22 @@ def signed_nibbles(codes):
 
 
 @gluon.jit
-def halves(words, DTYPE: gl.constexpr):
-    """Both 16-bit halves of each word as numbers: [..., 2]."""
+def unpack_x2(words, DTYPE: gl.constexpr):
+    """Both 16-bit values of each word: [..., 2]."""
     low = words.to(gl.int16).to(DTYPE, bitcast=True)
     return gl.join(low, (words >> 16).to(gl.int16).to(DTYPE, bitcast=True))
 
 
 @gluon.jit
-def twice(values):
-    """16-bit numbers into both halves of words."""
+def pack_x2(values):
+    """Words that hold each 16-bit value twice."""
     bits = values.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return bits | (bits << 16)
 
 
 @gluon.jit
 def split_columns(x, COUNT: gl.constexpr):
-    """x [rows, columns] as COUNT tensors of neighbouring columns; COUNT a power of two."""
+    """x [rows, columns] as COUNT tensors of adjacent columns. COUNT is a power of two."""
     xs = (x,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         pairs = ()

@@ -1,6 +1,6 @@
-"""What the copy engine needs to know of a tensor, without checking twice. Knows no kernel.
+"""TMA descriptors, checked once for all tensors of one shape.
 
-Triton checks a descriptor whenever one is made, 10 to 20 us of Python for one like the last.
+Triton checks each descriptor that is made, which takes 10 to 20 us of Python.
 """
 
 import functools
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-# (anything with a dtype and data_ptr(), shape, strides, block) -> a descriptor of Triton's
+# (anything with a dtype and data_ptr(), shape, strides, block) -> a Triton descriptor
 Make = Callable[[Any, tuple[int, ...], tuple[int, ...], list[int]], Any]
 
 TMA_ALIGNMENT = 16  # bytes, of every address
 
 
 def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
-    """make(tensor, its shape, its strides, block), called and checked once for all like it.
+    """make(tensor, shape, strides, block), called and checked once for each dtype and shape.
 
-    Raises AssertionError where the copy engine cannot take the tensor. The `kind` of the result is
-    one object for all descriptors that a kernel need not be compiled anew for.
+    Raises AssertionError where TMA cannot address the tensor. All descriptors that the same
+    compiled kernel takes have the same object as `kind`.
     """
-    assert tensor.data_ptr() % TMA_ALIGNMENT == 0, "the copy engine takes addresses divisible by 16"
+    assert tensor.data_ptr() % TMA_ALIGNMENT == 0, "TMA takes addresses divisible by 16"
     like = _template(make, tensor.dtype, tensor.shape, tensor.stride(), block)
     found = object.__new__(type(like))
     found.__dict__.update(like.__dict__)
@@ -30,7 +30,7 @@ def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
 
 
 class _Base:
-    """A tensor's dtype, at an address that every descriptor can have."""
+    """Stands for a tensor: its dtype, at an address that passes Triton's checks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -52,5 +52,5 @@ def _kind(make: Make, dtype: torch.dtype, block: tuple[int, ...]) -> object:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it at an address that TMA can read."""
+    """x, or a copy of it at an address that TMA takes."""
     return x.clone() if x.data_ptr() % TMA_ALIGNMENT else x

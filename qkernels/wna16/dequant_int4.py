@@ -11,7 +11,7 @@ Legend: C words of one row and one t, 32 inputs each.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qkernels.gpu.registers import halves, twice
+from qkernels.gpu.registers import pack_x2, unpack_x2
 
 BFLOAT16_CODES = gl.constexpr(1 / 64)  # what exact_codes multiplies codes of bfloat16 by
 
@@ -40,9 +40,9 @@ def zeros_to_subtract(offset, DTYPE: gl.constexpr):
     """Rows' offsets [64] to what (codes at bit 0, codes at bit 4) subtract, as words [64, 1]."""
     less = offset.to(gl.float32)
     if DTYPE.is_fp16():
-        return twice((-less).to(DTYPE))[:, None], twice((960 - less).to(DTYPE))[:, None]
+        return pack_x2((-less).to(DTYPE))[:, None], pack_x2((960 - less).to(DTYPE))[:, None]
     else:
-        both = twice(((128 - less) * BFLOAT16_CODES).to(DTYPE))[:, None]
+        both = pack_x2(((128 - less) * BFLOAT16_CODES).to(DTYPE))[:, None]
         return both, both
 
 
@@ -80,8 +80,8 @@ def _codes(words, less, ASSEMBLY: gl.constexpr):
 def _in_order(p0, p1, p2, p3, DTYPE: gl.constexpr):
     """Pairs [64, 4 C] of codes at bits 0, 4, 8 and 12 to [64, 32 C] in the order of the inputs."""
     C: gl.constexpr = p0.shape[1] // 4
-    i0 = gl.join(halves(p0, DTYPE), halves(p1, DTYPE))
-    i1 = gl.join(halves(p2, DTYPE), halves(p3, DTYPE))
+    i0 = gl.join(unpack_x2(p0, DTYPE), unpack_x2(p1, DTYPE))
+    i1 = gl.join(unpack_x2(p2, DTYPE), unpack_x2(p3, DTYPE))
     # [64, t, c, e, h, i] -> [64, c, i, h, t, e]
     values = gl.join(i0, i1).reshape([64, 4, C, 2, 2, 2]).permute([0, 2, 5, 4, 1, 3])
     return values.reshape([64, 32 * C])
@@ -96,7 +96,7 @@ def nibble_factors(scale, offset, DTYPE: gl.constexpr):
     exact = scale.to(gl.float32)
     less_0, less_4 = zeros_to_subtract(offset, DTYPE)
     if DTYPE.is_fp16():
-        high = twice(exact.to(DTYPE))
+        high = pack_x2(exact.to(DTYPE))
         low = high
     else:
         high, low = gl.inline_asm_elementwise(

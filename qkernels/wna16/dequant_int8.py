@@ -11,7 +11,7 @@ Legend: C words of one row and one t, 16 inputs each.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qkernels.gpu.registers import halves, twice
+from qkernels.gpu.registers import pack_x2, unpack_x2
 
 # Of weights in bfloat16: float16's largest scale times 2^109 is still a float32.
 BFLOAT16_SHRINK = gl.constexpr(2.0**-24)
@@ -40,7 +40,7 @@ _TO_BFLOAT16 = gl.constexpr("""{
 def byte_factors(scale, offset, DTYPE: gl.constexpr):
     """(what is added or subtracted, scale) of rows [64], as words or in float32 [64, 1]."""
     if DTYPE.is_fp16():
-        return twice(offset)[:, None], twice(scale.to(DTYPE))[:, None]
+        return pack_x2(offset)[:, None], pack_x2(scale.to(DTYPE))[:, None]
     else:
         exact = scale.to(gl.float32)
         zero = offset.to(gl.float32) + _ZERO_OF_OFFSET_0
@@ -62,5 +62,5 @@ def unpack_bytes(words, factors, DTYPE: gl.constexpr):
         1,
     )
     # [64, t, c, e, h] -> [64, c, h, t, e]
-    values = gl.join(halves(h0, DTYPE), halves(h1, DTYPE)).reshape([64, 4, C, 2, 2])
+    values = gl.join(unpack_x2(h0, DTYPE), unpack_x2(h1, DTYPE)).reshape([64, 4, C, 2, 2])
     return values.permute([0, 2, 4, 1, 3]).reshape([64, 16 * C])
