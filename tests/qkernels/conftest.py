@@ -20,6 +20,7 @@ import torch
 from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
+from qkernels.gpu.device import lacks_arch
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
