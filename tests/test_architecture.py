@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from formats.loads_in import OUR_ARCHITECTURES, OUR_ROPE_TYPES
+from formats.families import served_architectures
+from formats.rope_types import SERVED_ROPE_TYPES
 from qserve.model.architectures import ARCHITECTURES
 from qserve.model.rope import ROPE_TYPES
 
@@ -28,6 +29,8 @@ MAY_IMPORT_INSIDE = {
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {
     "formats": {"triton", "transformers", "fastapi"},
+    "formats.families": {"torch", "triton", "transformers"},
+    "formats.rope_types": {"torch", "triton", "transformers"},
     "formats.checkpoint": {"triton", "transformers", "fastapi"},
     "qkernels": {"triton", "transformers", "fastapi"},
     "qkernels.linear": {"triton", "transformers", "fastapi", "qserve"},
@@ -88,8 +91,8 @@ def test_nothing_third_party_reads_pickles_or_remote_code():
 
 
 def test_what_is_served_is_what_the_doctor_knows():
-    assert tuple(ARCHITECTURES) == OUR_ARCHITECTURES
-    assert ROPE_TYPES == OUR_ROPE_TYPES
+    assert tuple(ARCHITECTURES) == served_architectures()
+    assert ROPE_TYPES == SERVED_ROPE_TYPES
 
 
 def test_shadowed_sibling_is_named(tmp_path):
