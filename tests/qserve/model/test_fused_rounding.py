@@ -11,7 +11,7 @@ from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.prepared import PreparedWeight
 from qserve.llm import LLM
-from qserve.model.linear import FloatLinear, SplitLinear
+from qserve.model.blocks.linear import FloatLinear, SplitLinear
 from qserve.sampling_params import SamplingParams
 
 TOKENS = [3, 17, 200, 5, 9, 77, 41, 300, 8, 1, 2, 500]

@@ -9,7 +9,8 @@ from qkernels import ops
 from qkernels.digits import DigitForm, Digits
 from qkernels.input_forms import LinearInput
 from qkernels.partial_sums import LinearOutput, split_heads
-from qserve.model.linear import Linear
+from qserve.model.blocks.linear import Linear
+from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
 
 
@@ -47,8 +48,10 @@ class Attention(torch.nn.Module):
         config: ModelConfig,
         *,
         window: int | None,
+        rotary: Rotary,
         qkv_proj: Linear,
         o_proj: Linear,
+        scale: float | None = None,  # of scores; None: head_dim^-0.5
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
@@ -57,6 +60,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.rotary = rotary
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
@@ -65,9 +70,12 @@ class Attention(torch.nn.Module):
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
 
-    def forward(
-        self, x_TC: LinearInput, step: StepInputs, cache: LayerCache, cos_sin: torch.Tensor
-    ) -> LinearOutput:
+    @property
+    def first_linear(self) -> Linear:
+        """Whose form of input `forward` takes."""
+        return self.qkv_proj
+
+    def forward(self, x_TC: LinearInput, step: StepInputs, cache: LayerCache) -> LinearOutput:
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys.
 
         The result is for the norm that follows.
@@ -78,7 +86,7 @@ class Attention(torch.nn.Module):
             q,
             k,
             v,
-            cos_sin,
+            self.rotary.cos_sin,
             step.positions_T,
             cache.keys,
             cache.values,
@@ -99,7 +107,7 @@ class Attention(torch.nn.Module):
             step.block_tables_RX,
             step.query_starts_R1,
             step.context_lengths_R,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             window=self.window,
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
