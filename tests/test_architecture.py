@@ -1,6 +1,7 @@
 """The import rules: which package may import which, and what an import may load."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 import tomllib
@@ -58,6 +59,25 @@ def test_packages_import_one_way(package):
                 continue
             from_cli = path == ROOT / "qserve" / "cli.py" and top == "calibrate"
             assert top in MAY_IMPORT[package] or from_cli, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_modules_import_each_other_in_no_circle(package):
+    """Imports for types alone count, too; those inside functions, which wait, do not."""
+    graph = {}
+    for path in (ROOT / package).rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        tree = ast.parse(path.read_text())
+        graph[name] = {
+            found
+            for node in tree.body
+            for part in ([node] if not isinstance(node, ast.If) else node.body)
+            if isinstance(part, ast.ImportFrom) and f"{part.module}.".startswith(f"{package}.")
+            for found in (part.module, *(f"{part.module}.{alias.name}" for alias in part.names))
+        }
+    graphlib.TopologicalSorter(
+        {name: found & graph.keys() - {name} for name, found in graph.items()}
+    ).prepare()
 
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT_INSIDE))
