@@ -1,13 +1,15 @@
-"""Where a model's tensors are called what: one row per architecture. Knows names, not weights.
+"""What quantizing a model asks of its family: linears by input, and where factors can move.
 
-A new architecture is a new row of LAYER_MAPS. Its linears are listed in the order they run, those
-that share an input together: they will share that input's statistics.
+Made from the family's row in formats/families.py. Linears are listed in the order they run, those
+that share an input together: they will share that input's statistics. Knows names, not weights.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import CheckpointError, InputError
+from formats.families import FAMILIES, Family, Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +30,24 @@ class ScalePair:
 class LayerMap:
     """The tensor names of one architecture. Names inside a layer are local to it."""
 
-    layer: str = "model.layers.{i}"
-    num_layers_key: str = "num_hidden_layers"  # of config.json
+    layer: str
+    num_layers_key: str  # of config.json
     linears_by_input: tuple[tuple[str, ...], ...]
     layer_tensors: tuple[
         str, ...
     ]  # besides the linears' weights; others are kept if they are there
     scale_pairs: tuple[ScalePair, ...]
-    norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
-    rotatable: bool = True  # nothing stands between a linear's output and the residual stream
-    embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden size)
+    norm_offset: float  # a norm multiplies by (offset + weight)
+    rotatable: bool  # nothing stands between a linear's output and the residual stream
+    embedding_times_root: bool  # embeddings are multiplied by sqrt(hidden size)
     # A mixture of experts: where it is on disk (transformers calls it `mlp`), and whether the
     # chosen experts' shares are made to add up to 1 whatever config.json says.
     experts_module: str = ""
     renormalized: bool = False
     expert_linears_by_input: tuple[tuple[str, ...], ...] = ()  # {e}: the expert's number
-    embedding: str = "model.embed_tokens.weight"
-    last_norm: str = "model.norm.weight"
-    head: str = "lm_head.weight"
+    embedding: str
+    last_norm: str
+    head: str
 
     def prefix(self, layer: int) -> str:
         return self.layer.format(i=layer)
@@ -98,131 +100,61 @@ def _positive(config: dict[str, Any], key: str) -> int:
     return count
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_VALUES = ScalePair(previous="self_attn.v_proj", linears=("self_attn.o_proj",), kind="values")
-_UP = ScalePair(previous="mlp.up_proj", linears=("mlp.down_proj",), kind="up")
-
-_LLAMA = LayerMap(
-    linears_by_input=(_QKV, ("self_attn.o_proj",), _GATE_UP, ("mlp.down_proj",)),
-    layer_tensors=("input_layernorm.weight", "post_attention_layernorm.weight"),
-    scale_pairs=(
-        ScalePair(previous="input_layernorm", linears=_QKV, kind="norm"),
-        _VALUES,
-        ScalePair(previous="post_attention_layernorm", linears=_GATE_UP, kind="norm"),
-        _UP,
-    ),
-)
-
-_GEMMA = replace(
-    _LLAMA,
-    layer_tensors=(
-        *_LLAMA.layer_tensors,
-        "pre_feedforward_layernorm.weight",
-        "post_feedforward_layernorm.weight",
-    ),
-    scale_pairs=(
-        ScalePair(previous="input_layernorm", linears=_QKV, kind="norm"),
-        _VALUES,
-        ScalePair(previous="pre_feedforward_layernorm", linears=_GATE_UP, kind="norm"),
-        _UP,
-    ),
-    norm_offset=1.0,
-    rotatable=False,
-    embedding_times_root=True,
-)
-# The router reads what the experts read and stays in float: no factor moves through that norm.
-_EXPERTS = replace(
-    _LLAMA,
-    linears_by_input=(_QKV, ("self_attn.o_proj",)),
-    scale_pairs=(
-        ScalePair(previous="input_layernorm", linears=_QKV, kind="norm"),
-        _VALUES,
-    ),
-    rotatable=False,
-)
-
-LAYER_MAPS: dict[str, LayerMap] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": replace(
-        _LLAMA,
+def layer_map(family: Family) -> LayerMap:
+    """What a row says to those who quantize."""
+    # Biases that config.json switches on are kept if they are there.
+    biases = [f"{linear.name}.bias" for linear in family.linears if linear.bias is True]
+    experts = family.experts
+    return LayerMap(
+        layer=family.layer,
+        num_layers_key=family.num_layers_key,
+        linears_by_input=tuple(_stored(projection) for projection in family.dense),
         layer_tensors=(
-            *_LLAMA.layer_tensors,
-            "self_attn.q_proj.bias",
-            "self_attn.k_proj.bias",
-            "self_attn.v_proj.bias",
+            *(f"{norm.name}.weight" for norm in family.norms),
+            *biases,
+            *((f"{experts.router}.weight",) if experts else ()),
         ),
-    ),
-    "Qwen3ForCausalLM": replace(
-        _LLAMA,
-        layer_tensors=(
-            *_LLAMA.layer_tensors,
-            "self_attn.q_norm.weight",
-            "self_attn.k_norm.weight",
-        ),
-    ),
-    "Phi3ForCausalLM": replace(
-        _LLAMA,
-        linears_by_input=(
-            ("self_attn.qkv_proj",),
-            ("self_attn.o_proj",),
-            ("mlp.gate_up_proj",),
-            ("mlp.down_proj",),
-        ),
-        scale_pairs=(
-            ScalePair(previous="input_layernorm", linears=("self_attn.qkv_proj",), kind="norm"),
-            replace(_VALUES, previous="self_attn.qkv_proj"),
-            ScalePair(
-                previous="post_attention_layernorm", linears=("mlp.gate_up_proj",), kind="norm"
-            ),
-            replace(_UP, previous="mlp.gate_up_proj"),
-        ),
-    ),
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": replace(
-        _GEMMA,
-        layer_tensors=(
-            *_GEMMA.layer_tensors,
-            "self_attn.q_norm.weight",
-            "self_attn.k_norm.weight",
-        ),
-    ),
-    "MixtralForCausalLM": replace(
-        _EXPERTS,
-        experts_module="block_sparse_moe",
-        renormalized=True,
-        layer_tensors=(*_LLAMA.layer_tensors, "block_sparse_moe.gate.weight"),
+        scale_pairs=tuple(_scale_pairs(family)),
+        norm_offset=family.norm_offset,
+        # a router reads the residual stream, and a norm after a linear stands in its way
+        rotatable=not experts and all(n.feeds or n.size == "head_dim" for n in family.norms),
+        embedding_times_root=family.embedding_times_root,
+        experts_module=experts.module if experts else "",
+        renormalized=bool(experts and experts.renormalized),
         expert_linears_by_input=(
-            ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
-            ("block_sparse_moe.experts.{e}.w2",),
+            (_stored(experts.gate_up), _stored(experts.down)) if experts else ()
         ),
-    ),
-    "Qwen3MoeForCausalLM": replace(
-        _EXPERTS,
-        experts_module="mlp",
-        layer_tensors=(
-            *_LLAMA.layer_tensors,
-            "self_attn.q_norm.weight",
-            "self_attn.k_norm.weight",
-            "mlp.gate.weight",
-        ),
-        expert_linears_by_input=(
-            ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-            ("mlp.experts.{e}.down_proj",),
-        ),
-    ),
-}
+        embedding=family.embedding,
+        last_norm=family.last_norm,
+        head=family.head,
+    )
+
+
+def _stored(projection: Projection) -> tuple[str, ...]:
+    """The names of its linears."""
+    return tuple(linear.name for linear in projection.linears)
+
+
+def _scale_pairs(family: Family) -> Iterator[ScalePair]:
+    """In the order they run. Of experts none: the router reads their input too, in float."""
+    norm_of = {norm.feeds: norm.name for norm in family.norms}
+    yield ScalePair(previous=norm_of[family.qkv.name], linears=_stored(family.qkv), kind="norm")
+    yield ScalePair(previous=_stored(family.qkv)[-1], linears=_stored(family.o), kind="values")
+    if family.experts:
+        return
+    gate_up = _stored(family.gate_up)
+    yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
+    yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
 
 
 def find_layer_map(config: dict[str, Any]) -> LayerMap:
-    """The row of config.json's architecture. Raises InputError where there is none."""
+    """That of config.json's architecture. Raises InputError where there is none."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in LAYER_MAPS:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"architecture {name!r}",
-            f"unknown; known: {', '.join(LAYER_MAPS)}",
-            "an architecture is a row of LAYER_MAPS in calibrate/layer_map.py",
+            f"unknown; known: {', '.join(FAMILIES)}",
+            "a family is a row of FAMILIES in formats/families.py",
         )
-    return LAYER_MAPS[name]
+    return layer_map(FAMILIES[name])

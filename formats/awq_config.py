@@ -2,16 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
 from formats.rules import Rule
 from formats.scheme import QuantSpec, Scheme, checked_group_size
-
-if TYPE_CHECKING:
-    from formats.quant_config import QuantConfig
-
-BLOCK = "quantization_config"
 
 
 def stored(scheme: Scheme) -> Scheme:
@@ -55,7 +51,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: "QuantConfig") -> dict[str, Any]:
+def write(config: ConfigFields) -> dict[str, Any]:
     spec = config.scheme.weight
     block = {
         "quant_method": "awq",

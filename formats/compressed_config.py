@@ -1,18 +1,15 @@
 """The keys of a compressed-tensors block. Knows no tensors."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.compressed_tensors import FLOAT, INTEGER, PACKED, PACKED_BITS, layout_of
+from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
 from formats.kv_cache import KEY, read_kv_scheme, write_kv_scheme
 from formats.rules import Rule, exact_patterns
 from formats.scheme import ALL, CHANNEL, ActivationSpec, QuantSpec, Scheme, checked_group_size
 
-if TYPE_CHECKING:
-    from formats.quant_config import QuantConfig
-
-BLOCK = "quantization_config"
 VERSION = "0.17.0"  # of the library's schema that the block follows
 KNOWN_LAYOUTS = (PACKED, INTEGER, FLOAT, "naive-quantized", "mixed-precision", "dense")
 MAX_RULES = 20_000
@@ -74,7 +71,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: "QuantConfig") -> dict[str, Any]:
+def write(config: ConfigFields) -> dict[str, Any]:
     others = dict.fromkeys(rule.scheme for rule in config.rules if rule.scheme is not None)
     targets = {config.scheme: ["Linear"]}
     for scheme in others:

@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
 from formats.gptq import zeros_rule
 from formats.rules import Rule, exact_patterns
 from formats.scheme import ActivationSpec, QuantSpec, Scheme, checked_group_size
 
-if TYPE_CHECKING:
-    from formats.quant_config import QuantConfig
-
-BLOCK = "quantization_config"
 REQUIRED_KEYS = ("bits", "group_size", "desc_act", "sym")
 BITS = (2, 3, 4, 8)
 LABELS = {"gptq": "v1", "gptq_v2": "v2"}
@@ -64,7 +61,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: "QuantConfig") -> dict[str, Any]:
+def write(config: ConfigFields) -> dict[str, Any]:
     spec = config.scheme.weight
     label = next(label for label, zeros in LABELS.items() if zeros == config.zeros)
     block = {

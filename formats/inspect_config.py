@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from formats.checkpoint import CONFIG
+from formats.families import FAMILIES, Family, checked_family
 from formats.findings import Findings
+from formats.rope_types import ROPE_DEFAULT, ROPE_TYPES
 
-# Families whose layers are all alike; the rules below, but for the dtype, are theirs.
-UNIFORM_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 NUMBERS = (
     "num_hidden_layers",
     "hidden_size",
@@ -24,25 +24,6 @@ NUMBERS = (
 )
 # Without these a reader would take numbers of its own, such as 4096.
 REQUIRED = NUMBERS[:5]
-MAY_BE_NULL = {
-    "llama": ("num_key_value_heads", "head_dim"),
-    "mistral": ("head_dim",),
-    "qwen2": ("num_key_value_heads", "head_dim"),
-    "qwen3": ("num_key_value_heads",),
-}
-# Where nothing is stated: of llama as many as heads, and hidden_size / heads
-DEFAULTS = {
-    "mistral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
-# architectures that no other model_type has
-TYPE_OF = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 # The rows of transformers' table. The families' own is silu, and the only one that servers have.
 SILU = "silu"
 ACTIVATIONS = (
@@ -53,17 +34,6 @@ ACTIVATIONS = (
 )
 # of torch, as transformers looks them up
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
-# kind of rotary embedding -> the numbers above 0 that it needs, and the lists of such
-ROPE_DEFAULT = "default"
-ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    ROPE_DEFAULT: ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ()),
-    "yarn": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
-    "longrope": ((), ("short_factor", "long_factor")),
-    "proportional": ((), ()),
-}
 
 
 class Choices(NamedTuple):
@@ -78,17 +48,18 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     if not isinstance(config.get("model_type"), str):
         found = f"found {config['model_type']!r:.80}" if "model_type" in config else "has none"
         findings.error(f"{CONFIG} model_type", f"expected a name, {found}", "state it")
-    elif config["model_type"] not in UNIFORM_MODEL_TYPES:
+    family = checked_family(config)
+    if family is None:
         _check_type_of_another(config, findings)
-    _check_dtype(config, findings)
-    if config.get("model_type") not in UNIFORM_MODEL_TYPES:
+    _check_dtype(config, family, findings)
+    if family is None:
         return Choices()
     for name in REQUIRED:
         if name not in config:
             findings.error(f"{CONFIG} {name}", "is missing", "copy it from the float model")
     for name in NUMBERS:
         value = config.get(name, 1)
-        left_out = value is None and name in MAY_BE_NULL[config["model_type"]]
+        left_out = value is None and name in family.rules.may_be_null
         if (type(value) is not int or value < 1) and not left_out:
             findings.error(
                 f"{CONFIG} {name}", f"expected a whole number above 0, found {value!r:.80}"
@@ -103,26 +74,26 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         findings.error(
             f"{CONFIG} tie_word_embeddings", f"expected true or false, found {tied!r:.80}"
         )
-    return Choices(_activation(config, findings), _rope(config, findings))
+    return Choices(_activation(config, family, findings), _rope(config, findings))
 
 
 def _check_type_of_another(config: Mapping[str, Any], findings: Findings) -> None:
     """transformers chooses by model_type, others by the architecture."""
-    names = config.get("architectures")
-    for architecture, model_type in TYPE_OF.items():
-        if names == [architecture]:
+    found, names = config.get("model_type"), config.get("architectures")
+    for family in FAMILIES.values():
+        if names == [family.architecture] and isinstance(found, str) and found != family.model_type:
             findings.error(
                 f"{CONFIG} model_type",
-                f"{config['model_type']!r:.80} is not that of {architecture}",
-                f"state {model_type!r}",
+                f"{found!r:.80} is not that of {family.architecture}",
+                f"state {family.model_type!r}",
             )
 
 
-def _check_dtype(config: Mapping[str, Any], findings: Findings) -> None:
+def _check_dtype(config: Mapping[str, Any], family: Family | None, findings: Findings) -> None:
     """The newer key goes first. Readers set tensors up in this dtype, or fail to find it."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     value = config.get(key)
-    composite = isinstance(value, dict) and config.get("model_type") not in UNIFORM_MODEL_TYPES
+    composite = isinstance(value, dict) and family is None
     if value is not None and not composite and value not in DTYPES:
         findings.error(
             f"{CONFIG} {key}",
@@ -131,16 +102,16 @@ def _check_dtype(config: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _activation(config: Mapping[str, Any], findings: Findings) -> str:
-    name = config.get("hidden_act", SILU)
+def _activation(config: Mapping[str, Any], family: Family, findings: Findings) -> str:
+    name = config.get(family.activation_key, family.activation)
     if name in ACTIVATIONS:
         return name
     findings.error(
-        f"{CONFIG} hidden_act",
-        f"unknown: {name!r:.80}; all models of this family have {SILU}",
+        f"{CONFIG} {family.activation_key}",
+        f"unknown: {name!r:.80}; all models of this family have {family.activation}",
         "copy config.json from the model that was quantized",
     )
-    return SILU
+    return family.activation
 
 
 def _rope(config: Mapping[str, Any], findings: Findings) -> str:
@@ -168,7 +139,7 @@ def _rope(config: Mapping[str, Any], findings: Findings) -> str:
             remedy,
         )
         return ROPE_DEFAULT
-    numbers, lists = ROPE_TYPES[kind]
+    numbers, lists = ROPE_TYPES[kind].numbers, ROPE_TYPES[kind].lists
     for name in (*numbers, *lists):
         value = rope.get(name)
         listed = name in lists and isinstance(value, list) and len(value) > 0

@@ -10,11 +10,10 @@ import torch
 
 from formats.activation import LARGEST
 from formats.errors import CheckpointError
+from formats.names import KV_CACHES
 from formats.scheme import FP8_MAX
 
 KEY = "kv_cache_scheme"
-# a user's name of the cache's numbers -> compressed-tensors' type
-KV_CACHES = {"int8": "int", "fp8": "float"}
 # Where writers put a layer's scales, below its self_attn. The first is where we do.
 KV_SCALE_NAMES = {
     "k_scale": ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"),

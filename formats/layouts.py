@@ -13,7 +13,7 @@ from formats import awq, compressed_tensors, gptq
 from formats.checkpoint import TensorEntry
 from formats.errors import CheckpointError, InputError, SchemeError
 from formats.fp8 import FP8_DTYPE
-from formats.kv_cache import KV_CACHES
+from formats.names import KV_CACHES
 from formats.quant_config import QuantConfig
 from formats.scheme import CHANNEL, Scheme
 from formats.weights import Weight, with_activation

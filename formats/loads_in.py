@@ -8,22 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from formats.families import served_architectures
 from formats.inspect_config import SILU, Choices
 from formats.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
+from formats.rope_types import SERVED_ROPE_TYPES
 from formats.scheme import CHANNEL, Scheme
 
 MARLIN_GROUPS = (CHANNEL, 32, 64, 128)
 SERVED_GPTQ = ((4, True), (8, True))
-# The rows of qserve/model/architectures.py and the types of qserve/model/rope.py, which this
-# package cannot import. A test compares them.
-OUR_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-OUR_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class Verdict(NamedTuple):
@@ -86,11 +79,11 @@ def _ours(facts: Facts) -> Answer:
         return "no", facts.config_error
     if facts.first_error:
         return "no", facts.first_error
-    if facts.architecture not in OUR_ARCHITECTURES:
-        return "no", f"serves {', '.join(OUR_ARCHITECTURES)}"
+    if facts.architecture not in served_architectures():
+        return "no", f"serves {', '.join(served_architectures())}"
     if facts.choices.activation != SILU:
         return _without_activation(facts)
-    if facts.choices.rope not in OUR_ROPE_TYPES:
+    if facts.choices.rope not in SERVED_ROPE_TYPES:
         return "no", f"computes no rotary embedding of type {facts.choices.rope}"
     if facts.unplaced:
         return "no", f"has no place for {facts.unplaced}"

@@ -1,17 +1,27 @@
 """Can a checkpoint's linears be split over several GPUs? Knows shapes and groups, no files.
 
-q, k, v, gate and up are split by outputs, o and down by inputs: a GPU's share must hold whole
+A linear is split by outputs or by inputs, as its family's row says: a GPU's share must hold whole
 groups and whole words. Legend: N outputs, K inputs.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from formats.families import FAMILIES
 from formats.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 
 SIZES = (1, 2, 4, 8)
-SPLIT_BY_INPUTS = ("o_proj", "down_proj")
+# last parts of names, with their dot
+SPLIT_BY_INPUTS = tuple(
+    {
+        f".{linear.name.rpartition('.')[2]}"
+        for family in FAMILIES.values()
+        for projection in family.projections(num_experts=1)
+        for linear in projection.linears
+        if projection.split == "inputs"
+    }
+)
 MULTIPLE = 8  # of every share: a word of 4-bit codes
 
 

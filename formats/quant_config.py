@@ -10,11 +10,11 @@ from typing import Any
 
 from formats import awq_config, compressed_config, gptq_config
 from formats.checkpoint import read_json
+from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
-from formats.rules import Rule, check_cost, first_match, split_schemes
+from formats.rules import check_cost, first_match, split_schemes
 from formats.scheme import Scheme
 
-BLOCK = "quantization_config"
 HEAD = "lm_head"
 METHODS = {
     "gptq": gptq_config,
@@ -26,17 +26,10 @@ SECOND_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantConfig:
-    """What a checkpoint says of its linears. A module that no rule fits has `scheme`."""
+class QuantConfig(ConfigFields):
+    """What a checkpoint says of its linears, in the keys of `method`."""
 
-    scheme: Scheme
     method: str = "gptq"
-    rules: tuple[Rule, ...] = ()  # the first that fits a module decides
-    zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty elsewhere
-    lm_head: bool = False  # the head is quantized too
-    act_order: bool = False  # inputs may not be grouped in order: read of others, never written
-    kv_cache: str | None = None  # "int8" or "fp8": layers have k_scale and v_scale for such a cache
-    quantizer: str = ""  # "tool:version" of the writer
 
     def __post_init__(self) -> None:
         if self.method == "gptq" and not self.zeros:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from formats.errors import CheckpointError
+from formats.families import FAMILIES
 from formats.patterns import regex
 from formats.scheme import Scheme
 
 # Members that servers load as one matrix -> the name of that matrix.
 FUSED: dict[tuple[str, ...], str] = {
-    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
-    ("gate_proj", "up_proj"): "gate_up_proj",
+    tuple(name.rpartition(".")[2] for name, _ in each.members): each.name.rpartition(".")[2]
+    for family in FAMILIES.values()
+    for each in (family.qkv, family.gate_up)
 }
 _FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
 # Steps that all patterns of a config may take for one name: about 10 ms.

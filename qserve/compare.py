@@ -11,8 +11,8 @@ import torch
 
 from formats.errors import InputError
 from formats.quant_config import QuantConfig
-from formats.scheme import Scheme
 from formats.weights import round_to_nearest
+from qserve.model.blocks.linear import FloatLinear
 
 NUM_TOKENS = 256
 # Mean KL divergence in nats up to which nothing is called broken: sound models of 4 and 8 bits stay
@@ -21,13 +21,6 @@ ALWAYS_FINE = 1.0
 # Times the divergence of plain rounding. On docs-5m at 2 to 4 bits, sound files have
 # 0.8 to 1.4 times it; with zeros off by one, groups or inputs out of place 2.6 to 39 times.
 TIMES_ROUNDING = 2.0
-# of a decoder layer: attribute path -> the module that names its scheme
-LINEARS = {
-    "attention.qkv_proj": "self_attn.q_proj",
-    "attention.o_proj": "self_attn.o_proj",
-    "mlp.gate_up_proj": "mlp.gate_proj",
-    "mlp.down_proj": "mlp.down_proj",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +104,10 @@ def kl_divergence(float_TV: torch.Tensor, other_TV: torch.Tensor) -> float:
 
 def round_linears_(decoder: torch.nn.Module, config: QuantConfig) -> None:
     """Replace a float decoder's weights by what round to nearest makes of them, in place."""
-    for number, layer in enumerate(decoder.layers):
-        for path, local in LINEARS.items():
-            scheme: Scheme | None = config.scheme_for(f"model.layers.{number}.{local}")
-            if scheme is not None:
-                weight = layer.get_submodule(path).weight
-                weight.copy_(round_to_nearest(weight, scheme.weight).dequantize(weight.dtype))
+    for linear in decoder.layers.modules():
+        if not isinstance(linear, FloatLinear):
+            continue
+        scheme = config.scheme_for(linear.names[0])
+        if scheme is not None:
+            weight = linear.weight
+            weight.copy_(round_to_nearest(weight, scheme.weight).dequantize(weight.dtype))

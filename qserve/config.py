@@ -9,29 +9,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from formats.errors import InputError
+from formats.names import FORMATS, KV_CACHES, RECIPES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
-KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-FORMATS = ("gptq", "awq", "compressed-tensors")
-KV_CACHES = ("int8", "fp8")
-# The rows of calibrate/recipe.py, by name: this module loads no torch. A test compares the two.
-RECIPES = (
-    "rtn",
-    "imatrix",
-    "gptq",
-    "gptaq",
-    "awq",
-    "smoothquant",
-    "rotate",
-    "awq+gptq",
-    "awq+gptaq",
-    "smoothquant+gptq",
-    "rotate+gptq",
-    "rotate+awq+gptq",
-)
-
+KV_CACHE_DTYPES = ("auto", *KV_CACHES)
 
 REQUIRED = MISSING  # as a default: the flag must be given
 
@@ -176,7 +159,9 @@ class QuantizeConfig:
     samples: int = setting(128, "calibration windows")
     sequence_length: int = setting(2048, "tokens of a calibration window")
     kv_cache_scheme: str | None = setting(
-        None, "also write the scales of an 8-bit KV cache (compressed-tensors only)", KV_CACHES
+        None,
+        "also write the scales of an 8-bit KV cache (compressed-tensors only)",
+        tuple(KV_CACHES),
     )
     seed: int = setting(0, "seed of the order of the texts, and of rotations")
     eval_text: str | None = setting(

@@ -24,8 +24,10 @@ from qserve.engine.model_runner import (
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent
 from qserve.engine.scheduler import Scheduler, StepPlan, whole_chunk
-from qserve.model.loader import DummySource, WeightSource, load
+from qserve.model.dummy_source import DummySource
+from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
 from qserve.sampling_params import SamplingParams
 
 NO_STEP = (0, 0, ())  # see _step_facts

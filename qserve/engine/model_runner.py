@@ -20,7 +20,7 @@ from qserve.engine.request import Request, TokenLogprobs
 from qserve.engine.sampler import TokenHistory, sample_row
 from qserve.engine.scheduler import StepPlan, whole_chunk
 from qserve.engine.transfer import HostCopy, to_device
-from qserve.model.attention import LayerCache
+from qserve.model.blocks.attention import LayerCache
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
 from qserve.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, InputError
-from qserve.model.attention import Attention, LayerCache
+from qserve.model.blocks.attention import Attention, LayerCache
 from qserve.model.decoder import Decoder
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -1,5 +1,6 @@
 """config.json as the model needs it. transformers fills in defaults. Knows no tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
+from formats.families import FAMILIES, Family, served_architectures
 from formats.quant_config import BLOCK, QuantConfig, find_block
-from qserve.model.architectures import Architecture, architecture_of
 from qserve.model.rope import RopeConfig
 
 
@@ -18,7 +19,8 @@ from qserve.model.rope import RopeConfig
 class ModelConfig:
     """Shapes and choices of one decoder."""
 
-    architecture: str
+    family: Family
+    values: Mapping[str, Any]  # config.json's, and transformers' where it states none
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -30,21 +32,22 @@ class ModelConfig:
     rope: RopeConfig
     max_position: int
     tied_head: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
     dtype: torch.dtype  # that the checkpoint states
     quant: QuantConfig | None  # None: a float checkpoint
     eos_token_ids: frozenset[int]
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The numbers that shapes of the family's row name."""
+        return self.family.sizes({**self.values, "head_dim": self.head_dim})
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
         block = find_block(Path(folder), raw)
-        name, family = architecture_of(raw)
+        family = family_of(raw)
         try:
             # The block is ours to read: transformers would look for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
@@ -53,7 +56,7 @@ class ModelConfig:
             problem = f"transformers refuses it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
         try:
-            return cls._from_config(name, family, config, block, Path(folder))
+            return cls._from_config(family, config, block, Path(folder))
         except InputError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -62,22 +65,21 @@ class ModelConfig:
 
     @classmethod
     def _from_config(
-        cls, name: str, family: Architecture, config: Any, block: dict | None, folder: Path
+        cls, family: Family, config: Any, block: dict | None, folder: Path
     ) -> "ModelConfig":
         """The same, of transformers' config and the quantization block."""
-        if config.hidden_act != "silu":
+        activation = getattr(config, family.activation_key)
+        if activation != family.activation:
             raise InputError(
-                "config.json hidden_act", f"expected 'silu', found {config.hidden_act!r}"
+                f"config.json {family.activation_key}",
+                f"expected {family.activation!r}, found {activation!r}",
             )
-
-        def flag(value: bool | str) -> bool:
-            return bool(getattr(config, value, False)) if isinstance(value, str) else value
-
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         max_position = config.max_position_embeddings
         return cls(
-            architecture=name,
+            family=family,
+            values=config.to_dict(),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -91,15 +93,24 @@ class ModelConfig:
             ),
             max_position=max_position,
             tied_head=bool(config.tie_word_embeddings),
-            qkv_bias=flag(family.qkv_bias),
-            o_bias=flag(family.o_bias),
-            mlp_bias=flag(family.mlp_bias),
-            qk_norm=family.qk_norm,
             windows=_windows(config, family.window),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),
         )
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The row that config.json names. Raises InputError where there is none that is served."""
+    names, served = config.get("architectures"), served_architectures()
+    for name in served:
+        if names == [name]:
+            return FAMILIES[name]
+    raise InputError(
+        "config.json architectures",
+        f"expected one of {', '.join(served)}, found {names!r:.200}",
+        "a new family is a row of formats/families.py and a module of qserve/model/families",
+    )
 
 
 def _windows(config: Any, kind: str) -> tuple[int | None, ...]:

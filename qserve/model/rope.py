@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
-
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+from formats.rope_types import ROPE_DEFAULT, SERVED_ROPE_TYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +26,10 @@ class RopeConfig:
     @classmethod
     def from_dict(cls, rope: dict[str, Any], *, dim: int, max_position: int) -> "RopeConfig":
         """Raises InputError on a scaling type that is not supported."""
-        kind = rope.get("rope_type", "default")
-        if kind not in ROPE_TYPES:
-            raise InputError(
-                "config.json rope_type", f"expected one of {', '.join(ROPE_TYPES)}, found {kind!r}"
-            )
+        kind = rope.get("rope_type", ROPE_DEFAULT)
+        if kind not in SERVED_ROPE_TYPES:
+            known = ", ".join(SERVED_ROPE_TYPES)
+            raise InputError("config.json rope_type", f"expected one of {known}, found {kind!r}")
         return cls(
             type=kind,
             theta=float(rope["rope_theta"]),

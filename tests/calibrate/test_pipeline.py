@@ -161,7 +161,7 @@ def test_unknown_names_list_the_known_ones(tiny_checkpoint):
     for architectures in (["BloomForCausalLM"], [], None, "LlamaForCausalLM", [["x"]]):
         model.config["architectures"] = architectures
         message = refused(model.write(), InputError, "LlamaForCausalLM.*Qwen3ForCausalLM")
-        assert "calibrate/layer_map.py" in message
+        assert "formats/families.py" in message
 
 
 def test_scheme_that_a_format_cannot_hold_is_refused_with_the_reason(tiny_checkpoint):

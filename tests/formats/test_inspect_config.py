@@ -4,19 +4,18 @@ import math
 
 import pytest
 
+from formats.families import FAMILIES
 from formats.findings import Findings
 from formats.inspect import inspect_checkpoint
 from formats.inspect_config import (
     ACTIVATIONS,
-    DEFAULTS,
     DTYPES,
     REQUIRED,
-    ROPE_TYPES,
-    TYPE_OF,
-    UNIFORM_MODEL_TYPES,
     check_config,
 )
+from formats.rope_types import ROPE_TYPES
 
+CHECKED = [family for family in FAMILIES.values() if family.rules is not None]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -149,7 +148,7 @@ def test_the_tables_are_those_of_transformers():
 def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
     """It says so where one is missing, but for factors that it fills in or only warns of."""
     auto = pytest.importorskip("transformers").AutoConfig
-    numbers, lists = ROPE_TYPES[kind]
+    numbers, lists = ROPE_TYPES[kind].numbers, ROPE_TYPES[kind].lists
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     rope = {"rope_type": kind, "rope_theta": 1e4}
     rope |= dict.fromkeys(numbers, 2.0) | dict.fromkeys(lists, [1.0] * 8)
@@ -161,7 +160,7 @@ def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
 
 
 @pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "hidden_size"])
-@pytest.mark.parametrize("model_type", UNIFORM_MODEL_TYPES)
+@pytest.mark.parametrize("model_type", [family.model_type for family in CHECKED])
 def test_null_is_taken_where_transformers_takes_it(model_type, name):
     auto = pytest.importorskip("transformers").AutoConfig
     config = {**dict.fromkeys(REQUIRED, 64), name: None}
@@ -175,17 +174,24 @@ def test_null_is_taken_where_transformers_takes_it(model_type, name):
         assert findings.problems == []
 
 
-@pytest.mark.parametrize("model_type", UNIFORM_MODEL_TYPES)
-def test_defaults_are_those_of_transformers(model_type):
+@pytest.mark.parametrize("family", CHECKED, ids=lambda family: family.model_type)
+def test_defaults_are_those_of_transformers(family):
     auto = pytest.importorskip("transformers").AutoConfig
     sizes = dict.fromkeys(REQUIRED, 64)
-    theirs = auto.for_model(model_type, **sizes)
+    theirs = auto.for_model(family.model_type, **sizes)
     for name, usual in (("num_key_value_heads", 64), ("head_dim", 1)):
         found = getattr(theirs, name, None) or usual
-        assert found == DEFAULTS.get(model_type, {}).get(name, usual), name
-    architecture = next(name for name, each in TYPE_OF.items() if each == model_type)
+        assert found == family.rules.defaults.get(name, usual), name
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_transformers_knows_the_family_by_its_model_type(family):
     models = pytest.importorskip("transformers.models.auto.modeling_auto")
-    assert models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == architecture
+    theirs = models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]
+    assert theirs == family.architecture
+    findings = Findings()
+    check_config({"architectures": [theirs], "model_type": "x"}, findings)
+    assert [problem.subject for problem in findings.problems] == ["config.json model_type"]
 
 
 def test_dtypes_are_of_torch():

@@ -128,3 +128,20 @@ def test_each_pattern_to_ignore_counts():
     names = [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
     plan = make_plan(SHAPES, G32, ignore=names)
     assert [plan.reasons.get(name) for name in names] == ["ignored", "ignored"]
+
+
+def test_fused_gate_and_up_are_widened_each():
+    """As Phi-3 stores them: the rows of gate, then those of up."""
+    names = [f"model.layers.0.mlp.{name}" for name in ("gate_up_proj", "down_proj")]
+    shapes = {names[0]: (160, 64), names[1]: (64, 80)}
+    padding = make_padding({"intermediate_size": 80}, shapes, G32)
+    assert [padding.shape(name, shape) for name, shape in shapes.items()] == [(192, 64), (64, 96)]
+    gate, up = torch.randn(80, 64), torch.randn(80, 64)
+    wide = padding.apply(f"{names[0]}.weight", torch.cat([gate, up]))
+    wide_gate, wide_up = wide.chunk(2)
+    assert torch.equal(wide_gate[:80], gate) and torch.equal(wide_up[:80], up)
+    assert not wide_gate[80:].any() and not wide_up[80:].any()
+    bias = padding.apply(f"{names[0]}.bias", torch.ones(160))
+    assert bias.shape == (192,) and bias.sum() == 160 and not bias[80:96].any()
+    with pytest.raises(CheckpointError, match="has 80 features, config.json's .* is 96"):
+        make_padding({"intermediate_size": 96}, {names[0]: (160, 64)}, G32)

@@ -9,6 +9,7 @@ import torch
 
 from formats import gptq
 from formats.bits import pack
+from formats.families import FAMILIES
 from formats.kv_cache import kv_scale, round_kv, write_kv_scheme
 from formats.packed import PackedWeight
 from formats.quant_config import QuantConfig
@@ -173,3 +174,11 @@ def test_scheme_table_of_the_page_is_what_can_be_written():
             able = [row.name for row in LAYOUTS.values() if row.refuses(scheme) is None]
             assert sorted(able) == sorted(listed), name
             assert default_format(scheme) == listed[0]
+
+
+def test_families_of_the_page_are_the_rows():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (yes|no) \|", README, re.MULTILINE)
+    assert rows == [
+        (family.architecture, family.model_type, "yes" if family.served else "no")
+        for family in FAMILIES.values()
+    ]

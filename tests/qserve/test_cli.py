@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from formats import names
 from formats.errors import InputError
 from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
@@ -128,16 +129,15 @@ def test_underscores_of_a_prompt_that_begins_with_dashes(monkeypatch, prompt):
 DATA = ["--samples", "4", "--sequence-length", "256"]
 
 
-def test_recipes_are_those_of_the_table():
+def test_names_are_those_of_the_tables():
     from calibrate.recipe import RECIPES
+    from formats.layouts import LAYOUTS
+    from formats.quant_config import METHODS
+    from qserve.model.kv_format import CODE_DTYPES
 
-    assert tuple(RECIPES) == config.RECIPES
-
-
-def test_kv_caches_are_those_of_the_table():
-    from formats.kv_cache import KV_CACHES
-
-    assert tuple(KV_CACHES) == config.KV_CACHES
+    assert tuple(RECIPES) == names.RECIPES
+    assert tuple(LAYOUTS) == tuple(METHODS) == names.FORMATS
+    assert tuple(CODE_DTYPES) == tuple(names.KV_CACHES)
 
 
 def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):

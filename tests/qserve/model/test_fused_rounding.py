@@ -14,7 +14,7 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
 from qkernels.rowwise import ops as rowwise_ops
 from qserve.llm import LLM
-from qserve.model.linear import FloatLinear, SplitLinear
+from qserve.model.blocks.linear import FloatLinear, SplitLinear
 from qserve.sampling_params import SamplingParams
 
 TOKENS = [3, 17, 200, 5, 9, 77, 41, 300, 8, 1, 2, 500]

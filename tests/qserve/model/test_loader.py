@@ -1,15 +1,19 @@
 """Loading ends with an audit: nothing missing, nothing left over, no half-merged group."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError
 from qkernels import QuantLinear
 from qserve.llm import LLM
+from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
 from qserve.sampling_params import SamplingParams
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -87,6 +91,20 @@ def test_shape_that_disagrees_with_the_config_is_named(edited):
     refuse(edited(config=lambda c: c.update(vocab_size=8000)), "embed_tokens", "8000", "8192")
 
 
+def test_quantized_shape_that_disagrees_with_the_config_is_named(edited):
+    folder = edited(config=lambda c: c.update(intermediate_size=800))
+    refuse(folder, "layers.0.mlp.gate_proj: expected [800, 256] from config.json, found [")
+
+
+@pytest.mark.parametrize("shape", [(255, 256), (256, 255), (128, 512)])
+def test_quantized_shape_is_held_to_what_is_asked_for(quantized_5m, shape):
+    source = WeightSource(CheckpointReader(quantized_5m), ModelConfig.from_folder(quantized_5m))
+    source.weight(Q_PROJ, (256, 256))
+    wanted = re.escape(f"{Q_PROJ}: expected {list(shape)} from config.json, found [256, 256]")
+    with pytest.raises(CheckpointError, match=wanted):
+        source.weight(Q_PROJ, shape)
+
+
 def test_quantized_tensors_without_the_config_block_are_refused(edited):
     folder = edited(config=lambda c: c.pop("quantization_config"))
     load(folder)  # quantize_config.json still has the block
@@ -96,7 +114,7 @@ def test_quantized_tensors_without_the_config_block_are_refused(edited):
 
 def test_unknown_architecture_names_the_known_ones(edited):
     folder = edited(config=lambda c: c.update(architectures=["MambaForCausalLM"]))
-    refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "architectures.py")
+    refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "formats/families.py")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from formats.errors import InputError
-from qserve.model.rope import ROPE_TYPES, RopeConfig, cos_sin_table
+from formats.rope_types import SERVED_ROPE_TYPES
+from qserve.model.rope import RopeConfig, cos_sin_table
 
 CASES = {
     "default": {},
@@ -22,7 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ROPE_TYPES)
+@pytest.mark.parametrize("kind", SERVED_ROPE_TYPES)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_table_equals_transformers(kind, theta):
     parameters = {"rope_type": kind, "rope_theta": theta, **CASES[kind]}

@@ -9,7 +9,8 @@ from qkernels import ops
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import LinearOutput, split_heads
-from qserve.model.linear import Linear, LinearPlan
+from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
 
 
@@ -47,8 +48,10 @@ class Attention(torch.nn.Module):
         config: ModelConfig,
         *,
         window: int | None,
+        rotary: Rotary,
         qkv_proj: Linear,
         o_proj: Linear,
+        scale: float | None = None,  # of scores; None: head_dim^-0.5
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
@@ -57,6 +60,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.rotary = rotary
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
@@ -65,17 +70,16 @@ class Attention(torch.nn.Module):
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
 
+    def plan(self, rows: int) -> LinearPlan:
+        """Of the first linear: what the norm before this block should make."""
+        return self.qkv_proj.plan(rows, "rope")
+
     def forward(
-        self,
-        x_TC: LinearInput,
-        plan: LinearPlan,
-        step: StepInputs,
-        cache: LayerCache,
-        cos_sin: torch.Tensor,
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: LayerCache
     ) -> LinearOutput:
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys.
 
-        `plan` is that of qkv_proj. The result is for the norm that follows.
+        The result is for the norm that follows.
         """
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
@@ -83,7 +87,7 @@ class Attention(torch.nn.Module):
             q,
             k,
             v,
-            cos_sin,
+            self.rotary.cos_sin,
             step.positions_T,
             cache.keys,
             cache.values,
@@ -105,7 +109,7 @@ class Attention(torch.nn.Module):
             step.block_tables_RX,
             step.query_starts_R1,
             step.context_lengths_R,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             window=self.window,
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,

@@ -36,10 +36,16 @@ LinearPlan = GemmPlan | SplitPlan
 
 
 class FloatLinear(torch.nn.Module):
-    """y = x W^T + b with a dense weight [N, K]."""
+    """y = x W^T + b with a dense weight [N, K]. `names` are the checkpoint's linears in it."""
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        names: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
+        self.names = names
         self.register_buffer("weight", weight_NK)
         self.register_buffer("bias", bias_N)
 

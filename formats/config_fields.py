@@ -1,0 +1,21 @@
+"""What a quantization block says of a checkpoint's linears, whatever its method's keys are."""
+
+from dataclasses import dataclass
+
+from formats.rules import Rule
+from formats.scheme import Scheme
+
+BLOCK = "quantization_config"  # its key in config.json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """A module that no rule fits has `scheme`."""
+
+    scheme: Scheme
+    rules: tuple[Rule, ...] = ()  # the first that fits a module decides
+    zeros: str = ""  # "v1" or "v2", as a GPTQ label says; empty elsewhere
+    lm_head: bool = False  # the head is quantized too
+    act_order: bool = False  # inputs may not be grouped in order: read of others, never written
+    kv_cache: str | None = None  # "int8" or "fp8": layers have k_scale and v_scale for such a cache
+    quantizer: str = ""  # "tool:version" of the writer

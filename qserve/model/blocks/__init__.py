@@ -1,0 +1,1 @@
+"""What decoders are made of, one noun a file. A block knows its weights, and no checkpoint."""

@@ -1,0 +1,27 @@
+"""SiLU-gated feed-forward. Knows what follows it: a norm."""
+
+import torch
+
+from qkernels import ops
+from qkernels.linear.plan import LinearInput
+from qkernels.operands.split_k import LinearOutput
+from qserve.model.blocks.linear import Linear, LinearPlan
+
+
+class GatedMlp(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up come from one matrix."""
+
+    def __init__(self, *, gate_up_proj: Linear, down_proj: Linear) -> None:
+        super().__init__()
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Of the first linear: what the norm before this block should make."""
+        return self.gate_up_proj.plan(rows)
+
+    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
+        """The result is for the norm that follows."""
+        hidden_T2I = self.gate_up_proj(x_TC, plan)
+        down = self.down_proj.plan(hidden_T2I.shape[0], "norm")
+        return self.down_proj(ops.silu_and_mul_into(hidden_T2I, down.input), down)

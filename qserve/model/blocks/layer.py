@@ -1,0 +1,50 @@
+"""A decoder layer whose halves, attention and feed-forward, each read the residual through a norm.
+
+Legend: T tokens of the step, C hidden size.
+"""
+
+from typing import Protocol
+
+import torch
+
+from qkernels.linear.plan import LinearInput
+from qkernels.operands.split_k import LinearOutput
+from qserve.model.blocks.attention import Attention, LayerCache, StepInputs
+from qserve.model.blocks.linear import LinearPlan
+from qserve.model.blocks.norm import RmsNorm
+
+
+class FeedForward(Protocol):
+    """What stands behind the second norm."""
+
+    def plan(self, rows: int) -> LinearPlan: ...
+
+    def __call__(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput: ...
+
+
+class Layer(torch.nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: FeedForward
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x_TC: LinearOutput,
+        residual_TC: torch.Tensor | None,
+        step: StepInputs,
+        cache: LayerCache,
+    ) -> tuple[LinearOutput, torch.Tensor]:
+        """Returns what this layer adds, and the residual it is to be added to."""
+        plan = self.attention.plan(x_TC.shape[0])
+        x_TC, residual_TC = self.attention_norm(x_TC, residual_TC, plan.input)
+        x_TC = self.attention(x_TC, plan, step, cache)
+        plan = self.mlp.plan(x_TC.shape[0])
+        x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
+        return self.mlp(x_TC, plan), residual_TC

@@ -1,0 +1,68 @@
+"""Random weights in the shapes that a builder asks for: `--load-format dummy`."""
+
+import torch
+
+from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.packed import PackedWeight
+from formats.weights import Weight
+from qserve.model.model_config import ModelConfig
+
+# activations stay in range through any number of layers
+DUMMY_SCALE = 0.02
+
+
+class DummySource:
+    """The same weights for the same seed."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
+        self.quant = config.quant
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shape, device=self.device)
+        noise = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        return noise.normal_(0, DUMMY_SCALE, generator=self._generator)
+
+    def is_quantized(self, module: str) -> bool:
+        return self.quant is not None and self.quant.scheme_for(module) is not None
+
+    def stays_in_float(self, module: str) -> bool:
+        return not self.is_quantized(module)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        scheme = self.quant.scheme_for(module)
+        spec, device = scheme.weight, self.device
+        sizes = {"device": device, "generator": self._generator}
+        input_scale = None
+        if scheme.activation is not None and not scheme.activation.dynamic:
+            input_scale = torch.tensor(DUMMY_SCALE, device=device)
+        if spec.type == "float":
+            noise = torch.empty(shape, device=device).normal_(generator=self._generator)
+            return Fp8Weight(
+                codes_NK=noise.to(FP8_DTYPE),
+                scales_RC=torch.full(scales_shape(spec, *shape), DUMMY_SCALE, device=device),
+                spec=spec,
+                activation=scheme.activation,
+                input_scale=input_scale,
+            )
+        words = shape[1] * spec.bits // 32
+        # Uniform codes have a standard deviation of 2^bits / sqrt(12).
+        scale = DUMMY_SCALE * 12**0.5 / 2**spec.bits
+        groups = (shape[0], spec.num_groups(shape[1]))
+        return PackedWeight(
+            words_NW=torch.randint(-(2**31), 2**31, (shape[0], words), dtype=torch.int32, **sizes),
+            scales_NG=torch.full(groups, scale, dtype=torch.float16, device=device),
+            zeros_NG=torch.full(groups, spec.symmetric_zero, dtype=torch.uint8, device=device),
+            spec=spec,
+            in_features=shape[1],
+            activation=scheme.activation,
+            input_scale=input_scale,
+        )
+
+    def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
+        return {}
+
+    def audit(self) -> None:
+        """Nothing can be left over."""

@@ -1,0 +1,164 @@
+"""A model's weights as its builder asks for them: on the device, merged and ready to run.
+
+Every name and shape comes from the family's row. Legend: N outputs, K inputs, C hidden size, V
+vocabulary.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from tqdm import tqdm
+
+from formats.errors import CheckpointError
+from formats.families import Projection, Shape, is_set, size
+from formats.weights import Weight, merge
+from qkernels import QuantLinear
+from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
+from qserve.model.dummy_source import DummySource
+from qserve.model.model_config import ModelConfig
+from qserve.model.rope import RopeConfig, cos_sin_table
+from qserve.model.weight_source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+Source = WeightSource | DummySource
+
+
+class Weights:
+    """Tensors and linears by name, from a checkpoint or at random. `audit` comes last."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: Source,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        progress: bool = True,
+    ) -> None:
+        self.config, self.family, self.source = config, config.family, source
+        self._sizes = config.sizes
+        self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
+        self._progress = progress
+
+    def embedding(self) -> torch.Tensor:
+        """The table of tokens [V, C]."""
+        return self._model_tensor(self.family.embedding)
+
+    def last_norm(self) -> torch.Tensor:
+        """The factors [C] of the norm before the head."""
+        return self.norm(self.family.last_norm, (self.config.hidden_size,))
+
+    def head(self, embedding_VC: torch.Tensor) -> Linear:
+        """The output head: one of its own, or the embedding."""
+        name = self.family.head.removesuffix(".weight")
+        if self.config.tied_head and not self.source.is_quantized(name):
+            return FloatLinear(embedding_VC)
+        return self.linear([name], [self.config.vocab_size], self.config.hidden_size)
+
+    def layers(self) -> Iterator["LayerWeights"]:
+        """Those of each layer in turn."""
+        numbers = range(self.config.num_layers)
+        for number in tqdm(numbers, desc="Loading layers", disable=not self._progress):
+            yield LayerWeights(self, number)
+
+    def cos_sin(self, rope: RopeConfig) -> torch.Tensor:
+        """The table of rotations of all positions, which follows from the config."""
+        return cos_sin_table(rope, self.max_model_len, self.device)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A float tensor. Raises CheckpointError where it is missing or has another shape."""
+        return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """What a norm multiplies by: the tensor, plus 1 in families that store it without."""
+        if not self.family.norm_offset:
+            return self.tensor(name, shape)
+        stored = self.source.tensor(name, shape).to(self.device, torch.float32)
+        return (stored + self.family.norm_offset).to(self.dtype)
+
+    def linear(
+        self, names: Sequence[str], outs: Sequence[int], ins: int, *, bias: bool = False
+    ) -> Linear:
+        """One layer of `ins` inputs from linears with so many outputs each, side by side.
+
+        Members that the checkpoint quantizes differently stay apart. Raises CheckpointError where
+        only some are quantized and the configuration does not say so.
+        """
+        quantized = {name for name in names if self.source.is_quantized(name)}
+        rest = [name for name in names if name not in quantized]
+        sizes = list(zip(names, outs, strict=True))
+        biases = [self.tensor(f"{name}.bias", (n,)) if bias else None for name, n in sizes]
+        if not quantized:
+            weights = [self.tensor(f"{name}.weight", (n, ins)) for name, n in sizes]
+            return FloatLinear(
+                torch.cat(weights), torch.cat(biases) if bias else None, tuple(names)
+            )
+        if not all(self.source.stays_in_float(name) for name in rest):
+            raise CheckpointError(
+                ", ".join(names), f"only {', '.join(sorted(quantized))} of this group is quantized"
+            )
+        if not rest:
+            parts = [self.source.weight(name, (n, ins)) for name, n in sizes]
+            try:
+                merged = merge(parts, names[0]) if len(parts) > 1 else parts[0]
+            except CheckpointError as error:
+                logger.info("%s stay apart: %s", ", ".join(names), error.problem)
+                layers = [self._quantized(w, b) for w, b in zip(parts, biases, strict=True)]
+                return SplitLinear(layers)
+            return self._quantized(merged, torch.cat(biases) if bias else None)
+        layers = []
+        for (name, n), own_bias in zip(sizes, biases, strict=True):
+            if name in quantized:
+                layers.append(self._quantized(self.source.weight(name, (n, ins)), own_bias))
+            else:
+                weight = self.tensor(f"{name}.weight", (n, ins))
+                layers.append(FloatLinear(weight, own_bias, (name,)))
+        return SplitLinear(layers)
+
+    def audit(self) -> None:
+        """Raise CheckpointError, with the names, where tensors were left over."""
+        self.source.audit()
+
+    def shape(self, shape: Shape) -> tuple[int, ...]:
+        """A row's shape in numbers."""
+        return tuple(size(names, self._sizes) for names in shape)
+
+    def _model_tensor(self, name: str) -> torch.Tensor:
+        return self.tensor(name, self.shape(self.family.model_tensors[name]))
+
+    def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
+        return QuantLinear.for_inference(weight.to(self.device), bias, self.dtype, self.device)
+
+
+class LayerWeights:
+    """The same of one layer: names are those below it."""
+
+    def __init__(self, weights: Weights, number: int) -> None:
+        self.number = number
+        self._weights, self._family = weights, weights.family
+        self._prefix = weights.family.layer.format(i=number)
+
+    def linear(self, projection: Projection) -> Linear:
+        """The one matrix of a projection, however it is stored."""
+        linears = projection.linears
+        shapes = [self._weights.shape(linear.shape) for linear in linears]
+        return self._weights.linear(
+            [f"{self._prefix}.{linear.name}" for linear in linears],
+            [n for n, _ in shapes],
+            shapes[0][1],
+            bias=is_set(projection.bias, self._weights.config.values),
+        )
+
+    def norm(self, name: str) -> torch.Tensor:
+        """What a norm of the family's row multiplies by."""
+        row = next(norm for norm in self._family.norms if norm.name == name)
+        shape = self._weights.shape(((row.size,),))
+        return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+
+    def kv_scales(self) -> dict[str, torch.Tensor]:
+        """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
+        scales = self._weights.source.kv_scales(f"{self._prefix}.self_attn")
+        return {name: scale.to(self._weights.device) for name, scale in scales.items()}

@@ -1,0 +1,102 @@
+"""The table of families: it names every tensor of every model that the tests have, in its shape."""
+
+import dataclasses
+import json
+
+import pytest
+
+from formats.checkpoint import CheckpointReader
+from formats.families import FAMILIES, Projection, checked_family, num_experts, size
+from formats.padding import WIDENED
+from formats.parallel import SPLIT_BY_INPUTS
+from formats.rules import FUSED
+from tests.conftest import ROOT, TINY_FAMILIES
+
+BUNDLED = sorted(path.parent for path in (ROOT / "examples" / "models").glob("*/config.json"))
+
+
+def check_names_and_shapes(folder):
+    reader = CheckpointReader(folder)
+    family = FAMILIES[reader.config["architectures"][0]]
+    sizes = family.sizes(reader.config)
+    stated = {
+        name: tuple(size(names, sizes) for names in shape)
+        for name, shape in family.tensors(reader.config).items()
+    }
+    assert {name: entry.shape for name, entry in reader.entries.items()} == stated
+    return family
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
+    folder = tiny_model(name)
+    family = check_names_and_shapes(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert family.model_type == config["model_type"]
+    assert config[family.activation_key] == family.activation
+
+
+@pytest.mark.parametrize("folder", BUNDLED, ids=lambda path: path.name)
+def test_row_names_every_tensor_of_a_bundled_model(folder):
+    check_names_and_shapes(folder)
+
+
+def test_every_row_has_a_tiny_model(tiny_model):
+    configs = [json.loads((tiny_model(name) / "config.json").read_text()) for name in TINY_FAMILIES]
+    assert {config["architectures"][0] for config in configs} == set(FAMILIES)
+
+
+def test_what_other_modules_make_of_the_rows():
+    """As literals: a change of the table that changes these is seen."""
+    assert FUSED == {
+        ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+        ("gate_proj", "up_proj"): "gate_up_proj",
+    }
+    assert WIDENED == {
+        "mlp.gate_proj": (0, 1),
+        "mlp.up_proj": (0, 1),
+        "mlp.down_proj": (1, 1),
+        "mlp.gate_up_proj": (0, 2),
+    }
+    assert set(SPLIT_BY_INPUTS) == {".o_proj", ".down_proj", ".w2"}
+
+
+def test_family_of_a_model_type_is_the_doctors():
+    assert checked_family({"model_type": "qwen2"}) is FAMILIES["Qwen2ForCausalLM"]
+    assert checked_family({"model_type": "gemma2"}) is None, "it knows no rules of its config"
+    assert checked_family({}) is None
+
+
+def test_experts_have_numbers():
+    projection = Projection(
+        name="x.{e}.both", members=(("x.{e}.a", "q"), ("x.{e}.b", "kv")), inputs="hidden_size"
+    )
+    assert [linear.name for linear in projection.expert(7).linears] == ["x.7.a", "x.7.b"]
+    fused = dataclasses.replace(projection, stored_fused=True).expert(7)
+    assert [(linear.name, linear.outputs) for linear in fused.linears] == [
+        ("x.7.both", ("q", "kv"))
+    ]
+    assert num_experts({"num_local_experts": 4}) == 4
+    assert num_experts({"num_experts": True}) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ({"num_attention_heads": 4, "hidden_size": 64}, (16, 64, 64)),
+        ({"num_attention_heads": 4, "hidden_size": 64, "head_dim": 32}, (32, 128, 128)),
+        ({"num_attention_heads": 4, "hidden_size": 64, "num_key_value_heads": 2}, (16, 64, 32)),
+        ({"num_attention_heads": "4", "hidden_size": 64}, (None, None, None)),
+        ({"num_attention_heads": 4, "head_dim": -1}, (None, None, None)),
+        ({"num_attention_heads": 4, "head_dim": None, "hidden_size": 64}, (16, 64, 64)),
+    ],
+)
+def test_sizes_of_heads(numbers, found):
+    sizes = FAMILIES["LlamaForCausalLM"].sizes(numbers)
+    assert tuple(sizes[name] for name in ("head_dim", "q", "kv")) == found
+    assert size(("q", "kv", "kv"), sizes) == (found[1] + 2 * found[2] if found[1] else None)
+
+
+def test_usual_sizes_stand_in_where_nothing_is_stated():
+    sizes = FAMILIES["Qwen3ForCausalLM"].sizes({"num_attention_heads": 4})
+    assert (sizes["head_dim"], sizes["q"], sizes["kv"]) == (128, 4 * 128, 32 * 128)

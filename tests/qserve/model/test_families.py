@@ -1,0 +1,289 @@
+"""Served families: the table, the builders and the doctor agree; a new one is a row and a file."""
+
+import dataclasses
+import json
+import pkgutil
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from calibrate.pipeline import quantize_checkpoint
+from formats.errors import InputError
+from formats.families import FAMILIES, is_set, served_architectures
+from formats.inspect import inspect_checkpoint
+from formats.scheme import Scheme
+from qserve.llm import LLM
+from qserve.model import families
+from qserve.model.dummy_source import DummySource
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.sampling_params import SamplingParams
+from tests.conftest import TINY, TINY_FAMILIES
+from tests.qserve.model.variants import TOKENS, edited, logits, relative
+
+SERVED_TYPES = {family.model_type for family in FAMILIES.values() if family.served}
+SERVED = [
+    name
+    for name, (config_class, _) in TINY_FAMILIES.items()
+    if getattr(transformers, config_class).model_type in SERVED_TYPES
+]
+
+
+def architecture_of(folder):
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def answer_of(folder):
+    """The doctor's answer for this project."""
+    return next(v for v in inspect_checkpoint(folder).loads_in if v.program == "this project")
+
+
+def test_every_module_is_named_by_a_row():
+    assert len(SERVED) == len(served_architectures()) >= 4
+    modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
+    assert {family.builder for family in FAMILIES.values() if family.served} == modules
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_what_the_doctor_says_is_what_the_loader_does(tiny_model, name):
+    folder = tiny_model(name)
+    served = architecture_of(folder) in served_architectures()
+    assert (answer_of(folder).answer == "yes") == served
+    if served:
+        assert logits(folder).isfinite().all()
+    else:
+        with pytest.raises(InputError, match="config.json architectures.*families.py"):
+            logits(folder)
+
+
+class Recorder(DummySource):
+    """Dummy weights, and the shapes that were asked for by name."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = {}
+
+    def tensor(self, name, shape):
+        assert name not in self.asked, f"{name} is read twice"
+        self.asked[name] = shape
+        return super().tensor(name, shape)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_builder_asks_for_every_tensor_of_the_row_once(tiny_model, name):
+    folder = tiny_model(name)
+    config, device = ModelConfig.from_folder(folder), torch.device("cpu")
+    source = Recorder(config, device, 0)
+    load(config, source, device=device, dtype=torch.float32, max_model_len=8, progress=False)
+    state = load_file(folder / "model.safetensors")
+    assert source.asked == {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert source.asked.keys() == config.family.tensors(config.values).keys()
+
+
+@pytest.fixture
+def with_row(monkeypatch):
+    """with_row(family) -> the table has this row during the test."""
+    return lambda family: monkeypatch.setitem(FAMILIES, family.architecture, family)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_linears_that_are_stored_fused_load(
+    tiny_model, transformers_model, with_row, tmp_path, quantized
+):
+    """Phi-3's q, k, v and gate, up: one matrix each in the file."""
+    with_row(dataclasses.replace(FAMILIES["Phi3ForCausalLM"], builder="llama"))
+    folder = tiny_model("phi3")
+    if quantized:
+        folder = tmp_path / "quantized"
+        scheme = Scheme.parse("w8a16-sym-g32")
+        quantize_checkpoint(
+            tiny_model("phi3"), folder, scheme=scheme, output_format="gptq", progress=False
+        )
+    with torch.no_grad():
+        want = transformers_model(folder)(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+
+
+def test_norm_that_is_stored_without_its_one(tiny_model, with_row, tmp_path):
+    """As Gemma stores norms: a factor of 1 is a weight of 0, the heads' norms included."""
+    folder = tiny_model("qwen3")
+    want = logits(folder)
+
+    def subtract(state):
+        for name in [name for name in state if "norm" in name]:
+            state[name] -= 1
+
+    shifted = edited(folder, tmp_path / "shifted", subtract)
+    assert relative(logits(shifted), want) > 0.1
+    with_row(dataclasses.replace(FAMILIES["Qwen3ForCausalLM"], norm_offset=1.0))
+    assert relative(logits(shifted), want) < 1e-5
+
+
+GRANITE = '''
+"""Granite: factors on the embedding, on what layers add, on scores and on logits."""
+
+import torch
+
+from qkernels.operands.split_k import reduced
+from qserve.model.blocks.attention import Attention
+from qserve.model.blocks.embedding import Embedding
+from qserve.model.blocks.gated_mlp import GatedMlp
+from qserve.model.blocks.norm import RmsNorm
+from qserve.model.blocks.rotary import Rotary
+from qserve.model.decoder import Decoder
+
+
+class ScaledEmbedding(Embedding):
+    def __init__(self, weight, factor):
+        super().__init__(weight)
+        self.factor = factor
+
+    def forward(self, token_ids):
+        return super().forward(token_ids) * self.factor
+
+
+class ScaledHead(torch.nn.Module):
+    def __init__(self, linear, divisor):
+        super().__init__()
+        self.linear, self.divisor = linear, divisor
+
+    def forward(self, x):
+        return self.linear(x) / self.divisor
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, attention_norm, attention, mlp_norm, mlp, factor):
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp, self.factor = mlp_norm, mlp, factor
+
+    def forward(self, x, residual, step, cache):
+        plan = self.attention.plan(x.shape[0])
+        h, _ = self.attention_norm(x, None, plan.input)
+        x = x + self.factor * reduced(self.attention(h, plan, step, cache))
+        plan = self.mlp.plan(x.shape[0])
+        h, _ = self.mlp_norm(x, None, plan.input)
+        return x + self.factor * reduced(self.mlp(h, plan)), None
+
+
+def build(config, weights):
+    values, family, eps = config.values, config.family, config.rms_norm_eps
+    embedding = weights.embedding()
+    rotary = Rotary(weights.cos_sin(config.rope))
+    layers = [
+        Layer(
+            RmsNorm(layer.norm("input_layernorm"), eps),
+            Attention(
+                config,
+                window=None,
+                rotary=rotary,
+                qkv_proj=layer.linear(family.qkv),
+                o_proj=layer.linear(family.o),
+                scale=values["attention_multiplier"],
+                **layer.kv_scales(),
+            ),
+            RmsNorm(layer.norm("post_attention_layernorm"), eps),
+            GatedMlp(
+                gate_up_proj=layer.linear(family.gate_up), down_proj=layer.linear(family.down)
+            ),
+            values["residual_multiplier"],
+        )
+        for layer in weights.layers()
+    ]
+    return Decoder(
+        config,
+        embedding=ScaledEmbedding(embedding, values["embedding_multiplier"]),
+        layers=layers,
+        norm=RmsNorm(weights.last_norm(), eps),
+        head=ScaledHead(weights.head(embedding), values["logits_scaling"]),
+    )
+'''
+
+
+@pytest.fixture
+def granite(tmp_path, monkeypatch, with_row):
+    """A folder of a family that no file of the project knows, after adding its row and its file."""
+    path = tmp_path / "modules"
+    path.mkdir()
+    (path / "granite.py").write_text(GRANITE)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(path)])
+    monkeypatch.delitem(sys.modules, f"{families.__name__}.granite", raising=False)
+    factors = {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.5,
+    }
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.GraniteConfig(**{**TINY, **factors, "attention_bias": True}),
+        dtype=torch.float32,
+    )
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, float("norm" in name), 0.2)
+    folder = tmp_path / "granite"
+    model.save_pretrained(folder)
+    assert answer_of(folder).answer == "no"
+    with_row(
+        dataclasses.replace(
+            FAMILIES["LlamaForCausalLM"],
+            architecture="GraniteForCausalLM",
+            model_type="granite",
+            builder="granite",
+            rules=None,
+        )
+    )
+    yield folder
+    sys.modules.pop(f"{families.__name__}.granite", None)
+
+
+def test_new_family_is_a_row_and_a_file(granite, transformers_model):
+    model = transformers_model(granite)
+    with torch.no_grad():
+        want = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(granite), want) < 1e-5
+    assert answer_of(granite).answer == "yes"
+    expected = model.generate(
+        torch.tensor([TOKENS]), max_new_tokens=16, do_sample=False, pad_token_id=0
+    )[0, len(TOKENS) :].tolist()
+    llm = LLM(granite, device="cpu", max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=16)
+    (output,) = llm.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    assert output.outputs[0].token_ids == expected
+
+
+def test_new_family_is_quantized_and_served(granite, tmp_path):
+    folder = tmp_path / "quantized"
+    quantize_checkpoint(granite, folder, scheme=Scheme.parse("w8a16-sym-g32"), progress=False)
+    assert answer_of(folder).answer == "yes"
+    assert 0 < relative(logits(folder), logits(granite)) < 0.1
+    dummy = LLM(folder, device="cpu", max_model_len=64, load_format="dummy")
+    assert dummy.logits(TOKENS).isfinite().all()
+
+
+def test_flag_of_the_config_decides_on_biases(tiny_model, tmp_path):
+    """Without its key the same biases have no place."""
+    folder = tiny_model("llama")
+    config = json.loads((folder / "config.json").read_text())
+    family = FAMILIES["LlamaForCausalLM"]
+    assert is_set(family.qkv.bias, config) and is_set(family.down.bias, config)
+    changed = edited(folder, tmp_path / "x", config=lambda c: c.update(mlp_bias=False))
+    with pytest.raises(InputError, match="9 tensors have no place"):
+        logits(changed)
+
+
+def test_tied_head_is_stored_once(tiny_model, tmp_path):
+    """A tied model's own head is no leftover, and is not read."""
+    folder = tiny_model("qwen3")
+    state = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in state
+    changed = edited(
+        folder,
+        tmp_path / "x",
+        lambda s: s.update({"lm_head.weight": torch.zeros_like(s["model.embed_tokens.weight"])}),
+    )
+    assert torch.equal(logits(changed), logits(folder))
