@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkernels import ops
-from qkernels.gpu.device import lacks_gluon
+from qkernels.gpu.device import lacks_arch
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.rowwise import ops as rowwise_ops
@@ -81,7 +81,7 @@ def test_a_prompt_of_more_rows_takes_them_as_they_are(quantized_5m, monkeypatch,
 def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(
     quantized_5m, monkeypatch, counts, batch, enforce_eager
 ):
-    lacks = lacks_gluon(torch.device("cuda"))
+    lacks = lacks_arch(torch.device("cuda"), "sm_90")
     if lacks is not None:
         pytest.skip(lacks)
     prompts = [TOKENS[i:] for i in range(batch)]

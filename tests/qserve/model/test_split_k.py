@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qkernels import ops
-from qkernels.gpu.device import lacks_gluon
+from qkernels.gpu.device import lacks_arch
 from qkernels.operands.split_k import SplitKPartials
 from qserve.llm import LLM
 
@@ -44,7 +44,7 @@ def test_linears_of_a_layer_name_the_operation_after_them(quantized_5m, monkeypa
 
 @pytest.mark.gpu
 def test_partials_on_a_gpu_move_a_logit_by_roundings(quantized_5m, monkeypatch):
-    lacks = lacks_gluon(torch.device("cuda"))
+    lacks = lacks_arch(torch.device("cuda"), "sm_90")
     if lacks is not None:
         pytest.skip(lacks)
     llm = LLM(quantized_5m, device="cuda", dtype="float16", max_model_len=128, enforce_eager=True)
