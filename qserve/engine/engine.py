@@ -7,6 +7,7 @@ planned, so that the GPU never waits for Python; a sampled token reaches the hos
 import logging
 import time
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ from qserve.model.loader import DummySource, WeightSource, load
 from qserve.model.model_config import ModelConfig
 from qserve.sampling_params import SamplingParams
 
-NO_STEP = (0, 0, ())  # see _step_facts
+# The fields of EngineReport that tell of a step, and their values where there was none.
+NO_STEP = {"num_step_tokens": 0, "num_preempted": 0, "queue_seconds": ()}
 
 logger = logging.getLogger(__name__)
 
@@ -181,12 +183,12 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         step, self._unreported = self._unreported, NO_STEP
         return EngineReport(
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.num_waiting_tokens,
-            pool.num_pages - pool.num_free,
-            pool.num_pages,
-            *step,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_pages_used=pool.num_pages - pool.num_free,
+            num_pages=pool.num_pages,
+            **step,
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -223,11 +225,14 @@ class Engine:
         )
 
 
-def _step_facts(plan: StepPlan) -> tuple[int, int, tuple[float, ...]]:
-    """The last fields of EngineReport."""
+def _step_facts(plan: StepPlan) -> dict[str, Any]:
+    """The fields of EngineReport that tell of a step."""
     now = time.perf_counter()
-    queue_seconds = tuple([now - request.arrived for request in plan.admitted])
-    return plan.num_tokens, len(plan.preempted), queue_seconds
+    return {
+        "num_step_tokens": plan.num_tokens,
+        "num_preempted": len(plan.preempted),
+        "queue_seconds": tuple(now - request.arrived for request in plan.admitted),
+    }
 
 
 def _pick_device(name: str) -> torch.device:
