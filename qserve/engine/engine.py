@@ -185,7 +185,7 @@ class Engine:
         return EngineReport(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_waiting_tokens=scheduler.waiting.num_tokens,
             num_pages_used=pool.num_pages - pool.num_free,
             num_pages=pool.num_pages,
             **step,

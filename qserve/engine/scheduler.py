@@ -10,12 +10,12 @@ Steps may be in flight: `schedule()` counts the tokens they will sample, `update
 they reach the host.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
+from qserve.engine.waiting_queue import WaitingQueue
 from qserve.sampling_params import SamplingParams
 
 
@@ -76,8 +76,7 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
-        self.num_waiting_tokens = 0  # of all that wait, prompt and output
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
 
     @property
@@ -95,8 +94,7 @@ class Scheduler:
                 f" and there are {self.pool.num_pages}",
                 "shorten it, or give the server more memory for KV pages",
             )
-        self.waiting.append(request)
-        self.num_waiting_tokens += request.num_tokens
+        self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
@@ -115,15 +113,16 @@ class Scheduler:
                 chunks.append(self._take(request, count))
                 budget -= count
             index += 1
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.first()
+            if request is None:
+                break
             # The whole known length must fit, not only its first chunk, or two long prompts
             # would push each other out in turns. One that was just pushed out never fits: its
             # pages are taken.
             if not self.pool.can_grow(request.block_table, request.num_tokens):
                 break
-            self.waiting.popleft()
-            self.num_waiting_tokens -= request.num_tokens
+            self.waiting.pop()
             request.status = Status.RUNNING
             if not request.num_preemptions:
                 admitted.append(request)
@@ -178,7 +177,6 @@ class Scheduler:
             self.running.remove(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
-            self.num_waiting_tokens -= request.num_tokens
         request.status = Status.FINISHED
         self.pool.release_(request.block_table)
 
@@ -187,8 +185,7 @@ class Scheduler:
         self.pool.check_integrity([request.block_table for request in self.running])
         if any(request.block_table for request in self.waiting):
             raise AssertionError("a waiting request holds pages")
-        if sum(request.num_tokens for request in self.waiting) != self.num_waiting_tokens:
-            raise AssertionError(f"{self.num_waiting_tokens} waiting tokens are not what waits")
+        self.waiting.check_integrity()
 
     def _take(self, request: Request, count: int) -> Chunk:
         start = request.num_computed
@@ -219,5 +216,4 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
-        self.num_waiting_tokens += request.num_tokens
+        self.waiting.push_front(request)

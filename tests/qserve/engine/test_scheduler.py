@@ -141,7 +141,7 @@ def test_random_schedules_keep_every_promise(data):
     simulation.run_out()
     assert simulation.done.keys() | aborted == admitted.keys()
     assert not simulation.done.keys() & aborted
-    assert scheduler.pool.num_free == num_pages and scheduler.num_waiting_tokens == 0
+    assert scheduler.pool.num_free == num_pages and scheduler.waiting.num_tokens == 0
     ran = {
         name for name, request in admitted.items() if request.num_computed or name not in aborted
     }
