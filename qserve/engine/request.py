@@ -78,15 +78,20 @@ class Request:
             return 0
         return self.num_tokens - self.num_computed
 
+    def may_end_after(self, num_output: int) -> bool:
+        """Whether an end or stop token may follow so many output tokens: min_tokens forbids it."""
+        return num_output >= self.params.min_tokens
+
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestEvent:
         """Take a sampled token that has reached the host. Returns the event, final or not."""
         self.token_ids.append(token_id)
         self.num_pending -= 1
         num_output = self.num_known - self.num_prompt_tokens
+        may_end = self.may_end_after(num_output - 1)
         reason, stop_token, by_token = None, None, False
-        if num_output >= self.params.min_tokens and token_id in self.stop_token_ids:
+        if may_end and token_id in self.stop_token_ids:
             reason, stop_token, by_token = "stop", token_id, True
-        elif num_output >= self.params.min_tokens and token_id in self.eos_token_ids:
+        elif may_end and token_id in self.eos_token_ids:
             reason, by_token = "stop", True
         elif num_output >= self.max_tokens:
             reason = "length"

@@ -18,7 +18,7 @@ def sample_row(chunk: Chunk, history: "TokenHistory") -> SampleRow:
     """How to draw the token after a chunk."""
     request, params = chunk.request, chunk.request.params
     bias = params.logit_bias
-    if chunk.end - request.num_prompt_tokens < params.min_tokens:
+    if not request.may_end_after(chunk.end - request.num_prompt_tokens):
         ends = request.stop_token_ids | request.eos_token_ids
         bias += tuple((token, -np.inf) for token in sorted(ends))
     return SampleRow(

@@ -217,15 +217,17 @@ def test_failed_row_ends_its_request_alone():
     scheduler.check_integrity()
 
 
-def test_stop_token_and_min_tokens():
+@pytest.mark.parametrize(("end", "stop_token"), [(5, 5), (EOS, None)])
+def test_end_tokens_end_nothing_before_min_tokens(end, stop_token):
+    """The output has min_tokens tokens before the one that ends it, as the sampler sees to."""
     scheduler = make_scheduler()
     request = make_request("one", max_tokens=9, stop_token_ids=(5,), min_tokens=2)
     scheduler.add(request)
     events = []
-    for token in (5, 5):
-        events += scheduler.update(scheduler.schedule(), [token])
-    assert [e.finish_reason for e in events] == [None, "stop"]
-    assert events[1].stop_token == 5
+    for _ in range(3):
+        events += scheduler.update(scheduler.schedule(), [end])
+    assert [e.finish_reason for e in events] == [None, None, "stop"]
+    assert (events[2].stop_token, events[2].ended_by_token) == (stop_token, True)
 
 
 def test_budget_below_the_number_of_requests_is_refused():
