@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one launch in place of hundreds. Knows tensors, not the plan.
+"""Steps as CUDA graphs: one launch in place of hundreds. Knows tensors, no requests.
 
 A step runs in the graph of the next larger size. There are two kinds: R requests with one token
 each, and T tokens of any requests, for prompts short enough that Python would take longer to launch
@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from qserve.engine.batch import Batch
 from qserve.engine.step_buffers import Kind, StepBuffers
+from qserve.engine.step_input import StepInput
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,13 @@ def graph_kinds(max_num_seqs: int, max_num_tokens: int) -> list[Kind]:
     return sorted([*decodes, *chunks], key=lambda kind: (kind.num_tokens, kind.num_requests))
 
 
-def smallest_kind(
-    kinds: list[Kind], is_chunk: bool, num_tokens: int, num_requests: int
-) -> Kind | None:
+def smallest_kind(kinds: list[Kind], step: StepInput) -> Kind | None:
     """The first of `kinds` that holds a step, or None."""
+    is_chunk = step.max_query_len > 1
+    # a chunk graph has as many rows of logits as requests
+    num_rows = max(step.num_requests, step.num_sampled)
     for kind in kinds:
-        fits = kind.num_tokens >= num_tokens and kind.num_requests >= num_requests
+        fits = kind.num_tokens >= step.num_tokens and kind.num_requests >= num_rows
         if fits and kind.is_chunk == is_chunk:
             return kind
     return None
@@ -101,14 +102,13 @@ class StepGraphs:
             pool = pool or graph.pool()
             self._graphs[kind] = graph, logits_SV
 
-    def kind_for(self, arrays: dict[str, np.ndarray], max_query_len: int) -> Kind | None:
+    def kind_for(self, step: StepInput) -> Kind | None:
         """The smallest graph that holds a step, or None."""
-        num_tokens, num_requests = len(arrays["token_ids_T"]), len(arrays["context_lengths_R"])
-        return smallest_kind(self._kinds, max_query_len > 1, num_tokens, num_requests)
+        return smallest_kind(self._kinds, step)
 
-    def fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+    def fill_(self, kind: Kind, step: StepInput) -> torch.Tensor:
         """Copy a step to where its graph reads it. Returns the place of the token ids."""
-        self._buffers.fill_(kind, arrays)
+        self._buffers.fill_(kind, step)
         return self._batches[kind].token_ids_T
 
     def replay(self, kind: Kind) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """One request inside the engine, and the events it emits. Knows no scheduler and no tensors."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -82,24 +83,33 @@ class Request:
         """Whether an end or stop token may follow so many output tokens: min_tokens forbids it."""
         return num_output >= self.params.min_tokens
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestEvent:
-        """Take a sampled token that has reached the host. Returns the event, final or not."""
-        self.token_ids.append(token_id)
-        self.num_pending -= 1
-        num_output = self.num_known - self.num_prompt_tokens
-        may_end = self.may_end_after(num_output - 1)
+    def extend(self, sampled: Iterable[tuple[int, TokenLogprobs | None]]) -> RequestEvent:
+        """Take sampled tokens that have reached the host, up to the one that ends the output.
+
+        Returns the event of all of them, final or not.
+        """
+        token_ids, logprobs = [], []
         reason, stop_token, by_token = None, None, False
-        if may_end and token_id in self.stop_token_ids:
-            reason, stop_token, by_token = "stop", token_id, True
-        elif may_end and token_id in self.eos_token_ids:
-            reason, by_token = "stop", True
-        elif num_output >= self.max_tokens:
-            reason = "length"
+        for token, token_logprobs in sampled:
+            self.num_pending -= 1
+            if reason is not None:
+                continue
+            may_end = self.may_end_after(self.num_known - self.num_prompt_tokens)
+            self.token_ids.append(token)
+            token_ids.append(token)
+            if token_logprobs is not None:
+                logprobs.append(token_logprobs)
+            if may_end and token in self.stop_token_ids:
+                reason, stop_token, by_token = "stop", token, True
+            elif may_end and token in self.eos_token_ids:
+                reason, by_token = "stop", True
+            elif self.num_known - self.num_prompt_tokens >= self.max_tokens:
+                reason = "length"
         return RequestEvent(
             request_id=self.request_id,
-            token_ids=(token_id,),
+            token_ids=tuple(token_ids),
             finish_reason=reason,
             stop_token=stop_token,
             ended_by_token=by_token,
-            logprobs=() if logprobs is None else (logprobs,),
+            logprobs=tuple(logprobs),
         )

@@ -11,12 +11,12 @@ they reach the host.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
 from qserve.engine.waiting_queue import WaitingQueue
-from qserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Chunk:
     request: Request
     start: int  # position of the first token
     count: int
-    samples: bool  # its last row yields a new token
+    num_sampled: int = 0  # of its last rows, each of which yields a new token
 
     @property
     def end(self) -> int:
@@ -44,22 +44,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
-
-
-def whole_chunk(token_ids: list[int], pages: list[int], params: SamplingParams) -> Chunk:
-    """All of a sequence as one chunk of a step, outside any schedule."""
-    request = Request(
-        request_id="unscheduled",
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        max_tokens=1,
-        params=params,
-        seed=0,
-        stop_token_ids=frozenset(),
-        eos_token_ids=frozenset(),
-        block_table=pages,
-    )
-    return Chunk(request=request, start=0, count=len(token_ids), samples=True)
 
 
 class Scheduler:
@@ -139,7 +123,7 @@ class Scheduler:
         sampled: list[int | str],
         logprobs: list[TokenLogprobs | None] | None = None,
     ) -> list[RequestEvent]:
-        """Take the tokens a step sampled, one for each of its sampling chunks, in order.
+        """Take the tokens a step sampled, one for each of its sampled rows, in order.
 
         A string in place of a token is the reason why that row failed: its request ends with it.
         `logprobs`, where any request asked for them, are as many.
@@ -147,21 +131,21 @@ class Scheduler:
         events = []
         rows = zip(sampled, logprobs or [None] * len(sampled), strict=True)
         for chunk in plan.chunks:
-            if not chunk.samples:
-                continue
-            token, token_logprobs = next(rows)
+            taken = list(islice(rows, chunk.num_sampled))
             request = chunk.request
-            if request.status is Status.FINISHED:
-                continue  # aborted, or ended by an earlier step while this one was in flight
-            if isinstance(token, str):
+            # A finished one was aborted, or ended by an earlier step while this was in flight.
+            if not taken or request.status is Status.FINISHED:
+                continue
+            failure = next((token for token, _ in taken if isinstance(token, str)), None)
+            if failure is not None:
                 event = RequestEvent(
                     request_id=request.request_id,
                     token_ids=(),
                     finish_reason="error",
-                    error=token,
+                    error=failure,
                 )
             else:
-                event = request.append(token, token_logprobs)
+                event = request.extend(taken)
             if event.finish_reason is not None:
                 self.finish(request)
             events.append(event)
@@ -189,10 +173,10 @@ class Scheduler:
 
     def _take(self, request: Request, count: int) -> Chunk:
         start = request.num_computed
-        samples = start + count == request.num_tokens
+        num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
-        request.num_pending += samples
-        return Chunk(request=request, start=start, count=count, samples=samples)
+        request.num_pending += num_sampled
+        return Chunk(request=request, start=start, count=count, num_sampled=num_sampled)
 
     def _make_room(self, request: Request, count: int, preempted: list[Request]) -> bool:
         """Own pages for `count` more positions, pushing out younger requests where needed.

@@ -1,6 +1,6 @@
 """The inputs of captured steps: tensors at fixed places, filled by one copy from the host.
 
-Knows arrays, not the plan. Each kind of graph has its own layout of the same memory, since one step
+Knows arrays, no requests. Each kind of graph has its own layout of the same memory, since one step
 runs after the other.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from qserve.engine.batch import Batch
+from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import on_host
 
 PADDING_SLOT = -1
@@ -75,12 +76,12 @@ class StepBuffers:
         empty["query_starts_R1"] = np.zeros(1, np.int32)
         self._fill_(kind, empty)
 
-    def fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> None:
+    def fill_(self, kind: Kind, step: StepInput) -> None:
         """Copy a step into its places. Does not wait for the device."""
-        self._fill_(kind, arrays)
+        self._fill_(kind, {field.name: getattr(step, field.name) for field in self._fields[kind]})
         # Columns beyond a request's pages are never read, nor rows beyond the requests. Most steps
         # need no other pages than the one before.
-        tables_RX = arrays["block_tables_RX"]
+        tables_RX = step.block_tables_RX
         if not np.array_equal(tables_RX, self._sent_RX):
             rows, columns = tables_RX.shape
             tables = on_host(tables_RX, self._device)

@@ -3,10 +3,11 @@
 import pytest
 
 from qserve.engine.cuda_graphs import CHUNK_SIZES, graph_kinds, graph_sizes, smallest_kind
+from tests.qserve.engine.make_step import make_step
 
 
-def found(kinds, is_chunk, num_tokens, num_requests):
-    kind = smallest_kind(kinds, is_chunk, num_tokens, num_requests)
+def found(kinds, counts, num_sampled=None):
+    kind = smallest_kind(kinds, make_step(counts, num_sampled=num_sampled))
     return kind and (kind.num_tokens, kind.num_requests)
 
 
@@ -21,7 +22,7 @@ def test_every_decode_step_runs_in_the_next_larger_graph(most):
     kinds = graph_kinds(most, 2048)
     for rows in range(1, most + 1):
         size = next(size for size in graph_sizes(most) if size >= rows)
-        assert found(kinds, False, rows, rows) == (size, size)
+        assert found(kinds, [1] * rows) == (size, size)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,14 @@ def test_every_decode_step_runs_in_the_next_larger_graph(most):
     ],
 )
 def test_chunks_run_in_the_smallest_graph_that_holds_them(num_tokens, num_requests, graph):
-    assert found(graph_kinds(64, 2048), True, num_tokens, num_requests) == graph
+    counts = [1] * (num_requests - 1) + [num_tokens - num_requests + 1]
+    assert found(graph_kinds(64, 2048), counts) == graph
+
+
+def test_a_chunk_graph_has_a_row_of_logits_for_every_sampled_row():
+    kinds = graph_kinds(64, 2048)
+    assert found(kinds, [5, 5], num_sampled=[4, 4]) == (16, 8)
+    assert found(kinds, [5, 5], num_sampled=[5, 4]) == (16, 16)
 
 
 def test_no_graph_is_larger_than_a_step_can_be():

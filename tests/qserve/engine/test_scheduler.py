@@ -59,7 +59,8 @@ class Simulation:
         assert progress or not had_work, "a step neither ran nor finished anything"
         while len(self.in_flight) > due:
             old = self.in_flight.popleft()
-            sampled = [next(self.tokens) for chunk in old.chunks if chunk.samples]
+            num_sampled = sum(chunk.num_sampled for chunk in old.chunks)
+            sampled = [next(self.tokens) for _ in range(num_sampled)]
             for event in scheduler.update(old, sampled):
                 if event.finish_reason:
                     assert event.request_id not in self.done
@@ -168,7 +169,7 @@ def test_decode_rides_with_the_chunks_of_a_long_prompt():
         ("r0", 2, 1),
         ("r1", 0, 7),
     ]
-    assert [chunk.samples for chunk in plan.chunks] == [True, False]
+    assert [chunk.num_sampled for chunk in plan.chunks] == [1, 0]
 
 
 def test_youngest_gives_way_and_keeps_its_tokens():
@@ -189,7 +190,7 @@ def test_youngest_gives_way_and_keeps_its_tokens():
 def test_token_in_flight_counts_towards_max_tokens():
     scheduler = make_scheduler()
     scheduler.add(make_request("one", prompt=3, max_tokens=1))
-    assert scheduler.schedule().chunks[0].samples
+    assert scheduler.schedule().chunks[0].num_sampled == 1
     assert scheduler.schedule().chunks == ()  # its only token is under way
 
 
