@@ -129,11 +129,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
-        kind = None if self._graphs is None else self._graphs.kind_for(step)
-        if kind is not None:
-            self._fill_pending(step, self._graphs.fill_(kind, step))
-            logits_SV = self._graphs.replay(kind)
-            if not kind.is_chunk and step.num_sampled < step.num_requests:
+        key = None if self._graphs is None else self._graphs.key_for(step)
+        if key is not None:
+            self._fill_pending(step, self._graphs.fill_(key, step))
+            logits_SV = self._graphs.replay(key)
+            if not key.is_chunk and step.num_sampled < step.num_requests:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
         else:

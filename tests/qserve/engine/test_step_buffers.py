@@ -1,14 +1,14 @@
-"""A step's arrays arrive at the places of its kind, and padding behind them."""
+"""A step's arrays arrive at the places of its graph, and padding behind them."""
 
 import numpy as np
 import pytest
 import torch
 
-from qserve.engine.step_buffers import ALIGNMENT, Kind, StepBuffers
+from qserve.engine.step_buffers import ALIGNMENT, GraphKey, StepBuffers
 from tests.qserve.engine.make_step import PER_TOKEN, make_step
 
-DECODE = Kind(is_chunk=False, num_tokens=4, num_requests=4)
-CHUNK = Kind(is_chunk=True, num_tokens=16, num_requests=3)
+DECODE = GraphKey(is_chunk=False, num_tokens=4, num_requests=4)
+CHUNK = GraphKey(is_chunk=True, num_tokens=16, num_requests=3)
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def check(batch, step, is_chunk):
         assert rows == list(range(DECODE.num_requests))
 
 
-def test_one_kind_after_the_other(buffers):
-    batches = {kind: buffers.batch(kind, 96) for kind in (DECODE, CHUNK)}
+def test_one_graph_after_the_other(buffers):
+    batches = {key: buffers.batch(key, 96) for key in (DECODE, CHUNK)}
     steps = [(CHUNK, [7, 5]), (DECODE, [1, 1, 1]), (CHUNK, [16, 0, 0]), (DECODE, [1] * 4)]
-    for seed, (kind, counts) in enumerate(steps):
+    for seed, (key, counts) in enumerate(steps):
         step = make_step(counts, seed=seed, width=2 + seed)
-        buffers.fill_(kind, step)
-        check(batches[kind], step, kind.is_chunk)
+        buffers.fill_(key, step)
+        check(batches[key], step, key.is_chunk)
 
 
 def test_sizes_and_limits(buffers):
@@ -56,14 +56,14 @@ def test_sizes_and_limits(buffers):
     assert chunk.block_tables_RX.shape == (3, 6) and chunk.query_starts_R1.shape == (4,)
 
 
-@pytest.mark.parametrize("kind", [DECODE, CHUNK])
-def test_a_step_of_nothing(buffers, kind):
-    buffers.fill_(kind, make_step([1] * 3, width=3))
-    buffers.pad_(kind)
-    batch = buffers.batch(kind, 96)
+@pytest.mark.parametrize("key", [DECODE, CHUNK])
+def test_a_step_of_nothing(buffers, key):
+    buffers.fill_(key, make_step([1] * 3, width=3))
+    buffers.pad_(key)
+    batch = buffers.batch(key, 96)
     assert set(batch.slots_T.tolist()) == {-1}
     assert not batch.token_ids_T.any() and not batch.context_lengths_R.any()
-    if kind.is_chunk:
+    if key.is_chunk:
         assert not batch.query_starts_R1.any()
 
 
