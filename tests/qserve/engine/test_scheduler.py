@@ -234,11 +234,3 @@ def test_end_tokens_end_nothing_before_min_tokens(end, stop_token):
 def test_budget_below_the_number_of_requests_is_refused():
     with pytest.raises(InputError, match="max_num_batched_tokens.*at least max_num_seqs"):
         make_scheduler(max_num_seqs=9, budget=8)
-
-
-def test_pool_detects_a_page_owned_twice():
-    pool = PagePool(4, 2)
-    table = []
-    pool.grow_(table, 4)
-    with pytest.raises(AssertionError):
-        pool.check_integrity([table, table])
