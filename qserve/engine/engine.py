@@ -179,12 +179,18 @@ class Engine:
         if self.has_work():
             raise RuntimeError("Engine.logits needs an idle engine")
         pool, page_size = self.scheduler.pool, self.config.block_size
-        longest = min(self.max_model_len, pool.num_pages * page_size)
+        longest = min(self.max_model_len, pool.num_free * page_size)
         if not 0 < len(token_ids) <= longest:
             raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
-        pages = list(range(pool.pages_for(len(token_ids))))
-        step = StepInput.of_sequence(token_ids, pages, page_size=page_size, params=SamplingParams())
-        return self.workers.logits(step)
+        pages: list[int] = []
+        pool.grow_(pages, len(token_ids))
+        try:
+            step = StepInput.of_sequence(
+                token_ids, pages, page_size=page_size, params=SamplingParams()
+            )
+            return self.workers.logits(step)
+        finally:
+            pool.release_(pages)
 
     def _pick_num_pages(self) -> int:
         config = self.config
