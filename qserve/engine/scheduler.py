@@ -11,7 +11,6 @@ they reach the host.
 """
 
 from dataclasses import dataclass
-from itertools import islice
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
@@ -129,26 +128,28 @@ class Scheduler:
         `logprobs`, where any request asked for them, are as many.
         """
         events = []
-        rows = zip(sampled, logprobs or [None] * len(sampled), strict=True)
+        any_failed = any(isinstance(token, str) for token in sampled)
+        row = 0
         for chunk in plan.chunks:
-            taken = list(islice(rows, chunk.num_sampled))
-            request = chunk.request
+            request, first, row = chunk.request, row, row + chunk.num_sampled
             # A finished one was aborted, or ended by an earlier step while this was in flight.
-            if not taken or request.status is Status.FINISHED:
+            if first == row or request.status is Status.FINISHED:
                 continue
-            failure = next((token for token, _ in taken if isinstance(token, str)), None)
-            if failure is not None:
+            tokens = sampled[first:row]
+            failures = [token for token in tokens if isinstance(token, str)] if any_failed else ()
+            if failures:
                 event = RequestEvent(
                     request_id=request.request_id,
                     token_ids=(),
                     finish_reason="error",
-                    error=failure,
+                    error=failures[0],
                 )
             else:
-                event = request.extend(taken)
+                event = request.extend(tokens, logprobs[first:row] if logprobs else ())
             if event.finish_reason is not None:
                 self.finish(request)
             events.append(event)
+        assert row == len(sampled), "the samples are not those of the plan"
         return events
 
     def finish(self, request: Request) -> None:

@@ -81,9 +81,11 @@ class StepInput:
                 pending_index.append(end - 1)
                 pending_row.append(rows.sampled_row(request))
             if chunk.num_sampled:
-                logits_rows += range(end - chunk.num_sampled, end)
-                sample_rows += _sample_rows(chunk, rows, fills)
-                owners += [request] * chunk.num_sampled
+                history_row = _history_row(chunk, rows, fills)
+                for back in range(chunk.num_sampled - 1, -1, -1):
+                    logits_rows.append(end - 1 - back)
+                    sample_rows.append(_sample_row(request, chunk.end - back, history_row))
+                    owners.append(request)
             query_starts[i + 1] = first = end
         rows.take_sampled(owners)
         return cls(
@@ -132,25 +134,19 @@ class StepInput:
         return cls.build(plan, page_size=page_size, rows=RequestRows(1))
 
 
-def _sample_rows(chunk: Chunk, rows: RequestRows, fills: list[HistoryFill]) -> list[SampleRow]:
-    """How to draw the tokens after a chunk's last rows, and what to fill before: into `fills`."""
+def _history_row(chunk: Chunk, rows: RequestRows, fills: list[HistoryFill]) -> int:
+    """The row of token counts of a chunk's request, -1 without; a new one is added to `fills`."""
     request = chunk.request
-    history_row = -1
-    if request.params.has_penalties:
-        history_row, is_new = rows.history_row(request)
-        if is_new:
-            fills.append(_history_fill(request, history_row, chunk.num_sampled))
-    return [
-        _sample_row(request, position, history_row)
-        for position in range(chunk.end - chunk.num_sampled + 1, chunk.end + 1)
-    ]
-
-
-def _history_fill(request: Request, row: int, num_sampled: int) -> HistoryFill:
-    # What this step samples is pending. Anything else that is would be missing from the counts.
-    assert request.num_pending <= num_sampled, request
-    prompt, output = np.split(np.array(request.token_ids, np.int64), [request.num_prompt_tokens])
-    return HistoryFill(row=row, prompt_token_ids=prompt, output_token_ids=output)
+    if not request.params.has_penalties:
+        return -1
+    row, is_new = rows.history_row(request)
+    if is_new:
+        # What this step samples is pending. Anything else that is would miss from the counts.
+        assert request.num_pending <= chunk.num_sampled, request
+        ids = np.array(request.token_ids, np.int64)
+        prompt, output = np.split(ids, [request.num_prompt_tokens])
+        fills.append(HistoryFill(row=row, prompt_token_ids=prompt, output_token_ids=output))
+    return row
 
 
 def _sample_row(request: Request, position: int, history_row: int) -> SampleRow:

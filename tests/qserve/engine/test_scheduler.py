@@ -1,6 +1,7 @@
 """Properties of the scheduler over random schedules: no GPU, no model, no clock."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -234,3 +235,19 @@ def test_end_tokens_end_nothing_before_min_tokens(end, stop_token):
 def test_budget_below_the_number_of_requests_is_refused():
     with pytest.raises(InputError, match="max_num_batched_tokens.*at least max_num_seqs"):
         make_scheduler(max_num_seqs=9, budget=8)
+
+
+def test_a_chunk_may_sample_several_tokens():
+    """As a step that verifies drafts does; the request takes them up to its end."""
+    scheduler = make_scheduler(num_pages=64)
+    first, second = make_request("r0", max_tokens=9), make_request("r1", max_tokens=9)
+    for request in (first, second):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    chunks = tuple(replace(chunk, num_sampled=3) for chunk in plan.chunks)
+    for request in (first, second):
+        request.num_pending = 3
+    events = scheduler.update(replace(plan, chunks=chunks), [2, 3, 4, 2, EOS, 4])
+    assert [event.token_ids for event in events] == [(2, 3, 4), (2, EOS)]
+    assert [event.finish_reason for event in events] == [None, "stop"]
+    scheduler.check_integrity()
