@@ -5,6 +5,7 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.engine import Engine
 from qserve.sampling_params import SamplingParams
 
@@ -106,3 +107,33 @@ def test_a_prompt_leaves_room_for_a_token(make_engine):
     engine.add_request("longest", [5] * 19, GREEDY)
     found = run_out(engine)
     assert list(found) == ["longest"] and len(tokens(found["longest"])) == 1
+
+
+def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
+    """With the padding of graphs and their fixed places, but run eagerly in place of a replay."""
+    replayed = []
+
+    def prepare(graphs, step):
+        graphs.step = step
+        graphs._batches = {
+            key: graphs._buffers.batch(key, graphs._max_context_len) for key in graphs._keys
+        }
+
+    def replay(graphs, key):
+        replayed.append(key)
+        return graphs.step(graphs._batches[key])
+
+    monkeypatch.setattr(StepGraphs, "_capture", prepare)
+    monkeypatch.setattr(StepGraphs, "replay", replay)
+    plain, captured = (
+        make_engine(steps_in_flight=1, max_num_seqs=6, max_num_batched_tokens=24) for _ in range(2)
+    )
+    captured.runner.capture_graphs(6, captured.max_model_len)
+    found = []
+    for engine in (plain, captured):
+        for n in range(1, 8):
+            params = SamplingParams(max_tokens=3 + n, ignore_eos=True, temperature=0, logprobs=0)
+            engine.add_request(str(n), list(range(5, 5 + 7 * n)), params)
+        found.append({name: tokens(events) for name, events in run_out(engine).items()})
+    assert found[0] == found[1]
+    assert {key.is_chunk for key in replayed} == {True, False}
