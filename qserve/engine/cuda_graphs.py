@@ -1,6 +1,6 @@
-"""Steps as CUDA graphs: one launch in place of hundreds. Knows tensors, not the plan.
+"""Steps as CUDA graphs: one launch in place of hundreds. Knows tensors, no requests.
 
-A step runs in the graph of the next larger size. There are two kinds: R requests with one token
+A step runs in the graph of the next larger size. There are two sorts: R requests with one token
 each, and T tokens of any requests, for prompts short enough that Python would take longer to launch
 their kernels than the GPU to run them. What a graph holds beyond the step is padding: tokens with
 slot -1, requests with no rows and no keys. Graphs read their inputs from fixed places
@@ -11,12 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from qserve.engine.batch import Batch
-from qserve.engine.step_buffers import Kind, StepBuffers
+from qserve.engine.step_buffers import GraphKey, StepBuffers
+from qserve.engine.step_input import StepInput
 
 logger = logging.getLogger(__name__)
 
@@ -33,37 +33,38 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def graph_kinds(max_num_seqs: int, max_num_tokens: int) -> list[Kind]:
-    """All kinds to capture, the smallest first.
+def graph_keys(max_num_seqs: int, max_num_tokens: int) -> list[GraphKey]:
+    """What to capture, the smallest first.
 
     Chunks come twice: a request that is not there costs attention blocks and rows of the head.
     """
     decodes = [
-        Kind(is_chunk=False, num_tokens=size, num_requests=size)
+        GraphKey(is_chunk=False, num_tokens=size, num_requests=size)
         for size in graph_sizes(max_num_seqs)
     ]
     chunks = {
-        Kind(is_chunk=True, num_tokens=size, num_requests=min(requests, size, max_num_seqs))
+        GraphKey(is_chunk=True, num_tokens=size, num_requests=min(requests, size, max_num_seqs))
         for size in CHUNK_SIZES
         if size <= max_num_tokens
         for requests in (FEW_REQUESTS, max_num_seqs)
     }
-    return sorted([*decodes, *chunks], key=lambda kind: (kind.num_tokens, kind.num_requests))
+    return sorted([*decodes, *chunks], key=lambda key: (key.num_tokens, key.num_requests))
 
 
-def smallest_kind(
-    kinds: list[Kind], is_chunk: bool, num_tokens: int, num_requests: int
-) -> Kind | None:
-    """The first of `kinds` that holds a step, or None."""
-    for kind in kinds:
-        fits = kind.num_tokens >= num_tokens and kind.num_requests >= num_requests
-        if fits and kind.is_chunk == is_chunk:
-            return kind
+def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
+    """The first of `keys` that holds a step, or None."""
+    is_chunk = step.max_query_len > 1
+    # a chunk graph has as many rows of logits as requests
+    num_rows = max(step.num_requests, step.num_sampled)
+    for key in keys:
+        fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
+        if fits and key.is_chunk == is_chunk:
+            return key
     return None
 
 
 class StepGraphs:
-    """Captured steps, by kind and number of tokens."""
+    """Captured steps, by key."""
 
     def __init__(
         self,
@@ -77,12 +78,12 @@ class StepGraphs:
     ) -> None:
         """Capture `step`, which maps a batch to logits [S, V], for every size. Takes seconds."""
         self._device = device
-        self._kinds = graph_kinds(max_num_seqs, max_num_tokens)
+        self._keys = graph_keys(max_num_seqs, max_num_tokens)
         width = -(-max_model_len // page_size)
         self._max_context_len = width * page_size
-        self._buffers = StepBuffers(self._kinds, max_num_seqs, width, device)
-        self._batches: dict[Kind, Batch] = {}
-        self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._buffers = StepBuffers(self._keys, max_num_seqs, width, device)
+        self._batches: dict[GraphKey, Batch] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         started = time.perf_counter()
         self._capture(step)
         logger.info("Capturing CUDA graphs took %.1f s", time.perf_counter() - started)
@@ -90,33 +91,32 @@ class StepGraphs:
     def _capture(self, step: Callable[[Batch], torch.Tensor]) -> None:
         # The largest first: the smaller ones then fit into its memory.
         pool = None
-        for kind in tqdm(self._kinds[::-1], desc="Capturing CUDA graphs"):
-            self._buffers.pad_(kind)
-            self._batches[kind] = batch = self._buffers.batch(kind, self._max_context_len)
+        for key in tqdm(self._keys[::-1], desc="Capturing CUDA graphs"):
+            self._buffers.pad_(key)
+            self._batches[key] = batch = self._buffers.batch(key, self._max_context_len)
             step(batch)  # compiles kernels, which a capture may not
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits_SV = step(batch)
             pool = pool or graph.pool()
-            self._graphs[kind] = graph, logits_SV
+            self._graphs[key] = graph, logits_SV
 
-    def kind_for(self, arrays: dict[str, np.ndarray], max_query_len: int) -> Kind | None:
+    def key_for(self, step: StepInput) -> GraphKey | None:
         """The smallest graph that holds a step, or None."""
-        num_tokens, num_requests = len(arrays["token_ids_T"]), len(arrays["context_lengths_R"])
-        return smallest_kind(self._kinds, max_query_len > 1, num_tokens, num_requests)
+        return smallest_key(self._keys, step)
 
-    def fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+    def fill_(self, key: GraphKey, step: StepInput) -> torch.Tensor:
         """Copy a step to where its graph reads it. Returns the place of the token ids."""
-        self._buffers.fill_(kind, arrays)
-        return self._batches[kind].token_ids_T
+        self._buffers.fill_(key, step)
+        return self._batches[key].token_ids_T
 
-    def replay(self, kind: Kind) -> torch.Tensor:
+    def replay(self, key: GraphKey) -> torch.Tensor:
         """Run the graph on the buffers. Logits [S, V], valid until the next replay.
 
         A row for each request of a decode step, for each entry of logits_rows_S of another; rows
         beyond are padding.
         """
-        graph, logits_SV = self._graphs[kind]
+        graph, logits_SV = self._graphs[key]
         graph.replay()
         return logits_SV

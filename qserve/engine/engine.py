@@ -7,36 +7,31 @@ planned, so that the GPU never waits for Python; a sampled token reaches the hos
 import logging
 import time
 from collections import deque
+from typing import Any
 
 import torch
 
-from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.model_runner import (
-    GIB,
-    ModelRunner,
-    StepHandle,
-    num_pages_on_cpu,
-    num_pages_on_gpu,
-)
+from qserve.engine.model_runner import GIB, ModelRunner, StepHandle
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent
-from qserve.engine.scheduler import Scheduler, StepPlan, whole_chunk
-from qserve.model.dummy_source import DummySource
-from qserve.model.loader import load
+from qserve.engine.request_rows import RequestRows
+from qserve.engine.scheduler import Scheduler, StepPlan
+from qserve.engine.step_input import StepInput
+from qserve.engine.workers import WorkerGroup
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 from qserve.sampling_params import SamplingParams
 
-NO_STEP = (0, 0, ())  # see _step_facts
+# The fields of EngineReport that tell of a step, and their values where there was none.
+NO_STEP = {"num_step_tokens": 0, "num_preempted": 0, "queue_seconds": ()}
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model, its scheduler and its runner in one process."""
+    """A model, its scheduler and its workers."""
 
     def __init__(self, config: EngineConfig, *, steps_in_flight: int | None = None) -> None:
         """Load the model. Raises InputError.
@@ -45,25 +40,14 @@ class Engine:
         """
         self.config = config
         self.model_config = ModelConfig.from_folder(config.model)
-        device = _pick_device(config.device)
         self.max_model_len = _pick_length(config, self.model_config)
         self.model_config.rope.check_length(self.max_model_len)
-        started = time.perf_counter()
-        if config.load_format == "dummy":
-            source = DummySource(self.model_config, device, config.seed)
-        else:
-            source = WeightSource(CheckpointReader(config.model), self.model_config)
-        decoder = load(
-            self.model_config,
-            source,
-            device=device,
-            dtype=_pick_dtype(config.dtype, self.model_config, device),
-            max_model_len=self.max_model_len,
-        )
-        logger.info("Loading the model took %.1f s", time.perf_counter() - started)
-        self.runner = ModelRunner(decoder, config, device)
+        self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
         num_pages = self._pick_num_pages()
-        self.runner.allocate_pages(num_pages)
+        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        longest_step = min(
+            self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
+        )
         logger.info(
             "KV cache: %d tokens in %d pages, %.2f GiB (%s)",
             num_pages * config.block_size,
@@ -71,26 +55,24 @@ class Engine:
             num_pages * self.runner.bytes_per_page / GIB,
             self.runner.kv_format,
         )
-        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        if device.type == "cuda":
-            longest = min(
-                self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
-            )
-            self.runner.warm_up(longest)
-        if device.type == "cuda" and not config.enforce_eager:
-            self.runner.capture_graphs(max_num_seqs, self.max_model_len)
+        self.workers.prepare(num_pages, longest_step, max_num_seqs, self.max_model_len)
         self.scheduler = Scheduler(
             PagePool(num_pages, config.block_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
-        self._in_flight: deque[StepHandle] = deque()
+        self._rows = RequestRows(config.max_num_seqs)
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self._unreported = NO_STEP  # what the last step did
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
-            self._max_in_flight = 1 if device.type == "cuda" else 0
+            self._max_in_flight = 0 if self.workers.computes_in_launch else 1
         self._seeds = torch.Generator().manual_seed(config.seed)
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.workers.runner
 
     @property
     def vocab_size(self) -> int:
@@ -167,12 +149,13 @@ class Engine:
                 request.num_known,
             )
         if plan.chunks:
-            self._in_flight.append(self.runner.launch(plan))
+            step = StepInput.build(plan, page_size=self.config.block_size, rows=self._rows)
+            self._in_flight.append((plan, self.workers.launch(step)))
         events: list[RequestEvent] = []
         due = self._max_in_flight if plan.chunks else 0
         while len(self._in_flight) > due:
-            handle = self._in_flight.popleft()
-            events += self.scheduler.update(handle.plan, handle.result(), handle.logprobs())
+            planned, handle = self._in_flight.popleft()
+            events += self.scheduler.update(planned, handle.result(), handle.logprobs())
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request_id, None)
@@ -183,12 +166,12 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         step, self._unreported = self._unreported, NO_STEP
         return EngineReport(
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.num_waiting_tokens,
-            pool.num_pages - pool.num_free,
-            pool.num_pages,
-            *step,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.waiting.num_tokens,
+            num_pages_used=pool.num_pages - pool.num_free,
+            num_pages=pool.num_pages,
+            **step,
         )
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -196,55 +179,49 @@ class Engine:
         if self.has_work():
             raise RuntimeError("Engine.logits needs an idle engine")
         pool, page_size = self.scheduler.pool, self.config.block_size
-        longest = min(self.max_model_len, pool.num_pages * page_size)
+        longest = min(self.max_model_len, pool.num_free * page_size)
         if not 0 < len(token_ids) <= longest:
             raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
-        return self.runner.logits(token_ids, list(range(pool.pages_for(len(token_ids)))))
+        pages: list[int] = []
+        pool.grow_(pages, len(token_ids))
+        try:
+            step = StepInput.of_sequence(
+                token_ids, pages, page_size=page_size, params=SamplingParams()
+            )
+            return self.workers.logits(step)
+        finally:
+            pool.release_(pages)
 
     def _pick_num_pages(self) -> int:
-        config, pool_cap = self.config, self.config.num_gpu_blocks_override
-        if pool_cap is not None:
-            return pool_cap
-        if self.runner.device.type == "cuda":
-            fits = num_pages_on_gpu(self.runner, self._largest_step())
-        else:
-            fits = num_pages_on_cpu(self.runner)
+        config = self.config
+        if config.num_gpu_blocks_override is not None:
+            return config.num_gpu_blocks_override
+        fits = self.workers.num_pages_that_fit(self._largest_step())
         # More than this can never be in use.
         return min(fits, config.max_num_seqs * -(-self.max_model_len // config.block_size))
 
-    def _largest_step(self) -> StepPlan:
+    def _largest_step(self) -> StepInput:
         """A step that fills the token budget and samples as many rows as a step may."""
         budget, page_size = self.config.max_num_batched_tokens, self.config.block_size
         rows = min(self.config.max_num_seqs, budget)
         count = min(budget // rows, self.max_model_len)
-        pages = list(range(-(-count // page_size)))  # shared: nobody reads the result
-        return StepPlan(
-            chunks=tuple(
-                whole_chunk([0] * count, pages, SamplingParams(top_p=0.9)) for _ in range(rows)
-            )
+        return StepInput.of_sequence(
+            [0] * count,
+            list(range(-(-count // page_size))),
+            page_size=page_size,
+            params=SamplingParams(top_p=0.9),
+            num_copies=rows,
         )
 
 
-def _step_facts(plan: StepPlan) -> tuple[int, int, tuple[float, ...]]:
-    """The last fields of EngineReport."""
+def _step_facts(plan: StepPlan) -> dict[str, Any]:
+    """The fields of EngineReport that tell of a step."""
     now = time.perf_counter()
-    queue_seconds = tuple([now - request.arrived for request in plan.admitted])
-    return plan.num_tokens, len(plan.preempted), queue_seconds
-
-
-def _pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda", "torch finds no CUDA GPU", "use --device cpu")
-    return torch.device(name)
-
-
-def _pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return getattr(torch, name)
-    # A CPU computes float32 at least as fast, and exactly as the reference does.
-    return torch.float32 if device.type == "cpu" else model.dtype
+    return {
+        "num_step_tokens": plan.num_tokens,
+        "num_preempted": len(plan.preempted),
+        "queue_seconds": tuple(now - request.arrived for request in plan.admitted),
+    }
 
 
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:

@@ -4,7 +4,10 @@ from collections import deque
 
 
 class PagePool:
-    """Hands out page numbers 0..num_pages-1, each to one owner at a time."""
+    """Hands out page numbers 0..num_pages-1, each to one owner at a time.
+
+    The page that has been free for longest goes first: what was computed last stays longest.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages

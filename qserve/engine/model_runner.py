@@ -1,10 +1,11 @@
-"""The runner: a planned step becomes device work. Knows batches and pages, not the queue.
+"""The runner: a step becomes device work. Knows steps and pages, no requests and no queue.
 
 `launch()` returns at once with a handle; `StepHandle.result()` waits for the sampled tokens. Tokens
 that the host does not know yet are taken on the device from the samples of the step in flight.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,11 @@ from formats.errors import InputError
 from qkernels import ops
 from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
-from qserve.engine.batch import Batch, HostBatch, build
+from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
-from qserve.engine.request import Request, TokenLogprobs
-from qserve.engine.sampler import TokenHistory, sample_row
-from qserve.engine.scheduler import StepPlan, whole_chunk
+from qserve.engine.request import TokenLogprobs
+from qserve.engine.sampler import TokenHistory
+from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import HostCopy, to_device
 from qserve.model.blocks.attention import LayerCache
 from qserve.model.decoder import Decoder
@@ -36,13 +37,13 @@ WARM_UP_COUNTS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 256, 257, 1024)
 class StepHandle:
     """A step in flight."""
 
-    plan: StepPlan
-    tokens: HostCopy | None  # None: no row of the step samples
-    # of the drawn tokens, of the likeliest, and these; None: nobody asked
+    tokens: HostCopy | None = None  # None: no row of the step samples
+    num_logprobs: tuple[int, ...] = ()  # what each sampled row asked for; -1: nothing
+    # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
     log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
 
     def result(self) -> list[int | str]:
-        """Wait; then one token for each sampling chunk, or the reason why there is none."""
+        """Wait; then one token for each sampled row, or the reason why there is none."""
         if self.tokens is None:
             return []
         return [
@@ -51,14 +52,14 @@ class StepHandle:
         ]
 
     def logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Wait; then one for each sampling chunk, None where its request did not ask."""
+        """Wait; then one for each sampled row, None where it did not ask."""
         if self.log_probabilities is None:
             return None
         drawn, tops, tokens = (copy.wait().tolist() for copy in self.log_probabilities)
-        asked = [chunk.request.params.logprobs for chunk in self.plan.chunks if chunk.samples]
+        rows = zip(self.num_logprobs, drawn, tops, tokens, strict=True)
         return [
-            None if count is None else TokenLogprobs(one, tuple(ids[:count]), tuple(top[:count]))
-            for count, one, top, ids in zip(asked, drawn, tops, tokens, strict=True)
+            None if count < 0 else TokenLogprobs(one, tuple(ids[:count]), tuple(top[:count]))
+            for count, one, top, ids in rows
         ]
 
 
@@ -72,7 +73,6 @@ class ModelRunner:
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
         self.caches: list[LayerCache] = []
         self._last_samples: torch.Tensor | None = None
-        self._last_rows: dict[Request, int] = {}
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
         self._graphs: StepGraphs | None = None
 
@@ -102,13 +102,17 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
-    def warm_up(self, longest: int) -> None:
-        """Compile the kernels of every size class of step, so that none compiles while serving."""
-        for count in WARM_UP_COUNTS:
-            if count <= longest:
-                pages = list(range(-(-count // self.config.block_size)))
-                chunk = whole_chunk([0] * count, pages, SamplingParams())
-                self.launch(StepPlan(chunks=(chunk,))).result()
+    def warm_up(self, token_counts: Iterable[int]) -> None:
+        """Compile the kernels of steps of so many tokens, so that none compiles while serving."""
+        page_size = self.config.block_size
+        for count in token_counts:
+            step = StepInput.of_sequence(
+                [0] * count,
+                list(range(-(-count // page_size))),
+                page_size=page_size,
+                params=SamplingParams(),
+            )
+            self.launch(step).result()
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -123,32 +127,28 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
-        host = build(plan, self.config.block_size, self._last_rows)
-        kind = None
-        if self._graphs is not None:
-            kind = self._graphs.kind_for(host.arrays, host.max_query_len)
-        if kind is not None:
-            self._fill_pending(host, self._graphs.fill_(kind, host.arrays))
-            logits_SV = self._graphs.replay(kind)
-            rows = host.arrays["logits_rows_S"]
-            if not kind.is_chunk and len(rows) < len(plan.chunks):
-                logits_SV = logits_SV[to_device(rows, self.device)]
-            logits_SV = logits_SV[: len(rows)]
+        key = None if self._graphs is None else self._graphs.key_for(step)
+        if key is not None:
+            self._fill_pending(step, self._graphs.fill_(key, step))
+            logits_SV = self._graphs.replay(key)
+            if not key.is_chunk and step.num_sampled < step.num_requests:
+                logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
+            logits_SV = logits_SV[: step.num_sampled]
         else:
-            batch = host.to(self.device)
-            self._fill_pending(host, batch.token_ids_T)
+            batch = Batch.of(step, self.device)
+            self._fill_pending(step, batch.token_ids_T)
             logits_SV = self._sampling_logits(batch)
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        if not sampling:
-            self._last_samples, self._last_rows = None, {}
-            return StepHandle(plan=plan, tokens=None)
-        settings = SampleSettings.of([sample_row(chunk, self._history) for chunk in sampling])
+        if not step.sample_rows:
+            self._last_samples = None
+            return StepHandle()
+        for fill in step.history_fills:
+            self._history.fill_(fill)
+        settings = SampleSettings.of(step.sample_rows)
         samples = ops.sample_(logits_SV, settings.to(self.device), self._history.table)
         # A failed row's request may be in the next step already: its token must be a valid index.
         self._last_samples = samples.tokens_S.clamp(min=0)
-        self._last_rows = {chunk.request: row for row, chunk in enumerate(sampling)}
         log_probabilities = None
         if settings.num_logprobs >= 0:
             log_probabilities = (
@@ -157,35 +157,35 @@ class ModelRunner:
                 HostCopy(samples.top_tokens_SN),
             )
         return StepHandle(
-            plan=plan, tokens=HostCopy(samples.tokens_S), log_probabilities=log_probabilities
+            tokens=HostCopy(samples.tokens_S),
+            num_logprobs=tuple(row.num_logprobs for row in step.sample_rows),
+            log_probabilities=log_probabilities,
         )
 
     def _sampling_logits(self, batch: Batch) -> torch.Tensor:
         """Logits [S, V] of the rows that sample."""
         return self.decoder.logits(self.forward(batch)[batch.logits_rows_S])
 
-    def _fill_pending(self, host: HostBatch, token_ids: torch.Tensor) -> None:
+    def _fill_pending(self, step: StepInput, token_ids: torch.Tensor) -> None:
         """Put tokens of the step in flight, which the host does not know yet, into their places."""
-        count = len(host.pending_index)
+        count = len(step.pending_index)
         if count == 0:
             return
         in_order = np.arange(count)
-        if np.array_equal(host.pending_index, in_order) and np.array_equal(
-            host.pending_row, in_order
+        if np.array_equal(step.pending_index, in_order) and np.array_equal(
+            step.pending_row, in_order
         ):  # decode steps of the same requests, the usual case
             token_ids[:count] = self._last_samples[:count]
             return
         index, rows = (
-            to_device(array, self.device) for array in (host.pending_index, host.pending_row)
+            to_device(array, self.device) for array in (step.pending_index, step.pending_row)
         )
         token_ids[index] = self._last_samples[rows]
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int], pages: list[int]) -> torch.Tensor:
-        """Logits [S, V] in float32 after each of S tokens, computed in one step on `pages`."""
-        plan = StepPlan(chunks=(whole_chunk(token_ids, pages, SamplingParams()),))
-        batch = build(plan, self.config.block_size, {}).to(self.device)
-        return self.decoder.logits(self.forward(batch)).float()
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """Logits [T, V] in float32 after every token of a step, none of which is pending."""
+        return self.decoder.logits(self.forward(Batch.of(step, self.device))).float()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, C] of a batch."""
@@ -205,13 +205,13 @@ def num_pages_on_cpu(runner: ModelRunner) -> int:
     return num_pages
 
 
-def num_pages_on_gpu(runner: ModelRunner, largest_step: StepPlan) -> int:
+def num_pages_on_gpu(runner: ModelRunner, largest_step: StepInput) -> int:
     """KV pages that fit beside the weights and the activations of the largest step.
 
     Runs that step once on a few pages to see its peak. Raises InputError where nothing is left.
     """
     device = runner.device
-    runner.allocate_pages(max(len(c.request.block_table) for c in largest_step.chunks))
+    runner.allocate_pages(largest_step.block_tables_RX.shape[1])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     runner.launch(largest_step).result()

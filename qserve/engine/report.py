@@ -1,9 +1,10 @@
 """EngineReport: what the engine tells of itself after a step. Numbers alone; knows no requests."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class EngineReport(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
     """What the engine holds, and what its last step did. All zero: there is no engine."""
 
     num_running: int = 0

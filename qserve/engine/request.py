@@ -1,5 +1,6 @@
 """One request inside the engine, and the events it emits. Knows no scheduler and no tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -78,23 +79,37 @@ class Request:
             return 0
         return self.num_tokens - self.num_computed
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> RequestEvent:
-        """Take a sampled token that has reached the host. Returns the event, final or not."""
-        self.token_ids.append(token_id)
-        self.num_pending -= 1
+    def may_end_after(self, num_output: int) -> bool:
+        """Whether an end or stop token may follow so many output tokens: min_tokens forbids it."""
+        return num_output >= self.params.min_tokens
+
+    def extend(
+        self, sampled: list[int], logprobs: Sequence[TokenLogprobs | None] = ()
+    ) -> RequestEvent:
+        """Take sampled tokens that have reached the host, up to the one that ends the output.
+
+        Returns the event of all of them, final or not.
+        """
+        self.num_pending -= len(sampled)
         num_output = self.num_known - self.num_prompt_tokens
-        reason, stop_token, by_token = None, None, False
-        if num_output >= self.params.min_tokens and token_id in self.stop_token_ids:
-            reason, stop_token, by_token = "stop", token_id, True
-        elif num_output >= self.params.min_tokens and token_id in self.eos_token_ids:
-            reason, by_token = "stop", True
-        elif num_output >= self.max_tokens:
-            reason = "length"
+        count, reason, stop_token, by_token = 0, None, None, False
+        for count, token in enumerate(sampled, start=1):
+            may_end = self.may_end_after(num_output + count - 1)
+            if may_end and token in self.stop_token_ids:
+                reason, stop_token, by_token = "stop", token, True
+            elif may_end and token in self.eos_token_ids:
+                reason, by_token = "stop", True
+            elif num_output + count >= self.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        taken = tuple(sampled[:count])
+        self.token_ids += taken
         return RequestEvent(
             request_id=self.request_id,
-            token_ids=(token_id,),
+            token_ids=taken,
             finish_reason=reason,
             stop_token=stop_token,
             ended_by_token=by_token,
-            logprobs=() if logprobs is None else (logprobs,),
+            logprobs=tuple([each for each in logprobs[:count] if each is not None]),
         )

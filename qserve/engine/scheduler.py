@@ -10,13 +10,12 @@ Steps may be in flight: `schedule()` counts the tokens they will sample, `update
 they reach the host.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
-from qserve.sampling_params import SamplingParams
+from qserve.engine.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,7 @@ class Chunk:
     request: Request
     start: int  # position of the first token
     count: int
-    samples: bool  # its last row yields a new token
+    num_sampled: int = 0  # of its last rows, each of which yields a new token
 
     @property
     def end(self) -> int:
@@ -46,22 +45,6 @@ class StepPlan:
         return sum(chunk.count for chunk in self.chunks)
 
 
-def whole_chunk(token_ids: list[int], pages: list[int], params: SamplingParams) -> Chunk:
-    """All of a sequence as one chunk of a step, outside any schedule."""
-    request = Request(
-        request_id="unscheduled",
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        max_tokens=1,
-        params=params,
-        seed=0,
-        stop_token_ids=frozenset(),
-        eos_token_ids=frozenset(),
-        block_table=pages,
-    )
-    return Chunk(request=request, start=0, count=len(token_ids), samples=True)
-
-
 class Scheduler:
     """One budget, one queue, one pool of pages."""
 
@@ -76,8 +59,7 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
-        self.num_waiting_tokens = 0  # of all that wait, prompt and output
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
 
     @property
@@ -95,8 +77,7 @@ class Scheduler:
                 f" and there are {self.pool.num_pages}",
                 "shorten it, or give the server more memory for KV pages",
             )
-        self.waiting.append(request)
-        self.num_waiting_tokens += request.num_tokens
+        self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
@@ -115,15 +96,16 @@ class Scheduler:
                 chunks.append(self._take(request, count))
                 budget -= count
             index += 1
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.first()
+            if request is None:
+                break
             # The whole known length must fit, not only its first chunk, or two long prompts
             # would push each other out in turns. One that was just pushed out never fits: its
             # pages are taken.
             if not self.pool.can_grow(request.block_table, request.num_tokens):
                 break
-            self.waiting.popleft()
-            self.num_waiting_tokens -= request.num_tokens
+            self.waiting.pop()
             request.status = Status.RUNNING
             if not request.num_preemptions:
                 admitted.append(request)
@@ -140,32 +122,34 @@ class Scheduler:
         sampled: list[int | str],
         logprobs: list[TokenLogprobs | None] | None = None,
     ) -> list[RequestEvent]:
-        """Take the tokens a step sampled, one for each of its sampling chunks, in order.
+        """Take the tokens a step sampled, one for each of its sampled rows, in order.
 
         A string in place of a token is the reason why that row failed: its request ends with it.
         `logprobs`, where any request asked for them, are as many.
         """
         events = []
-        rows = zip(sampled, logprobs or [None] * len(sampled), strict=True)
+        any_failed = any(isinstance(token, str) for token in sampled)
+        row = 0
         for chunk in plan.chunks:
-            if not chunk.samples:
+            request, first, row = chunk.request, row, row + chunk.num_sampled
+            # A finished one was aborted, or ended by an earlier step while this was in flight.
+            if first == row or request.status is Status.FINISHED:
                 continue
-            token, token_logprobs = next(rows)
-            request = chunk.request
-            if request.status is Status.FINISHED:
-                continue  # aborted, or ended by an earlier step while this one was in flight
-            if isinstance(token, str):
+            tokens = sampled[first:row]
+            failures = [token for token in tokens if isinstance(token, str)] if any_failed else ()
+            if failures:
                 event = RequestEvent(
                     request_id=request.request_id,
                     token_ids=(),
                     finish_reason="error",
-                    error=token,
+                    error=failures[0],
                 )
             else:
-                event = request.append(token, token_logprobs)
+                event = request.extend(tokens, logprobs[first:row] if logprobs else ())
             if event.finish_reason is not None:
                 self.finish(request)
             events.append(event)
+        assert row == len(sampled), "the samples are not those of the plan"
         return events
 
     def finish(self, request: Request) -> None:
@@ -178,7 +162,6 @@ class Scheduler:
             self.running.remove(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
-            self.num_waiting_tokens -= request.num_tokens
         request.status = Status.FINISHED
         self.pool.release_(request.block_table)
 
@@ -187,15 +170,14 @@ class Scheduler:
         self.pool.check_integrity([request.block_table for request in self.running])
         if any(request.block_table for request in self.waiting):
             raise AssertionError("a waiting request holds pages")
-        if sum(request.num_tokens for request in self.waiting) != self.num_waiting_tokens:
-            raise AssertionError(f"{self.num_waiting_tokens} waiting tokens are not what waits")
+        self.waiting.check_integrity()
 
     def _take(self, request: Request, count: int) -> Chunk:
         start = request.num_computed
-        samples = start + count == request.num_tokens
+        num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
-        request.num_pending += samples
-        return Chunk(request=request, start=start, count=count, samples=samples)
+        request.num_pending += num_sampled
+        return Chunk(request=request, start=start, count=count, num_sampled=num_sampled)
 
     def _make_room(self, request: Request, count: int, preempted: list[Request]) -> bool:
         """Own pages for `count` more positions, pushing out younger requests where needed.
@@ -219,5 +201,4 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
-        self.num_waiting_tokens += request.num_tokens
+        self.waiting.push_front(request)

@@ -1,7 +1,7 @@
 """The inputs of captured steps: tensors at fixed places, filled by one copy from the host.
 
-Knows arrays, not the plan. Each kind of graph has its own layout of the same memory, since one step
-runs after the other.
+Knows arrays, no requests. Each graph has its own layout of the same memory, since one step runs
+after the other.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from qserve.engine.batch import Batch
+from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import on_host
 
 PADDING_SLOT = -1
@@ -19,7 +20,7 @@ ALIGNMENT = 16  # bytes, as kernels want addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class GraphKey:
     """What one graph holds: so many requests with a token each, or so many tokens of any."""
 
     is_chunk: bool
@@ -40,13 +41,13 @@ class _Field(NamedTuple):
 
 
 class StepBuffers:
-    """Inputs of every kind of step, in one piece of memory; block tables beside it."""
+    """Inputs of every graph, in one piece of memory; block tables beside it."""
 
     def __init__(
-        self, kinds: Iterable[Kind], max_num_seqs: int, table_width: int, device: torch.device
+        self, keys: Iterable[GraphKey], max_num_seqs: int, table_width: int, device: torch.device
     ) -> None:
         self._device = device
-        self._fields = {kind: _fields(kind) for kind in kinds}
+        self._fields = {key: _fields(key) for key in keys}
         most = max(fields[-1].end for fields in self._fields.values())
         self._bytes = torch.zeros(most, dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
@@ -55,40 +56,40 @@ class StepBuffers:
         self._rows = torch.arange(max_num_seqs + 1, device=device)
         self._starts = self._rows.to(torch.int32)
 
-    def batch(self, kind: Kind, max_context_len: int) -> Batch:
-        """The places of a kind's inputs."""
-        tensors = {"logits_rows_S": self._rows[: kind.num_requests]}
-        tensors["query_starts_R1"] = self._starts[: kind.num_requests + 1]
-        for field in self._fields[kind]:
+    def batch(self, key: GraphKey, max_context_len: int) -> Batch:
+        """The places of a graph's inputs."""
+        tensors = {"logits_rows_S": self._rows[: key.num_requests]}
+        tensors["query_starts_R1"] = self._starts[: key.num_requests + 1]
+        for field in self._fields[key]:
             dtype = torch.int64 if field.dtype is np.int64 else torch.int32
             tensors[field.name] = self._bytes[field.offset : field.end].view(dtype)
         return Batch(
             **tensors,
-            block_tables_RX=self._tables_RX[: kind.num_requests],
-            max_query_len=kind.num_tokens if kind.is_chunk else 1,
+            block_tables_RX=self._tables_RX[: key.num_requests],
+            max_query_len=key.num_tokens if key.is_chunk else 1,
             max_context_len=max_context_len,
         )
 
-    def pad_(self, kind: Kind) -> None:
+    def pad_(self, key: GraphKey) -> None:
         """Fill with a step of nothing."""
-        empty = {field.name: np.zeros(0, field.dtype) for field in self._fields[kind]}
+        empty = {field.name: np.zeros(0, field.dtype) for field in self._fields[key]}
         empty["query_starts_R1"] = np.zeros(1, np.int32)
-        self._fill_(kind, empty)
+        self._fill_(key, empty)
 
-    def fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> None:
+    def fill_(self, key: GraphKey, step: StepInput) -> None:
         """Copy a step into its places. Does not wait for the device."""
-        self._fill_(kind, arrays)
+        self._fill_(key, {field.name: getattr(step, field.name) for field in self._fields[key]})
         # Columns beyond a request's pages are never read, nor rows beyond the requests. Most steps
         # need no other pages than the one before.
-        tables_RX = arrays["block_tables_RX"]
+        tables_RX = step.block_tables_RX
         if not np.array_equal(tables_RX, self._sent_RX):
             rows, columns = tables_RX.shape
             tables = on_host(tables_RX, self._device)
             self._tables_RX[:rows, :columns].copy_(tables, non_blocking=True)
             self._sent_RX = tables_RX
 
-    def _fill_(self, kind: Kind, arrays: dict[str, np.ndarray]) -> None:
-        fields = self._fields[kind]
+    def _fill_(self, key: GraphKey, arrays: dict[str, np.ndarray]) -> None:
+        fields = self._fields[key]
         packed = np.zeros(fields[-1].end, np.uint8)
         for field in fields:
             array = arrays[field.name]
@@ -98,15 +99,15 @@ class StepBuffers:
         self._bytes[: len(packed)].copy_(on_host(packed, self._device), non_blocking=True)
 
 
-def _fields(kind: Kind) -> tuple[_Field, ...]:
-    tokens, requests = kind.num_tokens, kind.num_requests
+def _fields(key: GraphKey) -> tuple[_Field, ...]:
+    tokens, requests = key.num_tokens, key.num_requests
     wanted = [
         ("token_ids_T", np.int64, tokens, 0),
         ("positions_T", np.int64, tokens, 0),
         ("slots_T", np.int64, tokens, PADDING_SLOT),
         ("context_lengths_R", np.int32, requests, 0),
     ]
-    if kind.is_chunk:
+    if key.is_chunk:
         wanted.append(("logits_rows_S", np.int64, requests, 0))
         wanted.append(("query_starts_R1", np.int32, requests + 1, None))
     fields, offset = [], 0

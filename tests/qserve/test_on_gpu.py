@@ -160,7 +160,7 @@ def test_prompts_run_in_graphs_of_padded_size(quantized_5m, count):
         found.append(output.outputs[0])
         if not settings:
             graphs = llm.engine.runner._graphs
-            assert max(k.num_tokens for k in graphs._kinds if k.is_chunk) == 192
+            assert max(k.num_tokens for k in graphs._keys if k.is_chunk) == 192
     first = [completion.logprobs[0] for completion in found]
     assert first[0].top_tokens[0] == first[1].top_tokens[0]
     assert first[0].logprob == pytest.approx(first[1].logprob, abs=0.05)

@@ -24,7 +24,16 @@ HERE = Path(__file__).parent
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS = 100, 101, 102, 103  # of fake_engine
 FAKE = "fake_engine:FakeEngine"
 ENDLESS = SamplingParams(max_tokens=100_000)
-REPORT = EngineReport(2, 1, 900, 30, 64, 40, 1, (0.5, 1.25))
+REPORT = EngineReport(
+    num_running=2,
+    num_waiting=1,
+    num_waiting_tokens=900,
+    num_pages_used=30,
+    num_pages=64,
+    num_step_tokens=40,
+    num_preempted=1,
+    queue_seconds=(0.5, 1.25),
+)
 
 
 @pytest.fixture(autouse=True)

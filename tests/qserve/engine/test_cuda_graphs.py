@@ -2,12 +2,13 @@
 
 import pytest
 
-from qserve.engine.cuda_graphs import CHUNK_SIZES, graph_kinds, graph_sizes, smallest_kind
+from qserve.engine.cuda_graphs import CHUNK_SIZES, graph_keys, graph_sizes, smallest_key
+from tests.qserve.engine.make_step import make_step
 
 
-def found(kinds, is_chunk, num_tokens, num_requests):
-    kind = smallest_kind(kinds, is_chunk, num_tokens, num_requests)
-    return kind and (kind.num_tokens, kind.num_requests)
+def found(keys, counts, num_sampled=None):
+    key = smallest_key(keys, make_step(counts, num_sampled=num_sampled))
+    return key and (key.num_tokens, key.num_requests)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 33, 64, 256, 300])
@@ -18,10 +19,10 @@ def test_every_number_of_rows_has_a_graph(most):
 
 @pytest.mark.parametrize("most", [1, 5, 40, 256, 1000])
 def test_every_decode_step_runs_in_the_next_larger_graph(most):
-    kinds = graph_kinds(most, 2048)
+    keys = graph_keys(most, 2048)
     for rows in range(1, most + 1):
         size = next(size for size in graph_sizes(most) if size >= rows)
-        assert found(kinds, False, rows, rows) == (size, size)
+        assert found(keys, [1] * rows) == (size, size)
 
 
 @pytest.mark.parametrize(
@@ -39,18 +40,25 @@ def test_every_decode_step_runs_in_the_next_larger_graph(most):
     ],
 )
 def test_chunks_run_in_the_smallest_graph_that_holds_them(num_tokens, num_requests, graph):
-    assert found(graph_kinds(64, 2048), True, num_tokens, num_requests) == graph
+    counts = [1] * (num_requests - 1) + [num_tokens - num_requests + 1]
+    assert found(graph_keys(64, 2048), counts) == graph
+
+
+def test_a_chunk_graph_has_a_row_of_logits_for_every_sampled_row():
+    keys = graph_keys(64, 2048)
+    assert found(keys, [5, 5], num_sampled=[4, 4]) == (16, 8)
+    assert found(keys, [5, 5], num_sampled=[5, 4]) == (16, 16)
 
 
 def test_no_graph_is_larger_than_a_step_can_be():
-    kinds = graph_kinds(4, 100)
-    chunks = [kind for kind in kinds if kind.is_chunk]
-    assert max(kind.num_tokens for kind in chunks) == max(s for s in CHUNK_SIZES if s <= 100)
-    assert max(kind.num_requests for kind in kinds) == 4
+    keys = graph_keys(4, 100)
+    chunks = [key for key in keys if key.is_chunk]
+    assert max(key.num_tokens for key in chunks) == max(s for s in CHUNK_SIZES if s <= 100)
+    assert max(key.num_requests for key in keys) == 4
     # where all requests are few there is one graph for each size
-    assert len(chunks) == len({kind.num_tokens for kind in chunks})
+    assert len(chunks) == len({key.num_tokens for key in chunks})
 
 
 def test_the_smallest_comes_first():
-    sizes = [(kind.num_tokens, kind.num_requests) for kind in graph_kinds(256, 2048)]
+    sizes = [(key.num_tokens, key.num_requests) for key in graph_keys(256, 2048)]
     assert sizes == sorted(sizes)

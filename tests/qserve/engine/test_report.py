@@ -1,6 +1,7 @@
 """What the engine tells of itself: counts of a scripted run, once each, and zero at the end."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -33,21 +34,28 @@ def test_each_step_is_told_once(make_engine, steps_in_flight):
     assert engine.report() == idle
     for name, prompt in (("a", 5), ("b", 6), ("c", 7)):
         add(engine, name, prompt, 2)
-    assert engine.report() == idle._replace(num_waiting=3, num_waiting_tokens=18)
+    assert engine.report() == replace(idle, num_waiting=3, num_waiting_tokens=18)
     engine.step()
     report = engine.report()
     # pages are taken for the whole of a prompt; c has no place among two
-    assert report[:5] == (2, 1, 7, 2 + 2, 50)
-    assert (report.num_step_tokens, report.num_preempted) == (8, 0)
-    assert len(report.queue_seconds) == 2 and all(0 < s < 60 for s in report.queue_seconds)
-    assert engine.report() == report._replace(num_step_tokens=0, queue_seconds=())
+    assert report == EngineReport(
+        num_running=2,
+        num_waiting=1,
+        num_waiting_tokens=7,
+        num_pages_used=2 + 2,
+        num_pages=50,
+        num_step_tokens=8,
+        queue_seconds=report.queue_seconds,
+    )
+    assert len(report.queue_seconds) == 2 and all(s > 0 for s in report.queue_seconds)
+    assert engine.report() == replace(report, num_step_tokens=0, queue_seconds=())
     computed, queued = 8, 2
     while engine.has_work():
         engine.step()
         report = engine.report()
         computed += report.num_step_tokens
         queued += len(report.queue_seconds)
-    assert report._replace(num_step_tokens=0) == idle
+    assert replace(report, num_step_tokens=0) == idle
     # the last token of each is not computed any more
     assert (computed, queued) == (5 + 6 + 7 + 3, 3)
 
@@ -58,7 +66,7 @@ def test_time_in_the_queue_begins_when_the_request_was_sent(make_engine):
     engine.add_request("a", [5], SamplingParams(max_tokens=1), sent)
     engine.step()
     (seconds,) = engine.report().queue_seconds
-    assert 100 < seconds < 160
+    assert 100 < seconds < time.perf_counter() - sent
 
 
 def test_preempted_outputs_are_counted_and_queue_once(make_engine):
@@ -82,4 +90,6 @@ def test_abort_leaves_nothing_to_tell(make_engine):
     engine.step()
     for name in "abc":
         engine.abort(name)
-    assert engine.report()[:5] == (0, 0, 0, 0, 50)
+    assert replace(engine.report(), num_step_tokens=0, queue_seconds=()) == EngineReport(
+        num_pages=50
+    )

@@ -1,6 +1,7 @@
 """Properties of the scheduler over random schedules: no GPU, no model, no clock."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +60,8 @@ class Simulation:
         assert progress or not had_work, "a step neither ran nor finished anything"
         while len(self.in_flight) > due:
             old = self.in_flight.popleft()
-            sampled = [next(self.tokens) for chunk in old.chunks if chunk.samples]
+            num_sampled = sum(chunk.num_sampled for chunk in old.chunks)
+            sampled = [next(self.tokens) for _ in range(num_sampled)]
             for event in scheduler.update(old, sampled):
                 if event.finish_reason:
                     assert event.request_id not in self.done
@@ -141,7 +143,7 @@ def test_random_schedules_keep_every_promise(data):
     simulation.run_out()
     assert simulation.done.keys() | aborted == admitted.keys()
     assert not simulation.done.keys() & aborted
-    assert scheduler.pool.num_free == num_pages and scheduler.num_waiting_tokens == 0
+    assert scheduler.pool.num_free == num_pages and scheduler.waiting.num_tokens == 0
     ran = {
         name for name, request in admitted.items() if request.num_computed or name not in aborted
     }
@@ -168,7 +170,7 @@ def test_decode_rides_with_the_chunks_of_a_long_prompt():
         ("r0", 2, 1),
         ("r1", 0, 7),
     ]
-    assert [chunk.samples for chunk in plan.chunks] == [True, False]
+    assert [chunk.num_sampled for chunk in plan.chunks] == [1, 0]
 
 
 def test_youngest_gives_way_and_keeps_its_tokens():
@@ -189,7 +191,7 @@ def test_youngest_gives_way_and_keeps_its_tokens():
 def test_token_in_flight_counts_towards_max_tokens():
     scheduler = make_scheduler()
     scheduler.add(make_request("one", prompt=3, max_tokens=1))
-    assert scheduler.schedule().chunks[0].samples
+    assert scheduler.schedule().chunks[0].num_sampled == 1
     assert scheduler.schedule().chunks == ()  # its only token is under way
 
 
@@ -217,15 +219,17 @@ def test_failed_row_ends_its_request_alone():
     scheduler.check_integrity()
 
 
-def test_stop_token_and_min_tokens():
+@pytest.mark.parametrize(("end", "stop_token"), [(5, 5), (EOS, None)])
+def test_end_tokens_end_nothing_before_min_tokens(end, stop_token):
+    """The output has min_tokens tokens before the one that ends it, as the sampler sees to."""
     scheduler = make_scheduler()
     request = make_request("one", max_tokens=9, stop_token_ids=(5,), min_tokens=2)
     scheduler.add(request)
     events = []
-    for token in (5, 5):
-        events += scheduler.update(scheduler.schedule(), [token])
-    assert [e.finish_reason for e in events] == [None, "stop"]
-    assert events[1].stop_token == 5
+    for _ in range(3):
+        events += scheduler.update(scheduler.schedule(), [end])
+    assert [e.finish_reason for e in events] == [None, None, "stop"]
+    assert (events[2].stop_token, events[2].ended_by_token) == (stop_token, True)
 
 
 def test_budget_below_the_number_of_requests_is_refused():
@@ -233,9 +237,17 @@ def test_budget_below_the_number_of_requests_is_refused():
         make_scheduler(max_num_seqs=9, budget=8)
 
 
-def test_pool_detects_a_page_owned_twice():
-    pool = PagePool(4, 2)
-    table = []
-    pool.grow_(table, 4)
-    with pytest.raises(AssertionError):
-        pool.check_integrity([table, table])
+def test_a_chunk_may_sample_several_tokens():
+    """As a step that verifies drafts does; the request takes them up to its end."""
+    scheduler = make_scheduler(num_pages=64)
+    first, second = make_request("r0", max_tokens=9), make_request("r1", max_tokens=9)
+    for request in (first, second):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    chunks = tuple(replace(chunk, num_sampled=3) for chunk in plan.chunks)
+    for request in (first, second):
+        request.num_pending = 3
+    events = scheduler.update(replace(plan, chunks=chunks), [2, 3, 4, 2, EOS, 4])
+    assert [event.token_ids for event in events] == [(2, 3, 4), (2, EOS)]
+    assert [event.finish_reason for event in events] == [None, "stop"]
+    scheduler.check_integrity()

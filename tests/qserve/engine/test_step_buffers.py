@@ -1,14 +1,14 @@
-"""A step's arrays arrive at the places of its kind, and padding behind them."""
+"""A step's arrays arrive at the places of its graph, and padding behind them."""
 
 import numpy as np
 import pytest
 import torch
 
-from qserve.engine.step_buffers import ALIGNMENT, Kind, StepBuffers
+from qserve.engine.step_buffers import ALIGNMENT, GraphKey, StepBuffers
+from tests.qserve.engine.make_step import PER_TOKEN, make_step
 
-DECODE = Kind(is_chunk=False, num_tokens=4, num_requests=4)
-CHUNK = Kind(is_chunk=True, num_tokens=16, num_requests=3)
-NAMES = ("token_ids_T", "positions_T", "slots_T")
+DECODE = GraphKey(is_chunk=False, num_tokens=4, num_requests=4)
+CHUNK = GraphKey(is_chunk=True, num_tokens=16, num_requests=3)
 
 
 @pytest.fixture
@@ -16,49 +16,37 @@ def buffers():
     return StepBuffers([DECODE, CHUNK], max_num_seqs=5, table_width=6, device=torch.device("cpu"))
 
 
-def step(counts, seed, width):
-    """Arrays as batch.build lays them out."""
-    generator = np.random.default_rng(seed)
-    total = sum(counts)
-    return {name: generator.integers(1, 1000, total) for name in NAMES} | {
-        "block_tables_RX": generator.integers(1, 99, (len(counts), width), np.int32),
-        "query_starts_R1": np.cumsum([0, *counts]).astype(np.int32),
-        "context_lengths_R": generator.integers(1, 99, len(counts), np.int32),
-        "logits_rows_S": np.cumsum(counts)[:-1] - 1,
-    }
-
-
-def check(batch, arrays, is_chunk):
-    num_tokens, num_requests = len(arrays["token_ids_T"]), len(arrays["context_lengths_R"])
-    for name, padding in zip(NAMES, (0, 0, -1), strict=True):
+def check(batch, step, is_chunk):
+    num_tokens, num_requests = step.num_tokens, step.num_requests
+    for name, padding in zip(PER_TOKEN, (0, 0, -1), strict=True):
         got = getattr(batch, name)
         assert got.dtype == torch.int64 and got.data_ptr() % ALIGNMENT == 0
-        assert got[:num_tokens].tolist() == arrays[name].tolist()
+        assert got[:num_tokens].tolist() == getattr(step, name).tolist()
         assert set(got[num_tokens:].tolist()) <= {padding}
     lengths = batch.context_lengths_R
     assert lengths.dtype == torch.int32 and lengths.data_ptr() % ALIGNMENT == 0
-    assert lengths[:num_requests].tolist() == arrays["context_lengths_R"].tolist()
+    assert lengths[:num_requests].tolist() == step.context_lengths_R.tolist()
     assert not lengths[num_requests:].any()
-    rows, columns = arrays["block_tables_RX"].shape
-    assert batch.block_tables_RX[:rows, :columns].tolist() == arrays["block_tables_RX"].tolist()
+    rows, columns = step.block_tables_RX.shape
+    assert batch.block_tables_RX[:rows, :columns].tolist() == step.block_tables_RX.tolist()
     starts, rows = batch.query_starts_R1.tolist(), batch.logits_rows_S.tolist()
     if is_chunk:
-        known = arrays["query_starts_R1"].tolist()
+        known = step.query_starts_R1.tolist()
         assert starts == known + [known[-1]] * (len(starts) - len(known)), "no rows"
-        known = arrays["logits_rows_S"].tolist()
+        known = step.logits_rows_S.tolist()
         assert rows == known + [0] * (len(rows) - len(known))
     else:
         assert starts == list(range(DECODE.num_requests + 1))
         assert rows == list(range(DECODE.num_requests))
 
 
-def test_one_kind_after_the_other(buffers):
-    batches = {kind: buffers.batch(kind, 96) for kind in (DECODE, CHUNK)}
+def test_one_graph_after_the_other(buffers):
+    batches = {key: buffers.batch(key, 96) for key in (DECODE, CHUNK)}
     steps = [(CHUNK, [7, 5]), (DECODE, [1, 1, 1]), (CHUNK, [16, 0, 0]), (DECODE, [1] * 4)]
-    for seed, (kind, counts) in enumerate(steps):
-        arrays = step(counts, seed, width=2 + seed)
-        buffers.fill_(kind, arrays)
-        check(batches[kind], arrays, kind.is_chunk)
+    for seed, (key, counts) in enumerate(steps):
+        step = make_step(counts, seed=seed, width=2 + seed)
+        buffers.fill_(key, step)
+        check(batches[key], step, key.is_chunk)
 
 
 def test_sizes_and_limits(buffers):
@@ -68,31 +56,26 @@ def test_sizes_and_limits(buffers):
     assert chunk.block_tables_RX.shape == (3, 6) and chunk.query_starts_R1.shape == (4,)
 
 
-@pytest.mark.parametrize("kind", [DECODE, CHUNK])
-def test_a_step_of_nothing(buffers, kind):
-    buffers.fill_(kind, step([1] * 3, 5, width=3))
-    buffers.pad_(kind)
-    batch = buffers.batch(kind, 96)
+@pytest.mark.parametrize("key", [DECODE, CHUNK])
+def test_a_step_of_nothing(buffers, key):
+    buffers.fill_(key, make_step([1] * 3, width=3))
+    buffers.pad_(key)
+    batch = buffers.batch(key, 96)
     assert set(batch.slots_T.tolist()) == {-1}
     assert not batch.token_ids_T.any() and not batch.context_lengths_R.any()
-    if kind.is_chunk:
+    if key.is_chunk:
         assert not batch.query_starts_R1.any()
 
 
 def test_tables_are_copied_where_they_changed_and_only_there(buffers):
     batch = buffers.batch(DECODE, 96)
-    first = step([1, 1], 1, width=3)
+    first = make_step([1, 1], seed=1, width=3)
+    tables = first.block_tables_RX
     buffers.fill_(DECODE, first)
     batch.block_tables_RX[0, 0] = -5  # a mark: it stays while nothing changes
-    buffers.fill_(
-        DECODE, step([1, 1], 2, width=3) | {"block_tables_RX": first["block_tables_RX"].copy()}
-    )
+    buffers.fill_(DECODE, make_step([1, 1], seed=2, block_tables_RX=tables.copy()))
     assert batch.block_tables_RX[0, 0] == -5
-    for change in (
-        np.zeros((2, 3), np.int32),
-        first["block_tables_RX"][:1],
-        first["block_tables_RX"],
-    ):
-        arrays = step([1] * len(change), 3, width=3) | {"block_tables_RX": change}
-        buffers.fill_(DECODE, arrays)
-        check(batch, arrays, is_chunk=False)
+    for change in (np.zeros((2, 3), np.int32), tables[:1], tables):
+        step = make_step([1] * len(change), seed=3, block_tables_RX=change)
+        buffers.fill_(DECODE, step)
+        check(batch, step, is_chunk=False)

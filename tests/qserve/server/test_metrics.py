@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -261,9 +262,27 @@ def test_text_of_clients_reaches_no_label(server, read):
 
 def test_reports_of_the_engine_are_shown():
     metrics = Metrics("tiny")
-    metrics.take_report(EngineReport(3, 2, 900, 16, 64, 40, 1, (0.3, 4.0)))
-    metrics.take_report(EngineReport(4, 1, 500, 32, 64, 8))
-    metrics.take_report(EngineReport(4, 1, 500, 48, 64))  # after an abort: no step
+    first = EngineReport(
+        num_running=3,
+        num_waiting=2,
+        num_waiting_tokens=900,
+        num_pages_used=16,
+        num_pages=64,
+        num_step_tokens=40,
+        num_preempted=1,
+        queue_seconds=(0.3, 4.0),
+    )
+    second = EngineReport(
+        num_running=4,
+        num_waiting=1,
+        num_waiting_tokens=500,
+        num_pages_used=32,
+        num_pages=64,
+        num_step_tokens=8,
+    )
+    metrics.take_report(first)
+    metrics.take_report(second)
+    metrics.take_report(replace(second, num_pages_used=48, num_step_tokens=0))  # after an abort
     samples = parse(metrics.page().decode())
     assert {name: samples[name] for name in GAUGES} == {
         "num_requests_running": 4,

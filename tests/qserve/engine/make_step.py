@@ -1,0 +1,28 @@
+"""StepInputs for tests of what reads them."""
+
+import numpy as np
+
+from qkernels.sampling.settings import SampleRow
+from qserve.engine.step_input import StepInput
+
+PER_TOKEN = ("token_ids_T", "positions_T", "slots_T")
+
+
+def make_step(counts, *, width=1, seed=0, num_sampled=None, **fields):
+    """A step of chunks of `counts` tokens with random contents. `num_sampled` rows of each."""
+    generator = np.random.default_rng(seed)
+    ends = np.cumsum(counts)
+    sampled = [1] * len(counts) if num_sampled is None else num_sampled
+    rows = [np.arange(end - n, end) for end, n in zip(ends, sampled, strict=True)]
+    made = {name: generator.integers(1, 1000, sum(counts)) for name in PER_TOKEN} | {
+        "block_tables_RX": generator.integers(1, 99, (len(counts), width), np.int32),
+        "query_starts_R1": np.array([0, *ends], np.int32),
+        "context_lengths_R": generator.integers(1, 99, len(counts), np.int32),
+        "logits_rows_S": np.concatenate(rows),
+        "max_query_len": max(counts),
+        "max_context_len": 99,
+        "pending_index": np.zeros(0, np.int64),
+        "pending_row": np.zeros(0, np.int64),
+        "sample_rows": tuple(SampleRow() for _ in range(sum(sampled))),
+    }
+    return StepInput(**made | fields)

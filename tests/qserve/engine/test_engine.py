@@ -1,0 +1,139 @@
+"""The engine around its scheduler: pages it borrows, rows that fail, limits of a prompt."""
+
+import pytest
+import torch
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.engine import Engine
+from qserve.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+
+
+@pytest.fixture
+def make_engine(docs_5m):
+    def make(steps_in_flight: int = 0, **settings) -> Engine:
+        config = EngineConfig(
+            model=str(docs_5m), device="cpu", block_size=4, num_gpu_blocks_override=50, **settings
+        )
+        return Engine(config, steps_in_flight=steps_in_flight)
+
+    return make
+
+
+def run_out(engine) -> dict[str, list]:
+    """What each request emits, until none is left."""
+    found = {}
+    while engine.has_work():
+        for event in engine.step():
+            found.setdefault(event.request_id, []).append(event)
+    return found
+
+
+def tokens(events) -> list[int]:
+    return [token for event in events for token in event.token_ids]
+
+
+def test_logits_use_no_page_that_another_owns(make_engine, monkeypatch):
+    engine = make_engine()
+    pool, used = engine.scheduler.pool, []
+    want = engine.logits([5, 6, 7, 8, 9])
+    kept = []
+    pool.grow_(kept, 4 * 20)
+    for cache in engine.runner.caches:
+        cache.keys[kept] = cache.values[kept] = 7.0
+    logits = engine.workers.logits
+
+    def watched(step):
+        used.extend(step.block_tables_RX[0].tolist())
+        pool.check_integrity([kept, used])
+        return logits(step)
+
+    monkeypatch.setattr(engine.workers, "logits", watched)
+    assert torch.equal(engine.logits([5, 6, 7, 8, 9]), want)
+    assert len(used) == 2
+    assert all(
+        (c.keys[kept] == 7).all() and (c.values[kept] == 7).all() for c in engine.runner.caches
+    )
+    pool.check_integrity([kept])
+    with pytest.raises(InputError, match="expected 1 to 120 tokens, found 121"):
+        engine.logits([5] * 121)
+
+
+def test_logits_that_fail_give_their_pages_back(make_engine, monkeypatch):
+    engine = make_engine()
+
+    def fail(step):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.workers, "logits", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.logits([5] * 9)
+    assert engine.scheduler.pool.num_free == 50
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_a_row_of_nan_ends_its_request_alone(make_engine, steps_in_flight, monkeypatch):
+    """Also where the next step was launched before the host learns of it."""
+    engine = make_engine(steps_in_flight)
+    engine.add_request("good", [5, 6, 7], GREEDY)
+    want = tokens(run_out(engine)["good"])
+    logits, failures = engine.runner.decoder.logits, []
+
+    def first_row_fails(hidden):
+        found = logits(hidden)
+        if not failures:
+            found[0] = torch.nan
+            failures.append(found)
+        return found
+
+    monkeypatch.setattr(engine.runner.decoder, "logits", first_row_fails)
+    engine.add_request("bad", [8, 9], GREEDY)
+    engine.add_request("good", [5, 6, 7], GREEDY)
+    found = run_out(engine)
+    (failed,) = found["bad"]
+    assert (failed.finish_reason, failed.error) == ("error", "the model's logits contain NaN")
+    assert tokens(found["good"]) == want
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == 50
+
+
+def test_a_prompt_leaves_room_for_a_token(make_engine):
+    engine = make_engine(max_model_len=20)
+    with pytest.raises(InputError, match="expected a prompt of 1 to 19 tokens, found 20"):
+        engine.add_request("long", [5] * 20, GREEDY)
+    engine.add_request("longest", [5] * 19, GREEDY)
+    found = run_out(engine)
+    assert list(found) == ["longest"] and len(tokens(found["longest"])) == 1
+
+
+def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
+    """With the padding of graphs and their fixed places, but run eagerly in place of a replay."""
+    replayed = []
+
+    def prepare(graphs, step):
+        graphs.step = step
+        graphs._batches = {
+            key: graphs._buffers.batch(key, graphs._max_context_len) for key in graphs._keys
+        }
+
+    def replay(graphs, key):
+        replayed.append(key)
+        return graphs.step(graphs._batches[key])
+
+    monkeypatch.setattr(StepGraphs, "_capture", prepare)
+    monkeypatch.setattr(StepGraphs, "replay", replay)
+    plain, captured = (
+        make_engine(steps_in_flight=1, max_num_seqs=6, max_num_batched_tokens=24) for _ in range(2)
+    )
+    captured.runner.capture_graphs(6, captured.max_model_len)
+    found = []
+    for engine in (plain, captured):
+        for n in range(1, 8):
+            params = SamplingParams(max_tokens=3 + n, ignore_eos=True, temperature=0, logprobs=0)
+            engine.add_request(str(n), list(range(5, 5 + 7 * n)), params)
+        found.append({name: tokens(events) for name, events in run_out(engine).items()})
+    assert found[0] == found[1]
+    assert {key.is_chunk for key in replayed} == {True, False}

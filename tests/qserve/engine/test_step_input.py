@@ -1,0 +1,184 @@
+"""A plan as values: what its rows ask of the sampler, which rows are whose, nothing but numbers."""
+
+import math
+from dataclasses import fields, is_dataclass
+
+import msgspec
+import numpy as np
+import pytest
+
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.request import Request, Status
+from qserve.engine.request_rows import RequestRows
+from qserve.engine.scheduler import Chunk, Scheduler, StepPlan
+from qserve.engine.step_input import StepInput
+from qserve.sampling_params import ParameterError, SamplingParams
+
+
+def request(prompt, output=(), **params):
+    return Request(
+        request_id="r",
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        max_tokens=9,
+        params=SamplingParams(max_tokens=9, **params),
+        seed=5,
+        stop_token_ids=frozenset(params.get("stop_token_ids", ())),
+        eos_token_ids=frozenset({1}),
+        status=Status.RUNNING,
+        block_table=[3, 1, 2],
+    )
+
+
+def build(*requests, rows=None, num_sampled=1):
+    """All of each request as one chunk."""
+    chunks = [
+        Chunk(request=each, start=0, count=each.num_tokens, num_sampled=num_sampled)
+        for each in requests
+    ]
+    plan = StepPlan(chunks=tuple(chunks))
+    return StepInput.build(plan, page_size=4, rows=rows or RequestRows(2))
+
+
+def sample_row(asking):
+    (row,) = build(asking).sample_rows
+    return row
+
+
+def test_end_tokens_are_forbidden_until_min_tokens():
+    params = {"min_tokens": 2, "stop_token_ids": [3], "logit_bias": {4: 1.5}}
+    forbidden = ((4, 1.5), (1, -math.inf), (3, -math.inf))
+    assert sample_row(request([7, 7], [5], **params)).bias == forbidden
+    assert sample_row(request([7, 7], [5, 5], **params)).bias == ((4, 1.5),)
+
+
+def test_the_draw_depends_on_seed_and_position():
+    row = sample_row(request([7, 7], [5]))
+    assert (row.seed, row.position) == (5, 3)
+
+
+def test_a_chunk_may_sample_several_of_its_rows():
+    """Each is drawn at its own position, and min_tokens counts up to there."""
+    asking = request([7, 7], [5, 5, 6], min_tokens=2)
+    step = build(request([7]), asking, num_sampled=1)
+    assert step.logits_rows_S.tolist() == [0, 5]
+    step = build(asking, num_sampled=3)
+    assert step.logits_rows_S.tolist() == [2, 3, 4]
+    assert [row.position for row in step.sample_rows] == [3, 4, 5]
+    assert [bool(row.bias) for row in step.sample_rows] == [True, False, False]
+
+
+def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
+    rows = RequestRows(2)
+    first, second, third = (request([n]) for n in (7, 8, 9))
+    build(first, second, third, rows=rows)
+    for each in (first, third):
+        each.num_pending = 1
+    step = build(third, first, rows=rows)
+    assert step.token_ids_T.tolist() == [9, 0, 7, 0]
+    assert (step.pending_index.tolist(), step.pending_row.tolist()) == ([1, 3], [2, 0])
+    # of a request that samples several rows, the last
+    build(request([1]), third, rows=rows, num_sampled=2)
+    assert build(third, rows=rows).pending_row.tolist() == [3]
+
+
+def test_keys_go_to_the_pages_of_the_block_table():
+    step = build(request([7] * 6), request([7]))
+    assert step.slots_T.tolist() == [12, 13, 14, 15, 4, 5, 12]
+    assert step.block_tables_RX.tolist() == [[3, 1, 2]] * 2
+    assert step.query_starts_R1.tolist() == [0, 6, 7] and step.context_lengths_R.tolist() == [6, 1]
+
+
+def test_a_request_without_penalties_has_no_history():
+    step = build(request([7]))
+    assert step.sample_rows[0].history_row == -1 and step.history_fills == ()
+
+
+def test_a_history_row_is_filled_once_and_kept():
+    """Between steps the sampler counts on the device; the host must not count again."""
+    rows, asking = RequestRows(2), request([7, 8], [6], frequency_penalty=1.0)
+    first, second = (build(asking, rows=rows) for _ in range(2))
+    (fill,) = first.history_fills
+    assert fill.prompt_token_ids.tolist() == [7, 8] and fill.output_token_ids.tolist() == [6]
+    assert second.history_fills == ()
+    assert fill.row == first.sample_rows[0].history_row == second.sample_rows[0].history_row == 0
+
+
+def test_history_rows_of_ended_and_preempted_requests_are_reused():
+    rows = RequestRows(2)
+    first, second, third = (request([n], [4], repetition_penalty=1.1) for n in (1, 2, 3))
+    assert [rows.history_row(r) for r in (first, second)] == [(0, True), (1, True)]
+    first.status = Status.WAITING
+    assert rows.history_row(third) == (0, True)
+    second.status, first.status = Status.FINISHED, Status.RUNNING
+    assert rows.history_row(first) == (1, True)
+
+
+LEAVES = (int, float, str, bytes, np.ndarray)
+
+
+def leaves(value):
+    if isinstance(value, tuple):
+        return [leaf for each in value for leaf in leaves(each)]
+    if is_dataclass(value):
+        return [leaf for field in fields(value) for leaf in leaves(getattr(value, field.name))]
+    return [value]
+
+
+def encode_array(array):
+    assert type(array) is np.ndarray and not array.dtype.hasobject, array
+    return {"dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes()}
+
+
+def decode_array(kind, made):
+    assert kind is np.ndarray
+    return np.frombuffer(made["data"], made["dtype"]).reshape(made["shape"])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_step_survives_the_trip_to_another_process(num_steps):
+    """Of a real schedule with everything in it, by a codec that knows its types and arrays."""
+    scheduler = Scheduler(PagePool(64, 4), max_num_seqs=8, max_num_batched_tokens=32)
+    for params in (
+        {"seed": 3, "min_tokens": 4, "logit_bias": {3: 1.5}},
+        {"presence_penalty": 0.5, "top_k": 7, "logprobs": 2},
+        {"temperature": 0.0},
+    ):
+        asking = request([4, 5, 6] * 5, **params)
+        asking.status, asking.block_table = Status.WAITING, []
+        scheduler.add(asking)
+    rows = RequestRows(8)
+    for _ in range(num_steps):
+        step = StepInput.build(scheduler.schedule(), page_size=4, rows=rows)
+    assert len(step.history_fills) == (num_steps == 1)
+    assert len(step.pending_index) == (0, 2)[num_steps - 1]
+    assert all(type(leaf) in LEAVES for leaf in leaves(step))
+    payload = msgspec.msgpack.Encoder(enc_hook=encode_array).encode(step)
+    got = msgspec.msgpack.Decoder(StepInput, dec_hook=decode_array).decode(payload)
+    assert got.sample_rows == step.sample_rows
+    for ours, theirs in zip(leaves(step), leaves(got), strict=True):
+        assert type(ours) is type(theirs)
+        if type(ours) is np.ndarray:
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("logprobs", 21),
+        ("logprobs", -1),
+    ],
+)
+def test_out_of_range_parameters_are_refused(field, value):
+    with pytest.raises(ParameterError, match=field):
+        SamplingParams(**{field: value})
