@@ -104,8 +104,8 @@ def test_written(docs_5m, calibration, tmp_path, scheme, output_format):
     weight = parsed.weight
     if weight.type == "int" and weight.bits in (4, 8):
         hopper = torch.cuda.get_device_capability()[0] == 9
-        w8a8 = "hopper_w8a8" if hopper else "triton_w8a8"
-        assert ran == {w8a8 if parsed.activation else f"triton_w{weight.bits}a16"}
+        w8a8 = "sm90_w8a8" if hopper else "triton_w8a8"
+        assert ran == {w8a8 if parsed.activation else f"w{weight.bits}a16"}
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])

@@ -28,7 +28,7 @@ def test_linears_run_the_triton_kernel(quantized_5m):
     llm = make(quantized_5m)
     linears = [m for m in llm.engine.runner.decoder.modules() if isinstance(m, QuantLinear)]
     assert len(linears) == 16
-    assert all("triton_w4a16" in repr(linear) for linear in linears)
+    assert all("w4a16" in repr(linear) for linear in linears)
     assert llm.engine.runner.decoder.dtype is torch.bfloat16
 
 
