@@ -136,15 +136,20 @@ class QuantLinear(nn.Module):
             layer.bias = bias.detach().clone().to(packed.device)
         return layer
 
+    @property
+    def prepared_weight(self) -> PreparedWeight:
+        """The kernel's copy. Raises KernelError on a layer that is not prepared."""
+        if self._prepared is None:
+            raise KernelError("QuantLinear", "has no kernel's copy yet", "call prepare() first")
+        return self._prepared
+
     def plan(self, rows: int, consumer: Consumer | None = None) -> GemmPlan:
         """How `forward` runs so many rows: what the operation before it makes, what it returns.
 
         With a consumer, the one operation that takes the result, that may be split-K partials.
         Raises KernelError on a layer that is not prepared.
         """
-        if self._prepared is None:
-            raise KernelError("QuantLinear", "has no kernel's copy yet", "call prepare() first")
-        return ops.plan_linear(self._prepared, rows, consumer)
+        return ops.plan_linear(self.prepared_weight, rows, consumer)
 
     def forward(self, x: LinearInput, plan: GemmPlan | None = None) -> LinearOutput:
         """x [..., K] to [..., N], in x's dtype; or Codes or Limbs to [M, N], in the weight's.

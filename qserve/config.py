@@ -15,6 +15,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
+KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "attention")
 
 REQUIRED = MISSING  # as a default: the flag must be given
 
@@ -91,6 +92,11 @@ class EngineConfig:
         1.0, "GiB for KV pages when running on a CPU", low=0, high=2**20
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
+    kernel: list[str] = setting(
+        [],
+        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8 or attention;"
+        " NAME as qkernels/README.md lists them; may be repeated",
+    )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
     )
@@ -100,6 +106,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        _ = self.kernels  # raises where a choice cannot be read
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Operation -> the kernels asked for and forbidden, as ops take them."""
+        found: dict[str, str] = {}
+        for each in self.kernel:
+            operation, equals, name = each.partition("=")
+            if not (equals and name) or operation not in KERNEL_OPERATIONS:
+                raise InputError(
+                    "--kernel",
+                    f"expected OP=NAME with one of {', '.join(KERNEL_OPERATIONS)}, found {each!r}",
+                )
+            found[operation] = ",".join(filter(None, (found.get(operation), name)))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

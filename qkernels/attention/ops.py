@@ -146,6 +146,7 @@ def paged_attention(
     v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
+    kernel: str | None = None,
 ) -> torch.Tensor | Limbs:
     """Causal attention of every request's query rows over its paged keys: [T, H, D].
 
@@ -159,6 +160,7 @@ def paged_attention(
     limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
     inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
                   they may be read while it still runs
+    kernel        asks for a row of qkernels.dispatch, or forbids some with a leading minus
 
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
@@ -202,6 +204,7 @@ def paged_attention(
         "paged_attention",
         device=q_THD.device.type,
         dtype=q_THD.dtype,
+        requested=kernel,
         head_dim=head_dim,
         page_size=k_pages_PBJD.shape[1],
         pages_dtype=k_pages_PBJD.dtype,

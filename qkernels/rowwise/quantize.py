@@ -24,6 +24,8 @@ from qkernels.operands.codes_triton import (
     scale_of_chunks,
 )
 
+# Of more than 8192 channels: the most rows that let the next kernel in before they wait.
+WIDE_ROWS_LAUNCH_FIRST = 16
 NO_PDL = {"PDL": False, "LAUNCH_FIRST": False}
 
 
@@ -50,7 +52,7 @@ def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, b
     """
     if not has_pdl(device):
         return NO_PDL
-    first = rows <= (2 * sm_count(device) if width <= 8192 else 16)
+    first = rows <= (2 * sm_count(device) if width <= 8192 else WIDE_ROWS_LAUNCH_FIRST)
     return {"PDL": True, "LAUNCH_FIRST": first, "launch_pdl": True}
 
 

@@ -1,155 +1,158 @@
-"""Tile choices of the Hopper body of W4A16 and W8A16: problem sizes in, launch numbers out.
+"""Configs of W4A16 and W8A16 for many rows on sm_90 (sm90_large_m.py). Plain Python.
 
-Plain Python.
-
-Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's, as in the config.
+Legend: M rows of x, N outputs, K inputs. Times are microseconds on an H200, measured as in
+triton_config.py.
 """
 
 import functools
 from dataclasses import dataclass, replace
 
-from qkernels.gpu.config import HOPPER_SHARED_BYTES, CompileTimeConfig, ceil_div
+from qkernels.gpu.config import HOPPER_SHARED_BYTES, MAX_STAGES, CompileTimeConfig, ceil_div
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 from qkernels.wna16.triton_config import default_triton_config
 
-_REGISTERS = 65536  # of an SM
-_COPY_REGISTERS = 24  # of a thread of the warp that copies, where it gives its own to the others
-_MAX_STAGES = 8
+_SM_REGISTERS = 65536
+_PRODUCER_REGISTERS = 24  # per thread of the producer, where it gives registers to the consumers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeMConfig(CompileTimeConfig):
-    """How one product is cut for the Hopper body: tiles of 64 parts outputs by block_m rows.
+    """One launch of sm90_large_m.py. A tile is 64 num_consumers outputs by block_m rows.
 
-    A block makes several tiles, or with `split` one part of K of one tile.
+    A block computes several tiles or, with split-K, one split of one tile.
     """
 
-    blocks: int  # of the grid: at most one for each SM
+    blocks: int  # of the grid: at most one per SM
     bits: int = 4  # of a code
-    parts: int = 2  # warpgroups that multiply, 64 outputs each
+    num_consumers: int = 2  # warpgroups, 64 outputs each
     block_m: int = 128
-    split: int = 1  # parts of K, which meet: the grid has a block for each
-    halves: bool = False  # tiles beyond the last full round of blocks are cut in two along the rows
+    split: int = 1  # split-K with a reduce-scatter: the grid has a block for each split of each tile
+    tail_split: bool = False  # the tiles of the last, partial wave are cut in halves of their rows
 
     @property
-    def ahead(self) -> bool:
-        """Whether products are in flight over the end of a step, and warps keep their registers.
+    def compiled(self) -> "LargeMConfig":
+        """The config without its grid: one compiled kernel computes any number of tiles."""
+        return replace(self, blocks=0)
 
-        ptxas waits for each product in such a loop (C7512) where any warp of the block, be it one
-        that copies, has less than about 128 registers.
+    @property
+    def mma_across_steps(self) -> bool:
+        """Whether wgmmas stay in flight from one K step to the next. All warps keep their registers.
+
+        In such a loop ptxas waits for each wgmma (C7512) where any warp of the block, the producer
+        too, has fewer than about 128 registers.
         """
-        return self.parts == 2 and self.block_m <= 128
+        return self.num_consumers == 2 and self.block_m <= 128
 
     @property
-    def piece(self) -> int:
-        """Inputs of one product: 64 take 16 registers, 32 take 8."""
-        return 64 if self.parts == 2 and not self.ahead else 32
+    def k_subtile(self) -> int:
+        """Inputs of one wgmma: operand A takes 16 registers for 64 inputs, 8 for 32."""
+        return 64 if self.num_consumers == 2 and not self.mma_across_steps else 32
 
     @property
-    def pending(self) -> int:
-        """Products in flight while the next one's weights are unpacked."""
-        return 2 if self.ahead else 1
+    def mma_in_flight(self) -> int:
+        """Wgmmas in flight while the next one's weights are unpacked."""
+        return 2 if self.mma_across_steps else 1
 
     @property
     def store_rows(self) -> int:
-        """Rows of x in one piece of the result on its way out."""
+        """Rows of x in a store tile."""
         return 32 if self.block_m == 256 else self.block_m // self.split
 
     @property
-    def store_buffers(self) -> int:
-        """Of a warpgroup: the next piece is written while the copy engine reads the last."""
+    def store_stages(self) -> int:
+        """Buffers per consumer: a store tile is written while TMA reads the one before."""
         return 2 if self.store_rows < self.block_m // self.split else 1
 
     @property
-    def stages_of_step(self) -> int:
-        """In how many stages the x of a step comes: of 256 rows it takes half of shared memory."""
+    def stages_per_step(self) -> int:
+        """Stages that the x of a K step takes: of 256 rows it is 64 KB, too much for one stage."""
         return 2 if self.block_m == 256 else 1
 
     @property
     def stages(self) -> int:
-        """Stages of x that are on their way: as many as shared memory holds, up to 8."""
-        stores = self.parts * self.store_buffers * TILE_N * self.store_rows * 2
-        words = self.parts * TILE_N * K_STEP * self.bits // 8
-        x = self.block_m * K_STEP * 2 // self.stages_of_step
+        """Of the pipeline of x: as many as fit into shared memory."""
+        stores = self.num_consumers * self.store_stages * TILE_N * self.store_rows * 2
+        packed = self.num_consumers * TILE_N * K_STEP * self.bits // 8
+        x = self.block_m * K_STEP * 2 // self.stages_per_step
 
         def num_bytes(stages: int) -> int:
-            return stages * x + ceil_div(stages, self.stages_of_step) * words + stores + 512
+            return stages * x + ceil_div(stages, self.stages_per_step) * packed + stores + 512
 
-        return max(n for n in range(1, _MAX_STAGES + 1) if num_bytes(n) <= HOPPER_SHARED_BYTES)
+        return max(n for n in range(1, MAX_STAGES + 1) if num_bytes(n) <= HOPPER_SHARED_BYTES)
 
     @property
-    def words_slots(self) -> int:
-        """Steps whose words are on their way."""
-        return ceil_div(self.stages, self.stages_of_step)
+    def weight_slots(self) -> int:
+        """K steps whose packed weights are in flight."""
+        return ceil_div(self.stages, self.stages_per_step)
 
     @property
     def registers(self) -> int:
-        """Of each thread at launch: of the multiplying warps and of the four that copy."""
-        return _REGISTERS // (128 * (self.parts + 1)) // 8 * 8
+        """Registers per thread at launch: of the consumers, and of four warps for the producer."""
+        return _SM_REGISTERS // (128 * (self.num_consumers + 1)) // 8 * 8
 
     @property
-    def copy_registers(self) -> int:
-        return self.registers if self.ahead else _COPY_REGISTERS
+    def producer_registers(self) -> int:
+        return self.registers if self.mma_across_steps else _PRODUCER_REGISTERS
 
     @property
-    def multiply_registers(self) -> int:
-        left = (self.parts + 1) * self.registers - self.copy_registers
-        return left // self.parts // 8 * 8
+    def consumer_registers(self) -> int:
+        left = (self.num_consumers + 1) * self.registers - self.producer_registers
+        return left // self.num_consumers // 8 * 8
 
     def tiles(self, M: int, N: int) -> int:
-        return ceil_div(N, TILE_N * self.parts) * ceil_div(M, self.block_m)
+        return ceil_div(N, TILE_N * self.num_consumers) * ceil_div(M, self.block_m)
 
     def on(self, M: int, N: int, sm_count: int) -> "LargeMConfig":
-        """The same with the blocks that it takes for M rows on such a GPU."""
-        units = self.tiles(M, N) * self.split * (2 if self.halves else 1)
-        return replace(self, blocks=min(units, sm_count))
+        """The same with the blocks that M rows take on a GPU of so many SMs."""
+        work_tiles = self.tiles(M, N) * self.split * (2 if self.tail_split else 1)
+        return replace(self, blocks=min(work_tiles, sm_count))
 
     def fits(self, M: int, N: int, K: int) -> bool:
-        """Whether each part of K has a step and a block, and its sums a place in the workspace."""
+        """Whether each split has a K step, a block that is resident, and room in the workspace."""
         if self.split == 1:
             return True
-        floats = self.tiles(M, N) * self.split * self.parts * TILE_N * self.block_m
+        floats = self.tiles(M, N) * self.split * self.num_consumers * TILE_N * self.block_m
         return (
             self.split <= K // K_STEP
             and self.tiles(M, N) * self.split <= self.blocks
             and floats <= WORKSPACE_FLOATS
-            and self.tiles(M, N) * self.parts <= WORKSPACE_COUNTERS
+            and self.tiles(M, N) * self.num_consumers <= WORKSPACE_COUNTERS
         )
 
 
-# bits -> us of one step of 128 inputs, for each (parts, block_m) that there is
-_STEP = {
+# bits -> (num_consumers, block_m) -> us of a K step
+_K_STEP_TIME = {
     4: {(2, 64): 0.5, (2, 128): 0.65, (3, 128): 0.99, (2, 256): 1.21},
     8: {(2, 64): 0.58, (2, 128): 0.72, (3, 128): 1.1, (2, 256): 1.27},
 }
 
-LARGE_M_SIZES = tuple(_STEP[4])
+LARGE_M_SIZES = tuple(_K_STEP_TIME[4])
 LARGE_M_SPLITS = (1, 2, 4)
-_START = 5.2  # us of a launch, the first copies and the last store
-_ROUND = 2.5  # us from one tile of a block to its next
-_MEETING = 6e-3  # us for each row of a warpgroup's sums, where parts of K meet
+_START_TIME = 5.2  # us of a launch, the first loads and the last store
+_NEXT_TILE_TIME = 2.5  # us between two tiles of a block
+_REDUCE_SCATTER_TIME = 6e-3  # us for each row of a consumer's sums
 
-# The portable body's, for its tiles of 64 outputs by at most 64 rows and by 128
-_PORTABLE_START = 3.6
-_PORTABLE_STEP = {4: {64: 0.55, 128: 0.95}, 8: {64: 0.65, 128: 1.15}}
-_PORTABLE_MEETING = 0.3  # us for each part of K
-_LIBRARY_RATE = 770  # operations of a us, in millions; dequantizing comes before it
-_DEQUANTIZE_RATE = 3.7  # bytes of a us, in millions
-_MIN_ROWS = 33  # below, most of a tile's rows would be empty
+# Of triton_gemm, for its tiles of 64 outputs by at most 64 rows and by 128
+_TRITON_START_TIME = 3.6
+_TRITON_K_STEP_TIME = {4: {64: 0.55, 128: 0.95}, 8: {64: 0.65, 128: 1.15}}
+_TRITON_SPLIT_TIME = 0.3  # us for each split
+_CUBLAS_FLOPS = 770e6  # per us, after dequantizing
+_DEQUANTIZE_BYTES = 3.7e6  # per us
+_MIN_ROWS = 33  # with fewer rows most of a tile's would be empty
 
 
-# Measured, us for qkv / o / gate_up / down, (parts, block_m, split), h for halves; in brackets the
-# other one: the portable body, or up to 64 rows this one where it is not taken
+# Measured, us for qkv / o / gate_up / down, then (num_consumers, block_m, split), t: tail_split. In
+# brackets triton_gemm; up to 64 rows this kernel where it is not chosen
 # M = 64    12.8 (13.3) - / 10.1 (11.9) 2,64,4 / 34.5 (38.8) - / 21.4 (22.4) 2,64,4
 # M = 128   16.4 (17.9) 3,128,4 / 12.2 (14.3) 2,128,4 / 50.8 (56.9) 2,128 / 26.9 (33.3) 2,128,4
 # M = 256   23.2 (26.9) 3,128,2 / 17.0 (21.2) 2,128,2 / 86.0 2,256 / 44.0 (53.4) 2,256,4
-# M = 512   37.0 3,128 / 26.4 (27.5) 2,128 / 158.1 2,256,h / 78.7 (94.2) 2,256,2
-# M = 1024  68.9 (80.4) 2,256,h / 43.8 2,256 / 302.3 2,256 / 144.5 2,256
-# M = 4096  304.6 2,256 / 203.8 2,256 / 1392 2,256,h / 689 2,256
-# (Up to 64 rows of 4 bits the ring is asked first, and faster.)
-# 8 bits, the same tiles but for gate_up at 64 rows:
+# M = 512   37.0 3,128 / 26.4 (27.5) 2,128 / 158.1 2,256,t / 78.7 (94.2) 2,256,2
+# M = 1024  68.9 (80.4) 2,256,t / 43.8 2,256 / 302.3 2,256 / 144.5 2,256
+# M = 4096  304.6 2,256 / 203.8 2,256 / 1392 2,256,t / 689 2,256
+# (Up to 64 rows of 4 bits sm90_small_m is chosen first, and faster.)
+# 8 bits, the same tiles except for gate_up at 64 rows:
 # M = 64    14.8 - / 12.0 / 45.7 (49.0) 2,64 / 26.6 (28.1)
 # M = 128   18.5 (22.5) / 13.3 (16.9) / 57.6 (68.7) / 31.3 (38.6)
 # M = 256   25.3 (32.0) / 18.7 (23.7) / 90.2 (136.3) / 47.3 (62.1)
@@ -158,77 +161,81 @@ _MIN_ROWS = 33  # below, most of a tile's rows would be empty
 def default_large_m_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> LargeMConfig | None:
-    """The tile of the Hopper body for M rows; None: another way is faster, or it cannot."""
+    """The fastest config for M rows; None: triton_gemm or cuBLAS is faster, or it cannot run."""
     if k_step(group) != K_STEP or M < _MIN_ROWS:
         return None
     best, least = None, _other_time(M, N, K, group, bits, sm_count)
-    for parts, block_m in LARGE_M_SIZES:
+    for num_consumers, block_m in LARGE_M_SIZES:
         if block_m == 64 and M > 64:
             continue
-        for split, halves in ((1, False), (2, False), (4, False), (1, True)):
-            if halves and block_m < 256:
+        for split, tail_split in ((1, False), (2, False), (4, False), (1, True)):
+            if tail_split and block_m < 256:
                 continue
-            tile = LargeMConfig(
+            config = LargeMConfig(
                 blocks=sm_count,
                 bits=bits,
-                parts=parts,
+                num_consumers=num_consumers,
                 block_m=block_m,
                 split=split,
-                halves=halves,
+                tail_split=tail_split,
             )
-            time = _time(tile, M, N, K)
-            if tile.fits(M, N, K) and time < least:
-                best, least = tile.on(M, N, sm_count), time
+            time = _time(config, M, N, K)
+            if config.fits(M, N, K) and time < least:
+                best, least = config.on(M, N, sm_count), time
     return best
 
 
-def _time(tile: LargeMConfig, M: int, N: int, K: int) -> float:
-    """Microseconds, as measured tiles of these sizes add up."""
-    step = _STEP[tile.bits][tile.parts, tile.block_m]
-    steps = K / K_STEP / tile.split
-    tiles = tile.tiles(M, N)
-    if tile.halves:
-        rounds, rest = divmod(tiles, tile.blocks)
-        halves = ceil_div(2 * rest, tile.blocks)
-        products = (
-            rounds * step + halves * _STEP[tile.bits][tile.parts, tile.block_m // 2]
-        ) * steps
-        rounds += halves
+def _time(config: LargeMConfig, M: int, N: int, K: int) -> float:
+    """Predicted microseconds."""
+    step_times = _K_STEP_TIME[config.bits]
+    step_time = step_times[config.num_consumers, config.block_m]
+    k_steps = K / K_STEP / config.split
+    tiles = config.tiles(M, N)
+    if config.tail_split:
+        waves, tail = divmod(tiles, config.blocks)
+        half_waves = ceil_div(2 * tail, config.blocks)
+        half_time = step_times[config.num_consumers, config.block_m // 2]
+        products = (waves * step_time + half_waves * half_time) * k_steps
+        waves += half_waves
     else:
-        rounds = ceil_div(tiles * tile.split, tile.blocks)
-        products = rounds * step * steps
-    meeting = _MEETING * tile.parts * tile.block_m if tile.split > 1 else 0
-    return _START + (rounds - 1) * _ROUND + products + meeting
+        waves = ceil_div(tiles * config.split, config.blocks)
+        products = waves * step_time * k_steps
+    rows = config.num_consumers * config.block_m
+    reduction = _REDUCE_SCATTER_TIME * rows if config.split > 1 else 0
+    return _START_TIME + (waves - 1) * _NEXT_TILE_TIME + products + reduction
 
 
 def _other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> float:
-    """Microseconds of the portable body, or of dequantizing and the library."""
-    portable = default_triton_config(M, N, K, group, sm_count)
-    if portable is None:
-        return 2e-6 * M * N * K / _LIBRARY_RATE + (2 + bits / 8) * 1e-6 * N * K / _DEQUANTIZE_RATE
-    blocks = padded_n(N) // TILE_N * ceil_div(M, portable.block_m) * portable.split
-    steps = K / K_STEP / portable.split
+    """Predicted microseconds of triton_gemm, or of dequantizing and cuBLAS."""
+    other = default_triton_config(M, N, K, group, sm_count)
+    if other is None:
+        return 2 * M * N * K / _CUBLAS_FLOPS + (2 + bits / 8) * N * K / _DEQUANTIZE_BYTES
+    blocks = padded_n(N) // TILE_N * ceil_div(M, other.block_m) * other.split
+    k_steps = K / K_STEP / other.split
     waves = ceil_div(blocks, 2 * sm_count)
-    products = waves * steps * _PORTABLE_STEP[bits][max(64, portable.block_m)]
-    return _PORTABLE_START + products + _PORTABLE_MEETING * portable.split
+    products = waves * k_steps * _TRITON_K_STEP_TIME[bits][max(64, other.block_m)]
+    return _TRITON_START_TIME + products + _TRITON_SPLIT_TIME * other.split
 
 
 def large_m_config_fault(
-    tile: LargeMConfig, *, M: int, N: int, K: int, group: int, bits: int
+    config: LargeMConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """None: the kernel can run it on a GPU of at least `tile.blocks` SMs."""
-    if tile.bits != bits or bits not in (4, 8):
-        return f"is for {tile.bits} bits, of 4 and 8, found {bits}"
+    """Why a GPU of at least `config.blocks` SMs cannot run it; None: it can."""
+    if config.bits != bits or bits not in (4, 8):
+        return f"is for {config.bits} bits, of 4 and 8, found {bits}"
     if k_step(group) != K_STEP:
         return f"takes groups divisible by {K_STEP}, found {group}"
-    if (tile.parts, tile.block_m) not in LARGE_M_SIZES:
-        return f"parts and block_m must be of {LARGE_M_SIZES}, found {tile}"
-    if tile.split not in LARGE_M_SPLITS or tile.blocks < 1:
-        return f"split must be of {LARGE_M_SPLITS} and blocks at least 1, found {tile}"
-    if tile.halves and (tile.block_m < 256 or tile.split > 1):
-        return f"halves are for tiles of 256 rows and whole K, found {tile}"
-    if tile.block_m == 64 and M > 64:
-        return f"tiles of 64 rows are for at most 64, found {M}"
-    if not tile.fits(M, N, K):
-        return f"its parts of K need steps, blocks that run at once and workspace, found {tile}"
+    if (config.num_consumers, config.block_m) not in LARGE_M_SIZES:
+        return f"num_consumers and block_m must be of {LARGE_M_SIZES}, found {config}"
+    if config.split not in LARGE_M_SPLITS or config.blocks < 1:
+        return f"split must be of {LARGE_M_SPLITS} and blocks at least 1, found {config}"
+    if config.tail_split and (config.block_m < 256 or config.split > 1):
+        return f"tail_split is for 256 rows and split 1, found {config}"
+    if config.block_m == 64 and M > 64:
+        return f"block_m 64 is for at most 64 rows, found {M}"
+    if not config.fits(M, N, K):
+        return (
+            "each split needs a K step, a block that runs at the same time, and workspace,"
+            f" found {config}"
+        )
     return None

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from qserve.engine.batch import Batch
 from qserve.engine.step_buffers import GraphKey, StepBuffers
-from qserve.engine.step_input import StepInput
+from qserve.engine.step_input import StepInput, table_width
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class StepGraphs:
         self._keys = graph_keys(max_num_seqs, max_num_tokens)
         width = -(-max_model_len // page_size)
         self._max_context_len = width * page_size
-        self._buffers = StepBuffers(self._keys, max_num_seqs, width, device)
+        self._buffers = StepBuffers(self._keys, max_num_seqs, table_width(width), device)
         self._batches: dict[GraphKey, Batch] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         started = time.perf_counter()

@@ -5,7 +5,6 @@ that the host does not know yet are taken on the device from the samples of the 
 """
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,16 +20,14 @@ from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
 from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import HostCopy, to_device
+from qserve.engine.warm_up import warm_up_steps
 from qserve.model.blocks.attention import LayerCache
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
-from qserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# A kernel's tile changes at most at these numbers of rows (qkernels/tiles.py).
-WARM_UP_COUNTS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 256, 257, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +99,17 @@ class ModelRunner:
         ]
 
     @torch.inference_mode()
-    def warm_up(self, token_counts: Iterable[int]) -> None:
-        """Compile the kernels of steps of so many tokens, so that none compiles while serving."""
-        page_size = self.config.block_size
-        for count in token_counts:
-            step = StepInput.of_sequence(
-                [0] * count,
-                list(range(-(-count // page_size))),
-                page_size=page_size,
-                params=SamplingParams(),
-            )
+    def warm_up(self, max_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
+        """Compile every kernel that steps up to so large can reach, so that none does later."""
+        steps = warm_up_steps(
+            self.decoder,
+            self.config,
+            max_tokens=max_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            page_bytes=self.kv_format.dtype.itemsize,
+        )
+        for step in steps:
             self.launch(step).result()
 
     @torch.inference_mode()

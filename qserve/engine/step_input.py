@@ -4,7 +4,7 @@ It could cross a process boundary as it is.
 Legend: T tokens of the step, R requests (chunks), S rows that sample, X longest block table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class StepInput:
         token_ids = np.zeros(plan.num_tokens, np.int64)
         positions = np.empty(plan.num_tokens, np.int64)
         slots = np.empty(plan.num_tokens, np.int64)
-        width = max(len(chunk.request.block_table) for chunk in chunks)
+        width = table_width(max(len(chunk.request.block_table) for chunk in chunks))
         block_tables = np.zeros((len(chunks), width), np.int32)
         query_starts = np.zeros(len(chunks) + 1, np.int32)
         pending_index, pending_row, logits_rows = [], [], []
@@ -132,6 +132,35 @@ class StepInput:
         chunk = Chunk(request=request, start=0, count=len(token_ids), num_sampled=1)
         plan = StepPlan(chunks=(chunk,) * num_copies)
         return cls.build(plan, page_size=page_size, rows=RequestRows(1))
+
+    @classmethod
+    def padding(
+        cls, *, num_requests: int, count: int, max_context_len: int, page_size: int
+    ) -> "StepInput":
+        """A step of so many requests with `count` tokens each, which are written nowhere.
+
+        It launches the kernels of its shape; its result means nothing.
+        """
+        pages = [0] * -(-count // page_size)
+        step = cls.of_sequence(
+            [0] * count,
+            pages,
+            page_size=page_size,
+            params=SamplingParams(),
+            num_copies=num_requests,
+        )
+        width = table_width(-(-max_context_len // page_size))
+        return replace(
+            step,
+            slots_T=np.full_like(step.slots_T, -1),
+            block_tables_RX=np.zeros((num_requests, width), np.int32),
+            max_context_len=max_context_len,
+        )
+
+
+def table_width(num_pages: int) -> int:
+    """Columns of a block table. Multiples of 16: Triton compiles others for themselves."""
+    return -(-num_pages // 16) * 16
 
 
 def _history_row(chunk: Chunk, rows: RequestRows, fills: list[HistoryFill]) -> int:

@@ -13,7 +13,6 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.model_runner import (
-    WARM_UP_COUNTS,
     ModelRunner,
     StepHandle,
     num_pages_on_cpu,
@@ -45,6 +44,7 @@ class WorkerGroup:
             device=device,
             dtype=_pick_dtype(config.dtype, model, device),
             max_model_len=max_model_len,
+            kernels=config.kernels,
         )
         logger.info("Loading the model took %.1f s", time.perf_counter() - started)
         self.runner = ModelRunner(decoder, config, device)
@@ -64,7 +64,7 @@ class WorkerGroup:
         """Make the KV pages, compile kernels for steps up to the longest, and capture graphs."""
         self.runner.allocate_pages(num_pages)
         if self.runner.device.type == "cuda":
-            self.runner.warm_up([count for count in WARM_UP_COUNTS if count <= longest_step])
+            self.runner.warm_up(longest_step, max_num_seqs, max_len)
             if not self.runner.config.enforce_eager:
                 self.runner.capture_graphs(max_num_seqs, max_len)
 

@@ -3,12 +3,14 @@
 Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from qserve.model.blocks.attention import LayerCache, StepInputs
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.linear import Linear
+from qserve.model.blocks.linear import Linear, Product, products_of
 from qserve.model.blocks.norm import RmsNorm
 from qserve.model.model_config import ModelConfig
 
@@ -36,6 +38,13 @@ class Decoder(torch.nn.Module):
     def dtype(self) -> torch.dtype:
         """Of activations."""
         return self.norm.weight.dtype
+
+    def products(self) -> Iterator[Product]:
+        """Every quantized product, and the operation that takes its result."""
+        for layer in self.layers:
+            yield from layer.attention.products()
+            yield from layer.mlp.products()
+        yield from products_of(self.head, None)
 
     def forward(
         self, token_ids_T: torch.Tensor, step: StepInputs, caches: list[LayerCache]

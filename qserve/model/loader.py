@@ -4,6 +4,8 @@ The tensors of a layer are read, merged (q, k, v; gate, up), moved, prepared for
 dropped from the host before the next layer's. Every tensor of the folder must be used.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from qserve.model import families
@@ -20,10 +22,20 @@ def load(
     dtype: torch.dtype,
     max_model_len: int,
     progress: bool = True,
+    kernels: Mapping[str, str] | None = None,
 ) -> Decoder:
-    """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors."""
+    """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors.
+
+    `kernels`: asked for or forbidden by name, as EngineConfig has them.
+    """
     weights = Weights(
-        config, source, device=device, dtype=dtype, max_model_len=max_model_len, progress=progress
+        config,
+        source,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        progress=progress,
+        kernels=kernels,
     )
     decoder = families.build(config, weights)
     weights.audit()

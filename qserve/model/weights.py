@@ -5,7 +5,7 @@ vocabulary.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from tqdm import tqdm
@@ -37,7 +37,10 @@ class Weights:
         dtype: torch.dtype,
         max_model_len: int,
         progress: bool = True,
+        kernels: Mapping[str, str] | None = None,
     ) -> None:
+        """`kernels`: kernels that were asked for or forbidden, by operation (EngineConfig)."""
+        self.kernels = kernels or {}
         self.config, self.family, self.source = config, config.family, source
         self._sizes = config.sizes
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
@@ -130,7 +133,11 @@ class Weights:
         return self.tensor(name, self.shape(self.family.model_tensors[name]))
 
     def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
-        return QuantLinear.for_inference(weight.to(self.device), bias, self.dtype, self.device)
+        operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
+        kernel = self.kernels.get(operation)
+        return QuantLinear.for_inference(
+            weight.to(self.device), bias, self.dtype, self.device, kernel
+        )
 
 
 class LayerWeights:
@@ -138,6 +145,7 @@ class LayerWeights:
 
     def __init__(self, weights: Weights, number: int) -> None:
         self.number = number
+        self.kernels = weights.kernels
         self._weights, self._family = weights, weights.family
         self._prefix = weights.family.layer.format(i=number)
 

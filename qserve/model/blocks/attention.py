@@ -1,5 +1,6 @@
 """Attention over paged keys and values. Knows pages, not requests."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from qkernels import ops
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import LinearOutput, split_heads
-from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
 
@@ -56,8 +57,10 @@ class Attention(torch.nn.Module):
         k_norm: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        kernel: str | None = None,  # asked for or forbidden by name
     ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
         self.scale = self.head_dim**-0.5 if scale is None else scale
@@ -69,6 +72,11 @@ class Attention(torch.nn.Module):
         # float32 [], of a checkpoint calibrated for an 8-bit KV cache; other caches need none
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
+
+    def products(self) -> Iterator[Product]:
+        """The quantized products, and the operation that takes each one's result."""
+        yield from products_of(self.qkv_proj, "rope")
+        yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
         """Of the first linear: what the norm before this block should make."""
@@ -117,5 +125,6 @@ class Attention(torch.nn.Module):
             v_scales_PBJ=cache.value_scales,
             limbs=limbs,
             inputs_ready=True,
+            kernel=self.kernel,
         )
         return self.o_proj(out.flatten(1) if limbs is None else out, output)

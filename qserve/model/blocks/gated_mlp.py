@@ -1,11 +1,13 @@
 """SiLU-gated feed-forward. Knows what follows it: a norm."""
 
+from collections.abc import Iterator
+
 import torch
 
 from qkernels import ops
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.split_k import LinearOutput
-from qserve.model.blocks.linear import Linear, LinearPlan
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 
 
 class GatedMlp(torch.nn.Module):
@@ -15,6 +17,11 @@ class GatedMlp(torch.nn.Module):
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
+
+    def products(self) -> Iterator[Product]:
+        """The quantized products, and the operation that takes each one's result."""
+        yield from products_of(self.gate_up_proj, None)
+        yield from products_of(self.down_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
         """Of the first linear: what the norm before this block should make."""

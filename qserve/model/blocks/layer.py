@@ -3,6 +3,7 @@
 Legend: T tokens of the step, C hidden size.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import Attention, LayerCache, StepInputs
-from qserve.model.blocks.linear import LinearPlan
+from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import RmsNorm
 
 
@@ -18,6 +19,8 @@ class FeedForward(Protocol):
     """What stands behind the second norm."""
 
     def plan(self, rows: int) -> LinearPlan: ...
+
+    def products(self) -> Iterator[Product]: ...
 
     def __call__(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput: ...
 

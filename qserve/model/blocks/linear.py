@@ -4,6 +4,7 @@
 what the consumer, the one operation that takes the result, gets.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from qkernels import QuantLinear
 from qkernels.linear.plan import GemmPlan, InputForm, LinearInput
+from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.split_k import Consumer
 
@@ -75,3 +77,13 @@ class SplitLinear(torch.nn.Module):
 
 
 Linear = FloatLinear | QuantLinear | SplitLinear
+Product = tuple[PreparedWeight, Consumer | None]
+
+
+def products_of(linear: Linear, consumer: Consumer | None) -> Iterator[Product]:
+    """The prepared weights of a linear, each with the operation that takes its result."""
+    if isinstance(linear, SplitLinear):
+        for member in linear.members:
+            yield from products_of(member, None)
+    elif isinstance(linear, QuantLinear):
+        yield linear.prepared_weight, consumer

@@ -31,6 +31,7 @@ def build_layer(
             rotary=rotary,
             qkv_proj=weights.linear(family.qkv),
             o_proj=weights.linear(family.o),
+            kernel=weights.kernels.get("attention"),
             **head_norms,
             **weights.kv_scales(),
         ),

@@ -1,0 +1,106 @@
+"""Which numbers of rows and requests launch kernels of their own: what a warm-up has to run once.
+
+All of it follows from the plans and configs that the operations choose by; nothing is launched.
+Legend: M rows of x, R requests, T tokens of a step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from qkernels.attention.config import DECODE_MAX_ROWS, default_attention_config, prefill_split
+from qkernels.attention.config import PREFILL_ROWS as PREFILL_TILE_ROWS
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.pdl import PDL_MAX_ROWS
+from qkernels.linear.ops import plan_linear
+from qkernels.linear.plan import GemmPlan
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.split_k import Consumer
+from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
+
+
+def row_boundaries(
+    weights: Iterable[tuple[PreparedWeight, Consumer | None]], max_rows: int, sm_count: int
+) -> list[int]:
+    """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers."""
+    found = {1, max_rows}
+    found |= {PDL_MAX_ROWS + 1, WIDE_ROWS_LAUNCH_FIRST + 1, 2 * sm_count + 1}
+    plans = {(weight.problem, consumer): weight for weight, consumer in weights}
+    for (_, consumer), weight in plans.items():
+        found |= set(plan_boundaries(weight, max_rows, consumer))
+    return sorted(M for M in found if max_rows >= M)
+
+
+def plan_boundaries(
+    weight: PreparedWeight, max_rows: int, consumer: Consumer | None = None
+) -> list[int]:
+    """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
+    return _first_of_each(
+        range(1, max_rows + 1), lambda M: compiled(plan_linear(weight, M, consumer))
+    )
+
+
+def compiled(plan: GemmPlan) -> object:
+    """What decides which machine code a plan runs. Two plans with equal results share a kernel."""
+    config = getattr(plan.config, "compiled", plan.config)
+    return plan.variant, config, plan.operand, plan.output
+
+
+def decode_boundaries(
+    *,
+    max_requests: int,
+    max_context_len: int,
+    query_len: int = 1,
+    page_size: int,
+    **heads: object,
+) -> list[tuple[int, int]]:
+    """(requests, keys) that together launch every decode kernel for up to so many.
+
+    `heads`: the other arguments of default_attention_config.
+    """
+    lengths = sorted({*_powers(page_size, max_context_len), max_context_len})
+    cases = [(R, keys) for R in range(1, max_requests + 1) for keys in lengths]
+
+    def config(case: tuple[int, int]) -> object:
+        R, keys = case
+        return default_attention_config(
+            num_requests=R, max_query_len=query_len, max_context_len=keys, **heads
+        )
+
+    return _first_of_each(cases, config)
+
+
+def prefill_boundaries(
+    *,
+    max_tokens: int,
+    max_context_len: int,
+    num_kv_heads: int,
+    heads_per_kv_head: int,
+    window: int | None,
+    sm_count: int,
+) -> list[tuple[int, int]]:
+    """(tokens of one request, keys) that together launch every kernel for chunks of prompts."""
+    least = DECODE_MAX_ROWS // heads_per_kv_head + 1
+    tokens = [T for T in sorted({least, *_powers(least, max_tokens), max_tokens}) if least <= T]
+    lengths = sorted({*_powers(least, max_context_len), max_context_len})
+    cases = [(T, keys) for T in tokens for keys in lengths if min(keys, max_tokens) >= T]
+
+    def split(case: tuple[int, int]) -> int:
+        T, keys = case
+        tiles = max(1, ceil_div(T * heads_per_kv_head, PREFILL_TILE_ROWS)) * num_kv_heads
+        return prefill_split(tiles, min(keys, window or keys), sm_count)
+
+    return _first_of_each(cases, split)
+
+
+def _powers(least: int, most: int) -> Iterator[int]:
+    """least, and its doubles up to most."""
+    while least <= most:
+        yield least
+        least *= 2
+
+
+def _first_of_each(cases: Iterable, key: Callable[[object], object]) -> list:
+    """The first case of every key."""
+    first: dict[object, object] = {}
+    for case in cases:
+        first.setdefault(key(case), case)
+    return list(first.values())
