@@ -55,7 +55,7 @@ def test_llama_shapes(assert_close, tolerance, poison, half, shape, symmetric):
         want = x.double() @ weight_NK.t()
         assert_close(f"{shape} M={M}", want, got, tolerance(half))
         assert torch.equal(got, ops.linear(x, weight)), "equal inputs, equal bits"
-    assert not w4a16.workspace(torch.device("cuda", 0))[1].any()
+    assert not workspace(torch.device("cuda", 0))[1].any()
 
 
 @pytest.mark.parametrize("M", [1, 16, 64, 200, MAX_FUSED_ROWS + 1])
