@@ -25,7 +25,7 @@ def whole(out_THD: torch.Tensor, limbs: LimbForm | None) -> torch.Tensor | Limbs
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
 
-def merge_parts(
+def merge_splits(
     partials_THSD: torch.Tensor,
     sums_2THS: torch.Tensor,
     query_starts_R1: torch.Tensor,
@@ -50,13 +50,13 @@ def merge_parts(
         if limbs is None:
             grid, padded_d = (T, H), power_of_two(D)
             launch(
-                _merge_parts, grid, *shared, out_THD, requests, T, PADDED_D=padded_d, **constants
+                _merge_splits, grid, *shared, out_THD, requests, T, PADDED_D=padded_d, **constants
             )
             return out_THD
         steps = H * D // K_STEP
         found = empty_limbs(limbs, T, H * D, out_THD.device)
         launch(
-            _merge_to_digits,
+            _merge_to_limbs,
             (T, steps),
             *shared,
             found.words,
@@ -107,7 +107,7 @@ def _merged(partials_ptr, sums_ptr, rows, channels, inside, used, T, H, D, SPLIT
 
 
 @triton.jit(do_not_specialize=["R", "T"])
-def _merge_parts(
+def _merge_splits(
     partials_ptr,
     sums_ptr,
     starts_ptr,
@@ -135,13 +135,13 @@ def _merge_parts(
 
 
 @triton.jit(do_not_specialize=["R", "T"])
-def _merge_to_digits(
+def _merge_to_limbs(
     partials_ptr,  # [T, H, S, D]
     sums_ptr,  # [2, T, H, S]
     starts_ptr,  # [R + 1]
     words_ptr,  # limbs.py
     scales_ptr,
-    digit_sums_ptr,
+    limb_sums_ptr,
     R,
     T,
     steps,
@@ -167,4 +167,4 @@ def _merge_to_digits(
     inside = channel >= 0
     out = _merged(partials_ptr, sums_ptr, rows, channel % D, inside, used, T, H, D, SPLIT)
     words = in_words(out.to(DTYPE)[None, :], FORM)
-    store_limbs(words, words_ptr, scales_ptr, digit_sums_ptr, token, step, T, steps, FORM)
+    store_limbs(words, words_ptr, scales_ptr, limb_sums_ptr, token, step, T, steps, FORM)

@@ -1,15 +1,15 @@
-"""Causal attention of prompt chunks over paged keys and values for Hopper's tensor core, in Gluon.
+"""Causal attention of prompt chunks over paged keys and values, for sm_90, in Gluon.
 
-Knows no scheduler. A block stays on its SM and takes tiles of 128 query rows from a counter. Two
-warpgroups do 64 rows each: while one raises powers of two, the tensor core multiplies for the
-other. One warp more asks the copy engine for pages, another one loads queries; both run ahead. Over
-8-bit pages four warps more unpack codes.
+A persistent, warp-specialized kernel: each block takes tiles of 128 query rows from a counter. Two
+consumer warpgroups have 64 rows each: while one computes its softmax, the tensor core multiplies
+for the other. One producer warp loads pages by TMA, another one loads queries; both run ahead. With
+8-bit KV, four more warps dequantize the pages.
 
-A row is one token of one query head; the rows of all heads that share a KV head follow each other.
+A row is one token of one query head; the rows of all heads that share a KV head are neighbours.
 Steps of a tile go from its last key to its first, so those that need the causal mask come first.
 
 Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table; S parts of a context.
+a page, X pages of a block table; S splits of a context.
 """
 
 import torch
@@ -19,30 +19,33 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qkernels.attention.config import PREFILL_ROWS, prefill_split
-from qkernels.attention.merge_splits import merge_parts, whole
-from qkernels.attention.sm90_prefill_dequant import CODE_SLOTS, PIECE, VECTORS, unpack_pages
-from qkernels.attention.sm90_prefill_load import (
-    COLUMNS,
-    HALF,
-    KEYS,
-    SLOTS,
-    STAGES,
-    WORDS,
-    load_pages,
-    load_queries,
-)
+from qkernels.attention.merge_splits import merge_splits, whole
+from qkernels.attention.sm90_prefill_dequant import NUM_VECTORS, dequantize_pages
+from qkernels.attention.sm90_prefill_load import load_pages, load_queries
 from qkernels.attention.sm90_prefill_mma import SHRINK, attend
+from qkernels.attention.sm90_prefill_structs import (
+    CODE_ROWS,
+    CODE_STAGES,
+    COLUMNS,
+    CONSUMER_ROWS,
+    KEYS,
+    STAGES,
+    TILE_STAGES,
+    TILE_WORDS,
+    Attention,
+    SharedMemory,
+)
 from qkernels.attention.triton_paged import LOG2_E
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pipeline import new_barriers
+from qkernels.gpu.pipeline import make_pipeline
 from qkernels.gpu.tma import describe
 from qkernels.gpu.workspace import workspace
 from qkernels.operands.limbs import LimbForm, Limbs
 
-# Of a thread at launch: 12 warps, over 8-bit pages 16, which then share them out anew.
-REGISTERS, CODED_REGISTERS = 168, 128
+# Registers per thread at launch (12 warps; 16 with 8-bit KV), then redistributed between warps.
+REGISTERS, REGISTERS_8BIT = 168, 128
 
 
 def paged_attention(
@@ -61,7 +64,7 @@ def paged_attention(
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
-    inputs_ready: bool = False,  # nothing is read ahead
+    inputs_ready: bool = False,  # not used: the kernel is launched without PDL
     split: int | None = None,
 ) -> torch.Tensor | Limbs:
     """As ops.paged_attention, where dispatch.py takes it; `split` overrides prefill_split.
@@ -77,7 +80,7 @@ def paged_attention(
     if P == 0:
         return whole(out_THD.zero_(), limbs)
     if q_THD.data_ptr() % 16 or q_THD.stride(2) != 1 or any(s % 8 for s in q_THD.stride()[:2]):
-        q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # rows are copied by 16 bytes
+        q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # rows are loaded by 16 bytes
     group = H // J
     sms = sm_count(q_THD.device)
     if split is None:
@@ -88,18 +91,18 @@ def paged_attention(
         partials = out_THD.new_empty((T, H, split, D), dtype=torch.float32)
         sums = out_THD.new_empty((2, T, H, split), dtype=torch.float32)
     padded_d = max(COLUMNS.value, power_of_two(D))
-    coded = k_scales_PBJ is not None
+    kv_8bit = k_scales_PBJ is not None
     scale_strides = (0,) * 6
-    if coded:
+    if kv_8bit:
         scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
     uniform = not any((*scale_strides[:2], *scale_strides[3:5]))
     # Request r owns the tiles from query_starts[r] * group // PREFILL_ROWS + r on, at least as many
     # as its rows need, so their number follows from T and R alone.
-    tickets = (T * group // PREFILL_ROWS + R) * J * split
+    num_work_tiles = (T * group // PREFILL_ROWS + R) * J * split
     with on_device(q_THD):
         launch(
-            _chunk_attention,
-            (min(tickets, sms),),
+            _prefill_attention,
+            (min(num_work_tiles, sms),),
             q_THD,
             _boxes(k_pages_PBJD, padded_d),
             _boxes(v_pages_PBJD, padded_d),
@@ -114,7 +117,7 @@ def paged_attention(
             workspace(q_THD.device)[1],
             R,
             T,
-            tickets,
+            num_work_tiles,
             scale / soft_cap if soft_cap else scale * LOG2_E,
             soft_cap * LOG2_E if soft_cap else 0.0,
             window or 0,
@@ -129,23 +132,23 @@ def paged_attention(
             B=B,
             WINDOWED=window is not None,
             SOFT_CAP=soft_cap is not None,
-            SPLIT=split,
+            NUM_SPLITS=split,
             IS_INT=k_pages_PBJD.dtype == torch.int8,
-            UNIFORM=coded and uniform,
+            UNIFORM=kv_8bit and uniform,
             num_warps=4,
-            maxnreg=CODED_REGISTERS if coded else REGISTERS,
+            maxnreg=REGISTERS_8BIT if kv_8bit else REGISTERS,
         )
     if split == 1:
         return whole(out_THD, limbs)
-    return merge_parts(partials, sums, query_starts_R1, out_THD, limbs)
+    return merge_splits(partials, sums, query_starts_R1, out_THD, limbs)
 
 
 def _boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:
-    """What the copy engine needs: boxes of a page, a head and 128 bytes, or fewer of codes."""
+    """A TMA descriptor: boxes of a page, a head and 128 bytes, or of 64 8-bit keys and a head."""
     if pages_PBJD.element_size() == 1:
         pages_PBJD = pages_PBJD.view(torch.int8)
     size, rows = pages_PBJD.element_size(), pages_PBJD.shape[1]
-    rows = rows if size == 2 else min(PIECE.value, rows)
+    rows = rows if size == 2 else min(CODE_ROWS.value, rows)
     return describe(_descriptor, pages_PBJD, (1, rows, 1, min(padded_d, 128 // size)))
 
 
@@ -157,26 +160,26 @@ def _descriptor(base, shape, strides, block) -> TensorDescriptor:
     return TensorDescriptor(base, shape, strides, block, layout)
 
 
-@gluon.jit(do_not_specialize=["R", "T", "tickets", "window", "stride_table"])
-def _chunk_attention(
-    q_ptr,  # [T, H, D]
-    k_desc,  # [P, B, J, D], in boxes of one page, one head and up to 128 bytes
+@gluon.jit(do_not_specialize=["R", "T", "num_work_tiles", "window", "stride_table"])
+def _prefill_attention(
+    q_ptr,  # as in sm90_prefill_structs.Attention
+    k_desc,
     v_desc,
-    k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
+    k_scales_ptr,
     v_scales_ptr,
-    tables_ptr,  # [R, X]
-    starts_ptr,  # [R + 1]
-    lengths_ptr,  # [R]
-    out_ptr,  # [T, H, D], when SPLIT is 1
-    partials_ptr,  # [T, H, S, D], otherwise: each part's weighted sum of values
-    sums_ptr,  # [2, T, H, S]: each part's largest score, and its sum of weights
-    counter_ptr,  # tickets taken: 0 before and after
+    tables_ptr,
+    starts_ptr,
+    lengths_ptr,
+    out_ptr,
+    partials_ptr,
+    sums_ptr,
+    counter_ptr,
     R,
     T,
-    tickets,
-    scale,  # scores in powers of two, since exp2 is the hardware's; SOFT_CAP: in parts of the cap
+    num_work_tiles,
+    scale,
     cap_log2,
-    window,  # keys that a row sees, where WINDOWED
+    window,
     stride_qt,
     stride_qh,
     stride_table,
@@ -193,97 +196,100 @@ def _chunk_attention(
     B: gl.constexpr,
     WINDOWED: gl.constexpr,
     SOFT_CAP: gl.constexpr,
-    SPLIT: gl.constexpr,
-    IS_INT: gl.constexpr,  # 8-bit pages: int8, not float8
-    UNIFORM: gl.constexpr,  # 8-bit pages: one scale for all keys of a head, one for all values
+    NUM_SPLITS: gl.constexpr,
+    IS_INT: gl.constexpr,
+    UNIFORM: gl.constexpr,
 ):
-    GROUP: gl.constexpr = H // J
-    CODED: gl.constexpr = k_scales_ptr is not None
+    KV_8BIT: gl.constexpr = k_scales_ptr is not None
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    operand: gl.constexpr = gl.float16 if CODED else dtype
+    operand: gl.constexpr = gl.float16 if KV_8BIT else dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_memory = gl.allocate_shared_memory(operand, [STAGES, KEYS, PADDED_D], layout)
     v_memory = gl.allocate_shared_memory(operand, [STAGES, KEYS, PADDED_D], layout)
-    q_memory = gl.allocate_shared_memory(dtype, [SLOTS * 2, HALF, PADDED_D], layout)
-    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile_memory = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], words)
-    k_full, k_empty = new_barriers(STAGES, READERS=2)
-    v_full, v_empty = new_barriers(STAGES, READERS=2)
-    q_full, q_empty = new_barriers(SLOTS, READERS=2)
-    tile_full, tile_empty = new_barriers(SLOTS, READERS=4 if CODED else 3)
-    k_ring = (k_memory, k_full, k_empty)
-    v_ring = (v_memory, v_full, v_empty)
-    q_ring = (q_memory, q_full, q_empty)
-    tile_ring = (tile_memory, tile_full, tile_empty)
-    batch = (starts_ptr, lengths_ptr, counter_ptr, R)
-    out = (out_ptr, partials_ptr, sums_ptr)
-    if CODED and dtype != gl.float16:
-        scale /= SHRINK
-    numbers = (scale, cap_log2, window)
-    # tuples without a name, since a named one would hold no compile-time values
-    # fmt: off
-    if CODED:
-        vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, KEYS], words)
+    q_memory = gl.allocate_shared_memory(dtype, [TILE_STAGES * 2, CONSUMER_ROWS, PADDED_D], layout)
+    tile_memory = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * TILE_WORDS, 1], flat)
+    k = make_pipeline(k_memory, STAGES, 2)
+    v = make_pipeline(v_memory, STAGES, 2)
+    q = make_pipeline(q_memory, TILE_STAGES, 2)
+    tiles = make_pipeline(tile_memory, TILE_STAGES, 4 if KV_8BIT else 3)
+    codes = None
+    vectors = None
+    if KV_8BIT:
+        vectors = gl.allocate_shared_memory(gl.float32, [STAGES * NUM_VECTORS, KEYS], flat)
         codes_layout: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=PADDED_D, element_bitwidth=8, rank=2
         )
         codes_memory = gl.allocate_shared_memory(
-            gl.int8, [CODE_SLOTS, PIECE, PADDED_D], codes_layout
+            gl.int8, [CODE_STAGES, CODE_ROWS, PADDED_D], codes_layout
         )
-        codes_full, codes_empty = new_barriers(CODE_SLOTS, READERS=1)
-        codes_ring = (codes_memory, codes_full, codes_empty)
-        fence_async_shared()
+        codes = make_pipeline(codes_memory, CODE_STAGES, 1)
+        if dtype != gl.float16:
+            scale /= SHRINK
+    fence_async_shared()
+    attention = Attention(
+        q_ptr=q_ptr,
+        k_desc=k_desc,
+        v_desc=v_desc,
+        k_scales_ptr=k_scales_ptr,
+        v_scales_ptr=v_scales_ptr,
+        tables_ptr=tables_ptr,
+        starts_ptr=starts_ptr,
+        lengths_ptr=lengths_ptr,
+        out_ptr=out_ptr,
+        partials_ptr=partials_ptr,
+        sums_ptr=sums_ptr,
+        counter_ptr=counter_ptr,
+        R=R,
+        T=T,
+        num_work_tiles=num_work_tiles,
+        scale=scale,
+        cap_log2=cap_log2,
+        window=window,
+        stride_qt=stride_qt,
+        stride_qh=stride_qh,
+        stride_table=stride_table,
+        stride_ksp=stride_ksp,
+        stride_ksb=stride_ksb,
+        stride_ksj=stride_ksj,
+        stride_vsp=stride_vsp,
+        stride_vsb=stride_vsb,
+        stride_vsj=stride_vsj,
+        H=H,
+        J=J,
+        GROUP=H // J,
+        D=D,
+        PADDED_D=PADDED_D,
+        B=B,
+        WINDOWED=WINDOWED,
+        SOFT_CAP=SOFT_CAP,
+        NUM_SPLITS=NUM_SPLITS,
+        KV_8BIT=KV_8BIT,
+        IS_INT=IS_INT,
+        UNIFORM=UNIFORM,
+    )
+    shared = SharedMemory(tiles=tiles, q=q, k=k, v=v, codes=codes, vectors=vectors)
+    if KV_8BIT:
         gl.warp_specialize(
             [
-                (attend, (
-                    0, out, q_ring, k_ring, v_ring, tile_ring, vectors, T, numbers,
-                    (k_scales_ptr, v_scales_ptr, stride_ksj, stride_vsj),
-                    B, H, GROUP, D, WINDOWED, SOFT_CAP, SPLIT, True, UNIFORM,
-                )),
-                (attend, (
-                    1, out, q_ring, k_ring, v_ring, tile_ring, vectors, T, numbers,
-                    (k_scales_ptr, v_scales_ptr, stride_ksj, stride_vsj),
-                    B, H, GROUP, D, WINDOWED, SOFT_CAP, SPLIT, True, UNIFORM,
-                )),
-                (unpack_pages, (
-                    k_ring, v_ring, codes_ring, vectors, tile_ring,
-                    (k_scales_ptr, v_scales_ptr, stride_ksp, stride_ksb, stride_ksj,
-                     stride_vsp, stride_vsb, stride_vsj),
-                    tables_ptr, stride_table, scale, window,
-                    B, GROUP, WINDOWED, SPLIT, IS_INT, UNIFORM,
-                )),
-                (load_pages, (
-                    k_desc, v_desc, codes_ring, codes_ring, tile_ring, batch, tickets, tables_ptr,
-                    stride_table, window, B, J, GROUP, WINDOWED, SPLIT, True,
-                )),
-                (load_queries, (
-                    q_ptr, q_ring, tile_ring, stride_qt, stride_qh, GROUP, D, PADDED_D,
-                )),
+                (attend, (attention, shared, 0)),
+                (attend, (attention, shared, 1)),
+                (dequantize_pages, (attention, shared)),
+                (load_pages, (attention, shared)),
+                (load_queries, (attention, shared)),
             ],
             [4, 4, 1, 1],
             [216, 56, 24, 24],
         )
     else:
-        fence_async_shared()
         gl.warp_specialize(
             [
-                (attend, (
-                    0, out, q_ring, k_ring, v_ring, tile_ring, None, T, numbers, None,
-                    B, H, GROUP, D, WINDOWED, SOFT_CAP, SPLIT, False, False,
-                )),
-                (attend, (
-                    1, out, q_ring, k_ring, v_ring, tile_ring, None, T, numbers, None,
-                    B, H, GROUP, D, WINDOWED, SOFT_CAP, SPLIT, False, False,
-                )),
-                (load_pages, (
-                    k_desc, v_desc, k_ring, v_ring, tile_ring, batch, tickets, tables_ptr,
-                    stride_table, window, B, J, GROUP, WINDOWED, SPLIT, False,
-                )),
-                (load_queries, (
-                    q_ptr, q_ring, tile_ring, stride_qt, stride_qh, GROUP, D, PADDED_D,
-                )),
+                (attend, (attention, shared, 0)),
+                (attend, (attention, shared, 1)),
+                (load_pages, (attention, shared)),
+                (load_queries, (attention, shared)),
             ],
             [4, 1, 1],
-            # the warps that only load leave their registers to the others
+            # the producers leave their registers to the consumers
             [240, 24, 24],
         )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from qkernels.attention.config import AttentionConfig, default_attention_config
-from qkernels.attention.merge_splits import merge_parts, whole
+from qkernels.attention.merge_splits import merge_splits, whole
 from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
 from qkernels.gpu.config import power_of_two
@@ -156,7 +156,7 @@ def paged_attention(
             )
     if tile.split == 1:
         return whole(out_THD, limbs)
-    return merge_parts(partials, sums, query_starts_R1, out_THD, limbs)
+    return merge_splits(partials, sums, query_starts_R1, out_THD, limbs)
 
 
 def gluon_refuses(
@@ -173,7 +173,7 @@ def gluon_refuses(
     for pages in (k_pages_PBJD, v_pages_PBJD):
         if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
             return "takes pages whose rows start at multiples of 16 bytes"
-    return gpu_device.lacks_gluon(q_THD.device)
+    return gpu_device.lacks_arch(q_THD.device, "sm_90")
 
 
 def alignment(*strides: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qkernels.attention.merge_splits import merge_parts
+from qkernels.attention.merge_splits import merge_splits
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs
 
@@ -47,7 +47,7 @@ def test_heads_that_use_different_parts(parts, assert_close, tolerance, device, 
     used[1, -1] = S  # a tile of a chunk may end between the heads of a token
     partials, sums, want = parts(4, H, S, D, used)
     out = torch.full((4, H, D), float("nan"), dtype=half, device=device)
-    got = merge_parts(partials, sums, starts_of(4, device), out, None)
+    got = merge_splits(partials, sums, starts_of(4, device), out, None)
     assert got is out and not got[3].any(), "a row that sees nothing is zero"
     assert_close("merged", want, got, tolerance(half))
 
@@ -60,14 +60,14 @@ def test_the_result_as_digits(parts, assert_close, tolerance, device, half, H, D
     used[0, -1] = S
     partials, sums, want = parts(3, H, S, D, used)
     out = torch.empty(3, H, D, dtype=half, device=device)
-    limbs = merge_parts(partials, sums, starts_of(3, device), out, LimbForm(bits=4))
+    limbs = merge_splits(partials, sums, starts_of(3, device), out, LimbForm(bits=4))
     assert_close("limbs", want.flatten(1), from_limbs(limbs), tolerance(half))
 
 
 def test_rows_of_no_request_are_left_alone(parts, device, half):
     partials, sums, _ = parts(3, 2, 16, 32, 16)
     out = torch.full((3, 2, 32), 7.0, dtype=half, device=device)
-    merge_parts(partials, sums, torch.tensor([0, 2], dtype=torch.int32, device=device), out, None)
+    merge_splits(partials, sums, torch.tensor([0, 2], dtype=torch.int32, device=device), out, None)
     assert (out[2] == 7).all() and (out[:2] != 7).any()
 
 
@@ -78,5 +78,5 @@ def test_a_nan_shows(parts, device, half, at):
         partials, sums, _ = parts(1, 2, 16, 32, used)
         sums[1, 0, 0, at] = float("nan")
         out = torch.zeros(1, 2, 32, dtype=half, device=device)
-        merge_parts(partials, sums, starts_of(1, device), out, None)
+        merge_splits(partials, sums, starts_of(1, device), out, None)
         assert out[0, 0].isnan().all() and torch.isfinite(out[0, 1]).all()
