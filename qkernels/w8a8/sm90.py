@@ -229,19 +229,22 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
     SPLIT: gl.constexpr = CONFIG.split
     SUM: gl.constexpr = gemm.partials_ptr.dtype.element_ty
     STORE_TILES: gl.constexpr = CONFIG.block_b // CONFIG.store_width
+    ROWS: gl.constexpr = CONFIG.consumer_rows
+    COLUMNS: gl.constexpr = CONFIG.block_b
     # triton has the integer instruction for up to 224 columns
-    columns: gl.constexpr = min(CONFIG.block_b, 128)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+    INSTRUCTION_N: gl.constexpr = min(COLUMNS, 128)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
+    num_work_tiles = gemm.num_work_tiles()
     griddepcontrol_wait()
     state = pipeline.consumer_start()
-    for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
+    for work in range(gl.program_id(0), num_work_tiles, gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
         row = (work_tile.tile_a * CONFIG.num_consumers + CONSUMER) * CONFIG.stored_rows
         column = work_tile.tile_b * CONFIG.block_b
         # after a reduce-scatter, this block stores its share of the columns
         stored = column + work % SPLIT * CONFIG.stored_columns if CONFIG.reduce_scatter else column
-        sums = gl.zeros([CONFIG.consumer_rows, CONFIG.block_b], SUM, layout)
+        sums = gl.zeros([ROWS, COLUMNS], SUM, layout)
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
         # from memory while the product runs
         vectors = load_vectors(gemm, row, stored, store_layout)
@@ -299,12 +302,14 @@ def _w8a8_sm90(
     BLOCKS: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = CONFIG.num_consumers
+    ROWS: gl.constexpr = CONFIG.consumer_rows
+    BLOCK_B: gl.constexpr = CONFIG.block_b
     BK: gl.constexpr = x.block_type.shape[1]
     STAGES: gl.constexpr = CONFIG.stages
     WEIGHT_IS_A: gl.constexpr = CONFIG.weight_is_a
     k_steps = gl.cdiv(K, BK)
     tiles_a = gl.cdiv(N if WEIGHT_IS_A else M, CONSUMERS * CONFIG.stored_rows)
-    tiles_b = gl.cdiv(M if WEIGHT_IS_A else N, CONFIG.block_b)
+    tiles_b = gl.cdiv(M if WEIGHT_IS_A else N, BLOCK_B)
     gemm = Gemm(
         weight=weight,
         x=x,
@@ -327,8 +332,8 @@ def _w8a8_sm90(
         BLOCKS=BLOCKS,
     )
     # one layout for both operands: rows of 128 bytes in the widest swizzle
-    a = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, CONFIG.consumer_rows, BK], x.layout)
-    b = gl.allocate_shared_memory(x.dtype, [STAGES, CONFIG.block_b, BK], x.layout)
+    a = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, ROWS, BK], x.layout)
+    b = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_B, BK], x.layout)
     STORE_TILE: gl.constexpr = y.block_type.shape[-2:]
     y_layout: gl.constexpr = IDLE_ROWS_LAYOUT if CONFIG.idle_rows else y.layout
     y_memory = gl.allocate_shared_memory(

@@ -74,6 +74,7 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
     CONFIG: gl.constexpr = gemm.CONFIG
     STORE_STAGES: gl.constexpr = CONFIG.store_stages
     WEIGHT_IS_A: gl.constexpr = CONFIG.weight_is_a
+    ROWS: gl.constexpr = CONFIG.consumer_rows
     WIDTH: gl.constexpr = CONFIG.store_width
     STORE_TILES: gl.constexpr = CONFIG.stored_columns // WIDTH
     Y_LAYOUT: gl.constexpr = gemm.y.layout
@@ -115,7 +116,7 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
             buffer.store(result.to(gemm.y.dtype))
         fence_async_shared()
         if CONFIG.idle_rows:
-            of_consumer = reshaped(buffer, [1, WIDTH, CONFIG.consumer_rows], Y_LAYOUT)
+            of_consumer = reshaped(buffer, [1, WIDTH, ROWS], Y_LAYOUT)
             tma_store(gemm.y, [row // CONFIG.stored_rows, column + j * WIDTH, 0], of_consumer)
         elif WEIGHT_IS_A:
             tma_store(gemm.y, [column + j * WIDTH, row], buffer)

@@ -57,6 +57,7 @@ def load(gemm, pipeline):
     BK: gl.constexpr = gemm.x.block_type.shape[1]
     BYTES: gl.constexpr = (CONFIG.num_consumers * CONFIG.stored_rows + CONFIG.block_b) * BK
     first = gl.program_id(0)
+    num_work_tiles = gemm.num_work_tiles()
     # Weights never change: their loads into the first stages do not wait for the previous kernel.
     work_tile = gemm.work_tile(first)
     num_prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.prefetch_stages)
@@ -68,7 +69,7 @@ def load(gemm, pipeline):
     griddepcontrol_wait()
     state = pipeline.producer_start()
     count = 0
-    for work in range(first, gemm.num_work_tiles(), gl.num_programs(0)):
+    for work in range(first, num_work_tiles, gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         tile = work_tile.tile_a if CONFIG.weight_is_a else work_tile.tile_b
         for k_step in range(work_tile.k_begin, work_tile.k_end):
