@@ -1,10 +1,10 @@
-"""Words of the private order to the tensor core's left operand, in Gluon.
+"""Prepacked weights in shared memory to operand A of wgmma in registers, in Gluon.
 
-A thread holds word t = lane % 4 of two rows, lane // 4 and 8 below it, as the operand wants them.
-Only the load moves anything between threads. A weight is rounded once, to the bits of
-PackedWeight.dequantize.
+A thread loads word t = lane % 4 of rows lane // 4 and lane // 4 + 8, which is what it holds of
+operand A. Only that load crosses threads; unpacking stays within each. Weights are rounded once, to
+the bits of PackedWeight.dequantize.
 
-Legend: C words of one row and one t, 128 / BITS inputs each; PIECE inputs of one product.
+Legend: C packed words of one row and one t, 128 / BITS inputs each; K_SUBTILE inputs of one wgmma.
 """
 
 from triton.experimental import gluon
@@ -15,8 +15,8 @@ from qkernels.wna16.dequant_int8 import BFLOAT16_SHRINK, byte_factors, unpack_by
 
 
 @gluon.constexpr_function
-def words_layout(C):
-    """Of words [64, 4 C] in registers."""
+def packed_layout(C):
+    """Of packed words [64, 4 C] in registers."""
     columns = [[0, 1 << i] for i in range(C.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[*columns, [8, 0]],
@@ -28,16 +28,16 @@ def words_layout(C):
 
 
 @gluon.constexpr_function
-def rows_layout(PIECE, BITS):
-    """Of what a thread holds for its two rows [64]."""
-    return gl.SliceLayout(1, words_layout(PIECE * BITS // 128))
+def rows_layout(K_SUBTILE, BITS):
+    """Of a value for each row [64]: a thread holds those of its two rows."""
+    return gl.SliceLayout(1, packed_layout(K_SUBTILE * BITS // 128))
 
 
 @gluon.constexpr_function
 def _stored_layout(BITS):
-    """Of the words of 128 inputs [64, 4 BITS], as they lie in shared memory: [8 BITS, 32]."""
+    """Of the packed words of 128 inputs [64, 4 BITS] as shared memory has them: [8 BITS, 32]."""
     if BITS == 8:
-        return words_layout(8)
+        return packed_layout(8)
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [4, 0]],
         lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
@@ -48,51 +48,51 @@ def _stored_layout(BITS):
 
 
 @gluon.jit
-def _cut(words):
-    """Words [64, 4 C] cut along the inputs into two [64, 2 C]."""
-    C: gl.constexpr = words.shape[1] // 8
-    w0, w1 = gl.split(words.reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
-    w0 = gl.convert_layout(w0.reshape([64, 4 * C]), words_layout(C), assert_trivial=True)
-    w1 = gl.convert_layout(w1.reshape([64, 4 * C]), words_layout(C), assert_trivial=True)
-    return w0, w1
+def _split_k(packed):
+    """Packed words [64, 4 C] split along K into two [64, 2 C]."""
+    C: gl.constexpr = packed.shape[1] // 8
+    low, high = gl.split(packed.reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
+    low = gl.convert_layout(low.reshape([64, 4 * C]), packed_layout(C), assert_trivial=True)
+    high = gl.convert_layout(high.reshape([64, 4 * C]), packed_layout(C), assert_trivial=True)
+    return low, high
 
 
 @gluon.jit
-def load_pieces(stored, PIECE: gl.constexpr, BITS: gl.constexpr):
-    """A stored tile in shared memory, 64 outputs by 128 inputs, as words of PIECE inputs each."""
-    words = stored.load(_stored_layout(BITS)).reshape([64, 4 * BITS])
-    pieces = (gl.convert_layout(words, words_layout(BITS), assert_trivial=True),)
-    for _ in gl.static_range((128 // PIECE).bit_length() - 1):
-        halves = ()
-        for j in gl.static_range(len(pieces)):
-            halves += _cut(pieces[j])
-        pieces = halves
-    return pieces
+def load_k_subtiles(stored, K_SUBTILE: gl.constexpr, BITS: gl.constexpr):
+    """The packed words of each K subtile of a stored tile, 64 outputs by 128 inputs."""
+    packed = stored.load(_stored_layout(BITS)).reshape([64, 4 * BITS])
+    subtiles = (gl.convert_layout(packed, packed_layout(BITS), assert_trivial=True),)
+    for _ in gl.static_range((128 // K_SUBTILE).bit_length() - 1):
+        halved = ()
+        for j in gl.static_range(len(subtiles)):
+            halved += _split_k(subtiles[j])
+        subtiles = halved
+    return subtiles
 
 
 @gluon.jit
-def factors(scale, offset, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
-    """What a step's rows [64] multiply and subtract, as `unpack` takes it."""
-    if FORMAT.bits == 8:
+def factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
+    """What `unpack` multiplies rows [64] by and subtracts from them."""
+    if NUMERICS.bits == 8:
         return byte_factors(scale, offset, DTYPE)
     else:
         return nibble_factors(scale, offset, DTYPE)
 
 
 @gluon.jit
-def unpack(words, factors, FORMAT: gl.constexpr, DTYPE: gl.constexpr, LEFT: gl.constexpr):
-    """Words [64, 4 C] of a piece to the left operand [64, PIECE]."""
-    if FORMAT.bits == 8:
-        values = unpack_bytes(words, factors, DTYPE)
+def unpack(packed, factors, NUMERICS: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr):
+    """Packed words [64, 4 C] of a K subtile to operand A [64, K_SUBTILE]."""
+    if NUMERICS.bits == 8:
+        values = unpack_bytes(packed, factors, DTYPE)
     else:
-        values = unpack_nibbles(words, factors, DTYPE)
-    return gl.convert_layout(values, LEFT, assert_trivial=True)
+        values = unpack_nibbles(packed, factors, DTYPE)
+    return gl.convert_layout(values, A, assert_trivial=True)
 
 
 @gluon.jit
-def in_full(sums, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums of products with what `unpack` made of the weights, as they should be."""
-    if FORMAT.bits == 8 and not DTYPE.is_fp16():
+def rescale(sums, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
+    """Sums of products with the weights of `unpack`, in which a power of two may be left."""
+    if NUMERICS.bits == 8 and not DTYPE.is_fp16():
         return sums * (1 / BFLOAT16_SHRINK)
     else:
         return sums

@@ -1,4 +1,4 @@
-"""A weight-only weight's numerics, as kernels in Gluon take them. Knows no kernel."""
+"""The numerics of a weight-only weight, as the Gluon kernels take them."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from qkernels.wna16.prepack import offset_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightNumerics:
-    """Constants that are compiled in. For groups divisible by a step of 128 inputs."""
+    """A constexpr of the kernels. For groups divisible by a K step of 128 inputs."""
 
     bits: int
-    steps_of_group: int
-    offset: int  # what is subtracted where symmetric, as offsets have it
+    steps_per_group: int
+    offset: int  # of symmetric weights, in place of the tensor `offsets`: see prepack.py
     has_offsets: bool
     has_bias: bool
 
@@ -23,7 +23,7 @@ class WeightNumerics:
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
     return WeightNumerics(
         bits=weight.spec.bits,
-        steps_of_group=weight.spec.group_length(weight.in_features) // K_STEP,
+        steps_per_group=weight.spec.group_length(weight.in_features) // K_STEP,
         offset=offset_of(weight),
         has_offsets="offsets" in weight.tensors,
         has_bias=bias is not None,

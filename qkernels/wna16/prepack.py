@@ -56,7 +56,7 @@ def prepare_weight(
     words_NW = _pad_rows(order(packed.codes()))
     words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, TILE_N))
     tensors = {
-        "words": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
+        "packed": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
         "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
     }
     if not packed.spec.symmetric:

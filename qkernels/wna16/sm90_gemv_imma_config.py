@@ -1,12 +1,12 @@
-"""Configs of the integer tensor core GEMV of up to 4 rows. Plain Python.
+"""Configs of W4A16 and W8A16 for up to 4 rows on sm_90 (sm90_gemv_imma.py). Plain Python.
 
-Legend and microseconds as in triton_config.py.
+Legend and times as in triton_config.py.
 """
 
 import functools
 from dataclasses import dataclass
 
-from qkernels.gpu.config import MAX_STAGES, ceil_div
+from qkernels.gpu.config import MAX_STAGES, CompileTimeConfig, ceil_div
 from qkernels.operands.limbs import (
     K_STEP,
     LIMBS_COLUMNS,
@@ -17,25 +17,25 @@ from qkernels.wna16.layout import k_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GemvImmaConfig:
-    """How one product of few rows is cut for the integer tensor core (sm90_gemv_imma.py)."""
+class GemvImmaConfig(CompileTimeConfig):
+    """One launch of sm90_gemv_imma.py."""
 
     block_n: int = 16  # 16, 32 or 64
-    warps: int = 8  # of a block, each with its own steps
-    ahead: int = 2  # steps that a warp asks for at once
+    warps: int = 8  # of a block, each with its own K steps
+    steps_in_flight: int = 2  # K steps that a warp loads at once
 
 
 def limbs_pay(M: int, N: int, K: int) -> bool:
-    """Whether 4 bits gain by limbs that have to be made first, by a kernel of their own.
+    """Whether 4-bit weights gain by limbs that a kernel of its own has to make first.
 
-    Measured, us for qkv / o / gate_up / down, in brackets the ring, which takes x as it is:
+    Measured, us for qkv / o / gate_up / down; in brackets sm90_small_m, which takes x as it is:
     M = 1  5.8 (6.4) / 4.8 (5.1) / 18.1 (18.4) / 11.0 to 11.8 (10.5), 128256 x 4096 65 (78)
     M = 4  7.0 (6.3) / 5.1 (5.2) / 18.9 (18.5) / 12.3 (10.5)
     """
     return N * K > 2**27 or (M <= 2 and K // K_STEP <= 64)
 
 
-# Measured, us for qkv / o / gate_up / down, in brackets the portable body:
+# Measured, us for qkv / o / gate_up / down, in brackets triton_gemm:
 # M = 1         6.1 (7.7) / 5.0 (6.6) / 19.1 (23.9) / 11.3 (13.4)
 # M = 2         6.3 (7.7) / 5.1 (6.6) / 18.9 (23.5) / 11.7 (13.5)
 # M = 4         7.3 (7.9) / 5.4 (6.7) / 19.8 (23.5) / 12.5 (13.5)
@@ -46,33 +46,33 @@ def limbs_pay(M: int, N: int, K: int) -> bool:
 def default_gemv_config(
     M: int, N: int, K: int, group: int, bits: int, sm_count: int
 ) -> GemvImmaConfig | None:
-    """The tile for few rows; None: there are more, or a step lies in several groups."""
+    """None: the kernel does not take M rows, or a K step would span several groups."""
     if M > LIMBS_MAX_ROWS or k_step(group) != K_STEP:
         return None
     steps = K // K_STEP
-    # a block reads all limbs: where there are many blocks, fewer and larger ones
+    # each block reads all limbs: where there would be many blocks, fewer and larger ones
     wide = M > LIMBS_COLUMNS // LIMBS_OF_INPUT and 2.5 * sm_count < N / 16
-    if bits == 8:  # a step is twice as many bytes
-        warps, ahead = 16 if steps > 64 else 8, 1
+    if bits == 8:  # a K step has twice the bytes
+        warps, steps_in_flight = 16 if steps > 64 else 8, 1
     else:
         warps = 4 if wide else 8
-        ahead = min(2, ceil_div(steps, warps))
-    return GemvImmaConfig(block_n=32 if wide else 16, warps=warps, ahead=ahead)
+        steps_in_flight = min(2, ceil_div(steps, warps))
+    return GemvImmaConfig(block_n=32 if wide else 16, warps=warps, steps_in_flight=steps_in_flight)
 
 
 def gemv_config_fault(
-    tile: GemvImmaConfig, *, M: int, N: int, K: int, group: int, bits: int
+    config: GemvImmaConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """None: the kernel can run it."""
+    """Why the kernel cannot run it; None: it can."""
     if M > LIMBS_MAX_ROWS or bits not in (4, 8):
         return f"takes at most {LIMBS_MAX_ROWS} rows and 4 or 8 bits, found {M} and {bits}"
     if k_step(group) != K_STEP:
         return f"takes groups divisible by {K_STEP}, found {group} of {K} inputs"
-    if tile.block_n not in (16, 32, 64):
-        return f"block_n must be 16, 32 or 64, found {tile.block_n}"
-    if tile.warps not in (1, 2, 4, 8, 16) or not 1 <= tile.ahead <= MAX_STAGES:
+    if config.block_n not in (16, 32, 64):
+        return f"block_n must be 16, 32 or 64, found {config.block_n}"
+    if config.warps not in (1, 2, 4, 8, 16) or not 1 <= config.steps_in_flight <= MAX_STAGES:
         return (
-            f"warps must be a power of two up to 16 and ahead 1 to {MAX_STAGES},"
-            f" found {tile.warps} and {tile.ahead}"
+            f"warps must be a power of two up to 16 and steps_in_flight 1 to {MAX_STAGES},"
+            f" found {config.warps} and {config.steps_in_flight}"
         )
     return None

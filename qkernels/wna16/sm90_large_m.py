@@ -1,12 +1,13 @@
-"""The Hopper body of W4A16 and W8A16 for many rows, in Gluon: y^T = W x^T on wgmma.
+"""W4A16 and W8A16 for many rows on sm_90, in Gluon: y^T = W x^T with wgmma.
 
-Knows no file format. A block keeps its place on an SM. One of its warps does nothing but start
-copies, of x and of the weight's words, as many ahead as shared memory holds. Two or three
-warpgroups multiply, each its own 64 outputs, on their own clocks: each unpacks and scales its words
-in registers, where the tensor core reads them. Where tiles are fewer than SMs, parts of K go to
-different blocks.
+A persistent, warp-specialized kernel. One producer warp keeps TMA loads of packed weights and x in
+flight, as far ahead as shared memory allows. Two or three consumer warpgroups multiply 64 outputs
+each: operand A is weights, unpacked and scaled in registers; operand B is x, in shared memory.
+Where there are fewer tiles than SMs, K is split over several blocks, which reduce-scatter their
+sums.
 
-Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile; a step is 128 inputs.
+Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile or of half of one; a K step is
+128 inputs.
 """
 
 import functools
@@ -26,30 +27,24 @@ from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import aggregate, descriptor
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait
-from qkernels.gpu.pipeline import Pipeline, PipelineState, make_pipeline, next_stage
+from qkernels.gpu.pipeline import PipelineState, make_pipeline, next_stage
 from qkernels.gpu.split_k_reduce import reduce_scatter
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.dequant import factors, in_full, load_pieces, rows_layout, unpack
+from qkernels.wna16.dequant import factors, load_k_subtiles, rescale, rows_layout, unpack
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.numerics import weight_numerics
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
-from qkernels.wna16.sm90_large_m_epilogue import store
-from qkernels.wna16.sm90_large_m_load import (
-    Operands,
-    Sizes,
-    Stages,
-    load,
-    num_work_tiles,
-    work_tile,
-)
+from qkernels.wna16.sm90_large_m_epilogue import epilogue
+from qkernels.wna16.sm90_large_m_load import load
+from qkernels.wna16.sm90_large_m_structs import Gemm, Stages
 
-SLICE = 64  # inputs of one copy of x: 128 bytes, the widest swizzle
+X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle
 
 
-def words_box(bits: int) -> list[int]:
-    """A stored tile's words of 128 inputs, in rows of 128 bytes."""
+def weight_box(bits: int) -> list[int]:
+    """A stored tile's packed words of 128 inputs, in rows of 128 bytes."""
     return [8 * bits, 32]
 
 
@@ -59,7 +54,7 @@ def run(
     bias: torch.Tensor | None,
     config: LargeMConfig,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N]. For groups of 128 n."""
+    """x [M, K], contiguous, to [M, N]. For groups divisible by 128."""
     x_MK = aligned(x_MK)
     M, K = x_MK.shape
     N = weight.out_features
@@ -67,20 +62,20 @@ def run(
     partials, counters = workspace(x_MK.device)
     tiles = config.tiles(M, N)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
-    box = words_box(weight.spec.bits)
-    format = weight_numerics(weight, bias)
-    # parts of a tile wait for each other: all must run at once
-    whole_grid = config.fits(M, N, K) and config.blocks == tiles * config.split
-    assert config.split == 1 or whole_grid, config
+    box = weight_box(weight.spec.bits)
+    numerics = weight_numerics(weight, bias)
+    # the splits of a tile wait for each other: all blocks must be resident at once
+    one_block_each = config.fits(M, N, K) and config.blocks == tiles * config.split
+    assert config.split == 1 or one_block_each, config
     assert config.blocks <= sm_count(x_MK.device), config
-    assert config.bits == format.bits, "a config of the other bits holds more or fewer stages"
+    assert config.bits == numerics.bits, "the number of stages depends on the bits"
     with on_device(x_MK):
         launch(
-            _w4a16_hopper,
+            _wna16_large_m,
             (config.blocks,),
-            descriptor(x_MK, [config.block_m, SLICE]),
-            descriptor(x_MK, [config.block_m // 2, SLICE]),
-            descriptor(weight.tensors["words"].view(-1, box[1]), box),
+            descriptor(x_MK, [config.block_m, X_BOX_K]),
+            descriptor(x_MK, [config.block_m // 2, X_BOX_K]),
+            descriptor(weight.tensors["packed"].view(-1, box[1]), box),
             scales,
             scales if offsets is None else offsets,
             scales if bias is None else bias,
@@ -90,9 +85,9 @@ def run(
             M,
             N,
             K,
-            tiles // config.blocks * config.blocks if config.halves else tiles,
-            TILE=_compiled_in(config),
-            FORMAT=format,
+            tiles // config.blocks * config.blocks if config.tail_split else tiles,
+            CONFIG=_without_grid(config),
+            NUMERICS=numerics,
             num_warps=4,
             maxnreg=config.registers,
             launch_pdl=True,
@@ -101,290 +96,200 @@ def run(
 
 
 @functools.cache
-def _compiled_in(config: LargeMConfig) -> LargeMConfig:
-    """The config without its grid: one kernel does any number of tiles."""
+def _without_grid(config: LargeMConfig) -> LargeMConfig:
+    """As a constexpr: the same compiled kernel runs with any number of blocks."""
     return replace(config, blocks=0)
 
 
 @aggregate
-class _Results:
-    """What the epilogue reads and writes."""
-
-    y: tma.tensor_descriptor
-    buffers: gl.shared_memory_descriptor  # [num_consumers * store_buffers, store_rows, 64]
-    bias_ptr: gl.tensor
-    partials_ptr: gl.tensor
-    counters_ptr: gl.tensor
-
-
-@aggregate
 class _ConsumerState:
-    """Where a consumer is: in the stages of x, and in the slots of packed weights."""
-
-    x: PipelineState
-    slot: gl.tensor
+    stage: PipelineState
+    weight_slot: gl.tensor
 
 
 @gluon.jit
-def _load_scales(operands, ptr_rows, step, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
-    """A step's scales and offsets [64], as they are in memory."""
-    group = ptr_rows + step // FORMAT.steps_of_group * 64
-    scale = gl.load(operands.scales_ptr + group)
-    if FORMAT.has_offsets:
-        return scale, gl.load(operands.offsets_ptr + group)
+def _load_scales(gemm, rows, k_step):
+    """A K step's scales and offsets [64], as they are in memory."""
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    group = rows + k_step // NUMERICS.steps_per_group * 64
+    scale = gl.load(gemm.scales_ptr + group)
+    if NUMERICS.has_offsets:
+        return scale, gl.load(gemm.offsets_ptr + group)
     else:
-        return scale, gl.full([64], FORMAT.offset, DTYPE, group.type.layout)
+        return scale, gl.full([64], NUMERICS.offset, gemm.y.dtype, group.type.layout)
 
 
 @gluon.jit
-def _sums(
-    operands,
-    pipeline,
-    ptr_rows,
-    begin,
-    end,
-    state,
-    WHICH: gl.constexpr,
-    TILE: gl.constexpr,
-    BM: gl.constexpr,
-    FORMAT: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """This warpgroup's 64 outputs by BM rows, over some steps; and the state after them.
+def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM: gl.constexpr):
+    """A consumer's 64 outputs by BM rows of a work tile, and the next state.
 
-    A product goes on reading its left registers after it was issued. It is waited for when the
-    next ones were issued, which have registers of their own: a step has an even number of products.
+    A wgmma goes on reading operand A's registers after it was issued. It is waited for when the
+    next ones were issued, which have registers of their own: a K step has an even number of them.
     """
-    stages = pipeline.mem
-    PARTS: gl.constexpr = TILE.parts
-    STAGES_OF_STEP: gl.constexpr = TILE.stages_of_step
-    BOXES: gl.constexpr = 2 // STAGES_OF_STEP
-    PIECE: gl.constexpr = TILE.piece
-    PIECES: gl.constexpr = 128 // PIECE
-    OF_NEXT_STAGE: gl.constexpr = PIECES // STAGES_OF_STEP  # the first piece that is
-    AHEAD: gl.constexpr = TILE.ahead
+    CONFIG: gl.constexpr = gemm.CONFIG
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    DTYPE: gl.constexpr = gemm.y.dtype
+    STAGES_PER_STEP: gl.constexpr = CONFIG.stages_per_step
+    BOXES: gl.constexpr = 2 // STAGES_PER_STEP
+    K_SUBTILE: gl.constexpr = CONFIG.k_subtile
+    SUBTILES: gl.constexpr = 128 // K_SUBTILE
+    NEXT_STAGE: gl.constexpr = SUBTILES // STAGES_PER_STEP  # the first subtile of the second stage
+    IN_FLIGHT: gl.constexpr = CONFIG.mma_in_flight
+    ACROSS_STEPS: gl.constexpr = CONFIG.mma_across_steps
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    x_state = state.x
-    slot = state.slot
-    scale, offset = _load_scales(operands, ptr_rows, begin, FORMAT, DTYPE)
+    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    stages = pipeline.mem
+    stage = state.stage
+    weight_slot = state.weight_slot
+    k_begin = work_tile.k_begin
+    k_end = work_tile.k_end
+    scale, offset = _load_scales(gemm, rows, k_begin)
     sums = gl.zeros([64, BM], gl.float32, LAYOUT)
-    for step in range(begin, end):
-        of_rows = factors(scale, offset, FORMAT, DTYPE)
-        # the next step's, which the copying warp has asked for; after the last: any
-        next_step = gl.minimum(step + 1, end - 1)
-        scale, offset = _load_scales(operands, ptr_rows, next_step, FORMAT, DTYPE)
-        pipeline.consumer_wait(x_state)
-        pieces = load_pieces(stages.words.index(slot * PARTS + WHICH), PIECE, FORMAT.bits)
-        for i in gl.static_range(PIECES):
-            left = unpack(pieces[i], of_rows, FORMAT, DTYPE, LEFT)
-            if i == OF_NEXT_STAGE:
-                x_state = x_state.advance()
-                pipeline.consumer_wait(x_state)
-            box = BOXES * x_state.stage + i * PIECE // 64 % BOXES
+    for k_step in range(k_begin, k_end):
+        row_factors = factors(scale, offset, NUMERICS, DTYPE)
+        # those of the next step, which the producer has prefetched; after the last step, any
+        scale, offset = _load_scales(gemm, rows, gl.minimum(k_step + 1, k_end - 1))
+        pipeline.consumer_wait(stage)
+        packed = load_k_subtiles(
+            stages.weight.index(weight_slot * CONFIG.num_consumers + CONSUMER),
+            K_SUBTILE,
+            NUMERICS.bits,
+        )
+        for i in gl.static_range(SUBTILES):
+            a = unpack(packed[i], row_factors, NUMERICS, DTYPE, A)
+            if i == NEXT_STAGE:
+                stage = stage.advance()
+                pipeline.consumer_wait(stage)
+            box = BOXES * stage.stage + i * K_SUBTILE // 64 % BOXES
             x = stages.x.index(box).slice(0, BM, dim=0)
-            if PIECE < 64:
-                x = x.slice(i * PIECE % 64, PIECE, dim=1)
-            sums = warpgroup_mma(left, x.permute([1, 0]), sums, is_async=True)
-            # the product before this one is over
-            sums = warpgroup_mma_wait(TILE.pending, deps=[sums])
-            if i == OF_NEXT_STAGE + TILE.pending - 1:
-                pipeline.consumer_release_previous(x_state)
-            elif AHEAD and i == TILE.pending - 1:
-                pipeline.consumer_release_previous(x_state, pred=step > begin)
-        if not AHEAD:
+            if K_SUBTILE < 64:
+                x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
+            sums = warpgroup_mma(a, x.permute([1, 0]), sums, is_async=True)
+            # all but the last IN_FLIGHT have ended
+            sums = warpgroup_mma_wait(IN_FLIGHT, deps=[sums])
+            if i == NEXT_STAGE + IN_FLIGHT - 1:
+                pipeline.consumer_release_previous(stage)
+            elif ACROSS_STEPS and i == IN_FLIGHT - 1:
+                pipeline.consumer_release_previous(stage, k_step > k_begin)
+        if not ACROSS_STEPS:
             sums = warpgroup_mma_wait(0, deps=[sums])
-            pipeline.consumer_release(x_state)
-        x_state = x_state.advance()
-        slot = next_stage(slot, TILE.words_slots)
-    if AHEAD:
+            pipeline.consumer_release(stage)
+        stage = stage.advance()
+        weight_slot = next_stage(weight_slot, CONFIG.weight_slots)
+    if ACROSS_STEPS:
         sums = warpgroup_mma_wait(0, deps=[sums])
-        pipeline.consumer_release_previous(x_state)
-    return sums, _ConsumerState(x=x_state, slot=slot)
+        pipeline.consumer_release_previous(stage)
+    return sums, _ConsumerState(stage=stage, weight_slot=weight_slot)
 
 
 @gluon.jit
-def _multiply_tiles(
-    operands,
-    pipeline,
-    results,
-    sizes,
-    first,
-    end,
-    state,
-    WHICH: gl.constexpr,
-    TILE: gl.constexpr,
-    HALF: gl.constexpr,
-    FORMAT: gl.constexpr,
+def _consume_tiles(
+    gemm, pipeline, buffers, first, end, state, CONSUMER: gl.constexpr, HALF: gl.constexpr
 ):
-    DTYPE: gl.constexpr = results.y.dtype
-    PARTS: gl.constexpr = TILE.parts
-    SPLIT: gl.constexpr = TILE.split
-    BM: gl.constexpr = TILE.block_m // 2 if HALF else TILE.block_m
-    rows = gl.arange(0, 64, rows_layout(TILE.piece, FORMAT.bits))
-    for index in range(first, end, gl.num_programs(0)):
-        work = work_tile(index, sizes, TILE, HALF)
-        stored = gl.minimum(work.tile_n * PARTS + WHICH, sizes.stored_tiles - 1)
-        ptr_rows = stored * (sizes.k_steps // FORMAT.steps_of_group) * 64 + rows
-        sums, state = _sums(
-            operands,
-            pipeline,
-            ptr_rows,
-            work.begin,
-            work.end,
-            state,
-            WHICH,
-            TILE,
-            BM,
-            FORMAT,
-            DTYPE,
-        )
-        m = work.m
+    """The block's work tiles from `first` to `end`, and the next state."""
+    CONFIG: gl.constexpr = gemm.CONFIG
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    SPLIT: gl.constexpr = CONFIG.split
+    BM: gl.constexpr = CONFIG.block_m // 2 if HALF else CONFIG.block_m
+    row = gl.arange(0, 64, rows_layout(CONFIG.k_subtile, NUMERICS.bits))
+    for work in range(first, end, gl.num_programs(0)):
+        work_tile = gemm.work_tile(work, HALF)
+        stored_tile = gemm.stored_tile(work_tile.tile_n, CONSUMER)
+        rows = stored_tile * (gemm.k_steps // NUMERICS.steps_per_group) * 64 + row
+        sums, state = _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER, BM)
+        m = work_tile.m
         if SPLIT > 1:
+            slot = work_tile.tile * CONFIG.num_consumers + CONSUMER
             sums = reduce_scatter(
-                sums,
-                work.tile * PARTS + WHICH,
-                work.split,
-                results.partials_ptr,
-                results.counters_ptr,
-                SPLIT,
+                sums, slot, work_tile.split, gemm.partials_ptr, gemm.counters_ptr, SPLIT
             )
-            m += work.split * (BM // SPLIT)
-        n = (work.tile_n * PARTS + WHICH) * 64
-        sums = in_full(sums, FORMAT, DTYPE)
-        store(
-            sums,
-            results.bias_ptr,
-            results.y,
-            results.buffers,
-            WHICH,
-            m,
-            n,
-            sizes.N,
-            FORMAT.has_bias,
-            TILE.store_buffers,
-        )
+            m += work_tile.split * (BM // SPLIT)
+        n = (work_tile.tile_n * CONFIG.num_consumers + CONSUMER) * 64
+        epilogue(gemm, buffers, rescale(sums, NUMERICS, gemm.y.dtype), m, n, CONSUMER)
     return state
 
 
 @gluon.jit
-def _multiply(
-    operands: Operands,
-    pipeline: Pipeline,
-    results: _Results,
-    sizes: Sizes,
-    WHICH: gl.constexpr,
-    TILE: gl.constexpr,
-    FORMAT: gl.constexpr,
-):
-    """One warpgroup: the products of its 64 outputs of each tile, and their results."""
-    whole_end, all_end = num_work_tiles(sizes, TILE)
+def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
+    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    whole_end, end = gemm.num_work_tiles()
     first = gl.program_id(0)
-    state = _ConsumerState(x=pipeline.consumer_start(), slot=gl.to_tensor(0))
+    state = _ConsumerState(stage=pipeline.consumer_start(), weight_slot=gl.to_tensor(0))
     griddepcontrol_wait()
-    state = _multiply_tiles(
-        operands,
-        pipeline,
-        results,
-        sizes,
-        first,
-        whole_end,
-        state,
-        WHICH,
-        TILE,
-        False,
-        FORMAT,
-    )
-    if TILE.halves:
+    state = _consume_tiles(gemm, pipeline, buffers, first, whole_end, state, CONSUMER, False)
+    if gemm.CONFIG.tail_split:
         first += whole_end
-        _multiply_tiles(
-            operands,
-            pipeline,
-            results,
-            sizes,
-            first,
-            all_end,
-            state,
-            WHICH,
-            TILE,
-            True,
-            FORMAT,
-        )
+        _consume_tiles(gemm, pipeline, buffers, first, end, state, CONSUMER, True)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "whole"])
-def _w4a16_hopper(
-    x_desc,  # of x [M, K], blocks [BM, 64]
-    half_desc,  # the same, blocks [BM / 2, 64]
-    words_desc,  # of the words [N/64 K/128 8 BITS, 32]
-    scales_ptr,  # [N/64, G, 64]
-    offsets_ptr,  # [N/64, G, 64], read if has_offsets
-    bias_ptr,  # [N], read if has_bias
-    y_desc,  # of y [M, N], blocks [rows, 64]
-    partials_ptr,  # sums of parts of K
-    counters_ptr,  # zero, one for each warpgroup's share of a tile
+@gluon.jit(do_not_specialize=["M", "N", "K", "whole_tiles"])
+def _wna16_large_m(
+    x,  # as in sm90_large_m_structs.Gemm
+    half_x,
+    weight,
+    scales_ptr,
+    offsets_ptr,
+    bias_ptr,
+    y,
+    partials_ptr,
+    counters_ptr,
     M,
     N,
     K,
-    whole,  # tiles that are not cut in halves
-    TILE: gl.constexpr,  # a LargeMConfig
-    FORMAT: gl.constexpr,  # a WeightNumerics
+    whole_tiles,
+    CONFIG: gl.constexpr,
+    NUMERICS: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = y_desc.dtype
-    PARTS: gl.constexpr = TILE.parts
-    BM: gl.constexpr = TILE.block_m
-    STAGES: gl.constexpr = TILE.stages
-    BOXES: gl.constexpr = STAGES * 2 // TILE.stages_of_step
-    WORDS: gl.constexpr = TILE.words_slots * PARTS
-    STORES: gl.constexpr = TILE.store_buffers * PARTS
-    xs = gl.allocate_shared_memory(DTYPE, [BOXES, BM, 64], x_desc.layout)
-    words = gl.allocate_shared_memory(gl.int32, [WORDS, 8 * FORMAT.bits, 32], words_desc.layout)
-    y_bufs = gl.allocate_shared_memory(DTYPE, [STORES, TILE.store_rows, 64], y_desc.layout)
-    pipeline = make_pipeline(Stages(x=xs, words=words), STAGES, PARTS)
+    DTYPE: gl.constexpr = y.dtype
+    CONSUMERS: gl.constexpr = CONFIG.num_consumers
+    X_BOXES: gl.constexpr = CONFIG.stages * 2 // CONFIG.stages_per_step
+    PACKED: gl.constexpr = CONFIG.weight_slots * CONSUMERS
+    BUFFERS: gl.constexpr = CONFIG.store_stages * CONSUMERS
+    x_stages = gl.allocate_shared_memory(DTYPE, [X_BOXES, CONFIG.block_m, 64], x.layout)
+    packed = gl.allocate_shared_memory(gl.int32, [PACKED, 8 * NUMERICS.bits, 32], weight.layout)
+    buffers = gl.allocate_shared_memory(DTYPE, [BUFFERS, CONFIG.store_rows, 64], y.layout)
+    pipeline = make_pipeline(Stages(x=x_stages, weight=packed), CONFIG.stages, CONSUMERS)
     fence_async_shared()
-    operands = Operands(
-        x=x_desc,
-        half_x=half_desc,
-        words=words_desc,
+    gemm = Gemm(
+        x=x,
+        half_x=half_x,
+        weight=weight,
         scales_ptr=scales_ptr,
         offsets_ptr=offsets_ptr,
-    )
-    results = _Results(
-        y=y_desc,
-        buffers=y_bufs,
         bias_ptr=bias_ptr,
+        y=y,
         partials_ptr=partials_ptr,
         counters_ptr=counters_ptr,
-    )
-    sizes = Sizes(
         N=N,
-        tiles_n=gl.cdiv(N, PARTS * 64),
-        tiles_m=gl.cdiv(M, BM),
+        tiles_n=gl.cdiv(N, CONSUMERS * 64),
+        tiles_m=gl.cdiv(M, CONFIG.block_m),
         k_steps=K // 128,
         stored_tiles=gl.cdiv(N, 64),
-        whole=whole,
+        whole_tiles=whole_tiles,
+        CONFIG=CONFIG,
+        NUMERICS=NUMERICS,
     )
-    MULTIPLY: gl.constexpr = TILE.multiply_registers
-    COPY: gl.constexpr = TILE.copy_registers
-    if PARTS == 2:
+    CONSUMER: gl.constexpr = CONFIG.consumer_registers
+    PRODUCER: gl.constexpr = CONFIG.producer_registers
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (operands, pipeline, results, sizes, 0, TILE, FORMAT)),
-                (_multiply, (operands, pipeline, results, sizes, 1, TILE, FORMAT)),
-                (load, (operands, pipeline, sizes, TILE, FORMAT)),
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
+                (load, (gemm, pipeline)),
             ],
             [4, 1],
-            [MULTIPLY, COPY],
+            [CONSUMER, PRODUCER],
         )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (operands, pipeline, results, sizes, 0, TILE, FORMAT)),
-                (_multiply, (operands, pipeline, results, sizes, 1, TILE, FORMAT)),
-                (_multiply, (operands, pipeline, results, sizes, 2, TILE, FORMAT)),
-                (load, (operands, pipeline, sizes, TILE, FORMAT)),
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
+                (_consume, (gemm, pipeline, buffers, 2)),
+                (load, (gemm, pipeline)),
             ],
             [4, 4, 1],
-            [MULTIPLY, MULTIPLY, COPY],
+            [CONSUMER, CONSUMER, PRODUCER],
         )

@@ -28,8 +28,8 @@ class LargeMConfig(CompileTimeConfig):
     bits: int = 4  # of a code
     num_consumers: int = 2  # warpgroups, 64 outputs each
     block_m: int = 128
-    split: int = 1  # split-K with a reduce-scatter: the grid has a block for each split of each tile
-    tail_split: bool = False  # the tiles of the last, partial wave are cut in halves of their rows
+    split: int = 1  # split-K with a reduce-scatter: each split of each tile has a block
+    tail_split: bool = False  # tiles of the last, partial wave are cut in two halves of their rows
 
     @property
     def compiled(self) -> "LargeMConfig":
@@ -38,7 +38,7 @@ class LargeMConfig(CompileTimeConfig):
 
     @property
     def mma_across_steps(self) -> bool:
-        """Whether wgmmas stay in flight from one K step to the next. All warps keep their registers.
+        """Whether wgmmas stay in flight from one K step to the next; warps keep their registers.
 
         In such a loop ptxas waits for each wgmma (C7512) where any warp of the block, the producer
         too, has fewer than about 128 registers.
@@ -235,7 +235,7 @@ def large_m_config_fault(
         return f"block_m 64 is for at most 64 rows, found {M}"
     if not config.fits(M, N, K):
         return (
-            "each split needs a K step, a block that runs at the same time, and workspace,"
+            "each split needs a K step, a block that runs at once with the others, and workspace,"
             f" found {config}"
         )
     return None

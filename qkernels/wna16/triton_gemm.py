@@ -54,7 +54,7 @@ def run(
             _w4a16,
             grid,
             x,
-            weight.tensors["words"],
+            weight.tensors["packed"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
             bias,
@@ -93,7 +93,7 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
         launch(
             _dequantize_weight,
             (ceil_div(N, DEQUANTIZE_ROWS), K // block_k),
-            weight.tensors["words"],
+            weight.tensors["packed"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
             out_NK,

@@ -71,24 +71,24 @@ TUNED = TunedOp(
         LargeMConfig: ConfigSpace(  # its blocks follow from the problem and the GPU
             fault=large_m_config_fault,
             options={
-                "parts": (2, 3),
+                "num_consumers": (2, 3),
                 "block_m": (64, 128, 256),
                 "split": LARGE_M_SPLITS,
-                "halves": (False, True),
+                "tail_split": (False, True),
             },
         ),
         GemvImmaConfig: ConfigSpace(
             fault=gemv_config_fault,
-            options={"block_n": (16, 32, 64), "warps": (4, 8, 16), "ahead": (1, 2, 3, 4)},
+            options={"block_n": (16, 32, 64), "warps": (4, 8, 16), "steps_in_flight": (1, 2, 3, 4)},
         ),
         SmallMConfig: ConfigSpace(
             fault=small_m_config_fault,
             options={
-                "rows": SMALL_M_ROWS,
+                "block_m": SMALL_M_ROWS,
                 "split": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12),
                 "stages": (2, 3, 4, 5, 6),
-                "alone": (False, True),
-                "launch_early": (False, True),
+                "blocks_per_sm": (1, 2),
+                "launch_dependents_first": (False, True),
             },
         ),
     },

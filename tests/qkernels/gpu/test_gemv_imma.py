@@ -35,12 +35,12 @@ def test_every_group_length(check, make_weight, half, poison, bits, M, group, sy
 
 
 @pytest.mark.parametrize("warps", [1, 4, 8, 16])
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 4])
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_tile(check, make_weight, half, poison, bits, warps, ahead, block_n):
+def test_every_tile(check, make_weight, half, poison, bits, warps, steps_in_flight, block_n):
     """9 steps: fewer than some blocks ask for at once, and no multiple of any."""
-    tile = GemvImmaConfig(warps=warps, ahead=ahead, block_n=block_n)
+    tile = GemvImmaConfig(warps=warps, steps_in_flight=steps_in_flight, block_n=block_n)
     packed = make_weight(136, 1152, 128, symmetric=False, bits=bits)
     check(packed, random_x(3, 1152, half), tile=tile)
 

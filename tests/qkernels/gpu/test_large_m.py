@@ -19,15 +19,15 @@ pytestmark = pytest.mark.hopper
 WHOLE = {
     "64": {"block_m": 64},
     "128": {"block_m": 128},
-    "three": {"parts": 3},
+    "three": {"num_consumers": 3},
     "256": {"block_m": 256},
-    "halves": {"block_m": 256, "halves": True},
+    "halves": {"block_m": 256, "tail_split": True},
 }
 PARTS_OF_K = {
     "64 / 4": {"block_m": 64, "split": 4},
     "128 / 2": {"split": 2},
     "128 / 4": {"split": 4},
-    "three / 2": {"parts": 3, "split": 2},
+    "three / 2": {"num_consumers": 3, "split": 2},
     "256 / 2": {"block_m": 256, "split": 2},
 }
 SHAPES = WHOLE | PARTS_OF_K
@@ -40,7 +40,7 @@ parts_of_k = pytest.mark.parametrize("shape", PARTS_OF_K.values(), ids=list(PART
 def tile_of(shape, bits, M, N, blocks=132):
     """As many blocks as there are units of work, up to `blocks`."""
     tile = LargeMConfig(blocks=blocks, bits=bits, **shape)
-    units = tile.tiles(M, N) * tile.split * (2 if tile.halves else 1)
+    units = tile.tiles(M, N) * tile.split * (2 if tile.tail_split else 1)
     return dataclasses.replace(tile, blocks=min(blocks, units))
 
 
@@ -171,7 +171,7 @@ def test_tiny_and_huge_scales(make_weight, bits, scale):
 @parts_of_k
 @both_bits
 def test_the_bits_do_not_depend_on_who_comes_last(make_weight, half, shape, bits):
-    M, N, K = 128, 192 if shape.get("parts") == 3 else 512, 4096
+    M, N, K = 128, 192 if shape.get("num_consumers") == 3 else 512, 4096
     weight = prepared(make_weight(N, K, 128, bits=bits), half)
     x, tile = random_x(M, K, half), tile_of(shape, bits, M, N)
     first = multiply(x, weight, tile=tile)

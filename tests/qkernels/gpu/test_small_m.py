@@ -19,7 +19,7 @@ w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 w4a16_ring = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
 pytestmark = pytest.mark.hopper
 
-TILES = {rows: SmallMConfig(rows=rows, stages=3) for rows in SMALL_M_ROWS}
+TILES = {rows: SmallMConfig(block_m=rows, stages=3) for rows in SMALL_M_ROWS}
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def test_every_group_length(check, make_weight, half, poison, M, group, symmetri
 
 @pytest.mark.parametrize("split", [1, 2, 9])
 @pytest.mark.parametrize("stages", [1, 3, 8])
-@pytest.mark.parametrize("alone", [False, True], ids=["two blocks", "alone"])
+@pytest.mark.parametrize("blocks_per_sm", [1, 2])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
-def test_every_tile(check, make_weight, half, poison, rows, alone, stages, split):
+def test_every_tile(check, make_weight, half, poison, rows, blocks_per_sm, stages, split):
     """9 steps: parts of unequal length, and a ring that is not a multiple of any."""
-    tile = SmallMConfig(rows=rows, stages=stages, split=split, alone=alone)
+    tile = SmallMConfig(block_m=rows, stages=stages, split=split, blocks_per_sm=blocks_per_sm)
     packed = make_weight(328, 1152, 128, symmetric=False)
     check(packed, random_x(rows - 1, 1152, half), tile=tile)
 
@@ -63,7 +63,7 @@ def test_many_times_the_same(make_weight, half, rows, split):
     """Who comes last changes nothing, and leaves no counter behind."""
     weight = ops.prepare_weight(make_weight(2048, 4096, 128), half, kernel="w4a16")
     x = random_x(rows - 1, 4096, half)
-    tile = SmallMConfig(rows=rows, split=split)
+    tile = SmallMConfig(block_m=rows, split=split)
     want = multiply(x, weight, tile=tile)
     results = [multiply(x, weight, tile=tile) for _ in range(200)]
     assert all(torch.equal(each, want) for each in results)
@@ -78,8 +78,8 @@ def test_parts_that_stay_apart(make_weight, half, poison, rows, N, split, with_b
     weight = ops.prepare_weight(make_weight(N, 1152, 128, symmetric=False), half)
     bias = torch.randn(N, device="cuda").to(half) if with_bias else None
     x = random_x(rows - 1, 1152, half)
-    for alone in (False, True):
-        tile = SmallMConfig(rows=rows, split=split, stages=3, alone=alone)
+    for blocks_per_sm in (1, 2):
+        tile = SmallMConfig(block_m=rows, split=split, stages=3, blocks_per_sm=blocks_per_sm)
         parts = w4a16_ring.run_split_k(x, weight, bias, tile)
         assert parts.shape == (split, rows - 1, N)
         want = multiply(x, weight, bias, tile=tile)
@@ -131,7 +131,7 @@ def test_parts_that_are_no_number_are_added(make_weight, half):
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1
     x[1, 1000] = float("inf")
-    got = multiply(x, weight, tile=SmallMConfig(rows=8, split=8))
+    got = multiply(x, weight, tile=SmallMConfig(block_m=8, split=8))
     assert got[1].isnan().all() and got[0].isfinite().all()
 
 

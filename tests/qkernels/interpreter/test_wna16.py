@@ -173,7 +173,7 @@ def test_words_of_one_thread_lie_side_by_side(make_weight, device, half):
         packed = make_weight(72, 256, 128, bits=bits)
         weight = ops.prepare_weight(packed, half, kernel=f"w{bits}a16")
         words_NKct = order(packed.codes()).view(72, 2, -1, 4)
-        words = weight.tensors["words"]
+        words = weight.tensors["packed"]
         assert words.shape == (2, 2, 64, 4, bits)
         assert torch.equal(words[0, :, 5], words_NKct[5].transpose(1, 2))
         assert torch.equal(words[1, :, 7], words_NKct[71].transpose(1, 2))

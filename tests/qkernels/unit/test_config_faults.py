@@ -123,13 +123,16 @@ def test_what_digits_need():
     assert fault() is None and fault(group=384) is None
     for change in ({"M": 5}, {"bits": 3}, {"group": 64}):
         assert fault(**change) is not None, change
-    for change in ({"block_n": 48}, {"warps": 3}, {"warps": 32}, {"ahead": 0}, {"ahead": 9}):
+    for change in (
+        *({"block_n": 48}, {"warps": 3}, {"warps": 32}),
+        *({"steps_in_flight": 0}, {"steps_in_flight": 9}),
+    ):
         assert fault(change) is not None, change
 
 
 def test_what_the_hopper_body_needs():
     problem = {"M": 128, "N": 4096, "K": 4096, "group": 128, "bits": 4}
-    fits = LargeMConfig(blocks=132, parts=2, block_m=128, split=4)
+    fits = LargeMConfig(blocks=132, num_consumers=2, block_m=128, split=4)
 
     def fault(changed=None, **changes):
         tile = dataclasses.replace(fits, **changed or {})
@@ -142,7 +145,7 @@ def test_what_the_hopper_body_needs():
     assert "at once" in fault(K=256) and fault({"split": 2}, K=256) is None
     narrow = {"split": 1, "block_m": 64}
     assert fault(narrow, M=64) is None and "64 rows" in fault(narrow, M=65)
-    assert fault({"split": 1, "block_m": 256, "halves": True}, M=4096) is None
+    assert fault({"split": 1, "block_m": 256, "tail_split": True}, M=4096) is None
     assert fault({"bits": 8}, bits=8) is None
     for change in ({"bits": 8}, {"group": 64}):
         assert fault(**change) is not None, change
@@ -153,12 +156,12 @@ def test_what_the_hopper_body_needs():
             {"block_m": 64},
             {"block_m": 32},
             {"block_m": 0},
-            {"parts": 1},
-            {"parts": 4},
+            {"num_consumers": 1},
+            {"num_consumers": 4},
         ),
-        *({"parts": 3, "block_m": 256}, {"split": 3}, {"split": 0}, {"split": -4}),
-        *({"split": 1, "blocks": 0}, {"split": 1, "blocks": -5}, {"split": 1, "halves": True}),
-        {"block_m": 256, "split": 2, "halves": True},
+        *({"num_consumers": 3, "block_m": 256}, {"split": 3}, {"split": 0}, {"split": -4}),
+        *({"split": 1, "blocks": 0}, {"split": 1, "blocks": -5}, {"split": 1, "tail_split": True}),
+        {"block_m": 256, "split": 2, "tail_split": True},
     ):
         assert fault(change) is not None, change
     # the sums of all parts have their place: a GPU of that many SMs would write beyond it
@@ -231,14 +234,14 @@ def test_what_a_ring_needs():
     problem = {"M": 8, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
-        tile = dataclasses.replace(SmallMConfig(rows=8), **changed or {})
+        tile = dataclasses.replace(SmallMConfig(block_m=8), **changed or {})
         return sm90_small_m_config.small_m_config_fault(tile, **problem | changes)
 
     assert fault() is None and fault(group=384) is None and fault(K=2**20) is None
-    assert fault({"rows": 64}, M=64) is None and fault({"split": 32}) is None
+    assert fault({"block_m": 64}, M=64) is None and fault({"split": 32}) is None
     for change in ({"M": 9}, {"bits": 8}, {"group": 64}):
         assert fault(**change) is not None, change
-    for change in ({"rows": 4}, {"rows": 128}, {"split": 0}, {"stages": 0}, {"stages": 9}):
+    for change in ({"block_m": 4}, {"block_m": 128}, {"split": 0}, {"stages": 0}, {"stages": 9}):
         assert fault(change) is not None, change
     assert "workspace" in fault({"split": 33}), "a part without a step"
     # the sums of two parts

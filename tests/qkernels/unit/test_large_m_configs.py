@@ -86,9 +86,9 @@ def test_the_choice_is_near_the_best_measured(shape, bits):
     """A choice that is not in the table must be measured first."""
     for M, times in MEASURED[bits][shape].items():
         config = default_large_m_config(M, *SHAPES[shape], 128, bits, H200_SMS)
-        key = (
-            OTHER if config is None else (config.parts, config.block_m, config.split, config.halves)
-        )
+        key = OTHER
+        if config is not None:
+            key = (config.num_consumers, config.block_m, config.split, config.tail_split)
         assert key in times, f"{shape} at {M} rows: no time of {config}, only of {times}"
         assert times[key] <= SLACK * min(times.values()), f"{shape} at {M} rows: {config}"
         assert config is None or config.bits == bits
@@ -110,39 +110,39 @@ def test_every_choice_can_run(N, K, sm_count, bits):
             # parts wait for each other: each needs a block, and a step
             assert tile.blocks == units
             assert tile.split <= K // 128
-            floats = units * tile.parts * 64 * tile.block_m
+            floats = units * tile.num_consumers * 64 * tile.block_m
             assert floats <= WORKSPACE_FLOATS
-            assert tile.tiles(M, N) * tile.parts <= WORKSPACE_COUNTERS
+            assert tile.tiles(M, N) * tile.num_consumers <= WORKSPACE_COUNTERS
 
 
 @pytest.mark.parametrize("parts, block_m", TILES)
 @pytest.mark.parametrize("split", [1, 2, 4])
 @both_bits
 def test_registers_and_shared_memory_of_a_block(parts, block_m, split, bits):
-    tile = LargeMConfig(blocks=1, bits=bits, parts=parts, block_m=block_m, split=split)
+    tile = LargeMConfig(blocks=1, bits=bits, num_consumers=parts, block_m=block_m, split=split)
     # warps that copy come as four
-    registers = 128 * (parts * tile.multiply_registers + tile.copy_registers)
+    registers = 128 * (parts * tile.consumer_registers + tile.producer_registers)
     assert registers <= 128 * (parts + 1) * tile.registers <= 65536
     # x of so many stages, words of the steps that have begun, results on their way out
-    x = 2 * block_m * 128 // tile.stages_of_step
-    stored = parts * 64 * tile.store_rows * tile.store_buffers * 2
-    used = tile.stages * (x + 16) + tile.words_slots * parts * 1024 * bits + stored
+    x = 2 * block_m * 128 // tile.stages_per_step
+    stored = parts * 64 * tile.store_rows * tile.store_stages * 2
+    used = tile.stages * (x + 16) + tile.weight_slots * parts * 1024 * bits + stored
     assert used <= SHARED_MEMORY
-    assert tile.stages >= 3 and tile.stages >= 2 * tile.stages_of_step
-    assert tile.words_slots * tile.stages_of_step >= tile.stages
+    assert tile.stages >= 3 and tile.stages >= 2 * tile.stages_per_step
+    assert tile.weight_slots * tile.stages_per_step >= tile.stages
     rows = block_m // split
     assert rows % tile.store_rows == 0
     # pieces take the buffers in turn, also from one tile to the next
-    assert rows // tile.store_rows % tile.store_buffers == 0
+    assert rows // tile.store_rows % tile.store_stages == 0
 
 
 @pytest.mark.parametrize("parts, block_m", TILES)
 def test_an_even_number_of_products_in_a_step(parts, block_m):
     """And more than are in flight: each has registers of its own."""
-    tile = LargeMConfig(blocks=1, parts=parts, block_m=block_m)
-    assert 128 // tile.piece % 2 == 0
-    assert 128 // tile.piece > tile.pending
-    assert tile.stages_of_step == 1 or 128 // tile.piece // 2 + tile.pending <= 128 // tile.piece
+    tile = LargeMConfig(blocks=1, num_consumers=parts, block_m=block_m)
+    subtiles = 128 // tile.k_subtile
+    assert subtiles % 2 == 0 and subtiles > tile.mma_in_flight
+    assert tile.stages_per_step == 1 or subtiles // 2 + tile.mma_in_flight <= subtiles
 
 
 def test_steps_of_128_inputs_only():

@@ -31,7 +31,7 @@ def chosen(M, N, K, fused, lacks=(), bits=4, group=128, choice=None):
 
 def kind(*args, **options):
     config = chosen(*args, **options)
-    return type(config), getattr(config, "rows", None)
+    return type(config), config.block_m if isinstance(config, SmallMConfig) else None
 
 
 @pytest.mark.parametrize("M", [1, 4])
@@ -112,7 +112,7 @@ def test_names_are_checked_and_explained(make_weight):
     "config, form",
     [
         (GemvImmaConfig(), LimbForm(bits=4, with_sums=True)),
-        (SmallMConfig(rows=8), None),
+        (SmallMConfig(block_m=8), None),
         (TritonGemmConfig(block_m=16, block_n=64, split=1), None),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_wei
 
 
 @pytest.mark.parametrize(
-    "config", [SmallMConfig(rows=8), TritonGemmConfig(block_m=16, block_n=64, split=1)]
+    "config", [SmallMConfig(block_m=8), TritonGemmConfig(block_m=16, block_n=64, split=1)]
 )
 def test_partials_are_left_only_where_the_small_m_kernel_runs(monkeypatch, make_weight, config):
     """A table may say that another variant is faster on this GPU."""

@@ -118,7 +118,7 @@ def test_short_splits_do_not_let_the_next_kernel_in_early():
     """With an early start gate_up takes 18.4 us instead of 19.7, qkv after a norm 8.2 not 7.9."""
 
     def is_early(shape):
-        return default_small_m_config(8, *SHAPES[shape], 128, 4, H200_SMS).launch_early
+        return default_small_m_config(8, *SHAPES[shape], 128, 4, H200_SMS).launch_dependents_first
 
     assert is_early("gate_up") and is_early("down") and not is_early("qkv")
 
@@ -132,7 +132,7 @@ def test_splits_are_left_to_the_consumer_of_5_to_64_rows(sm_count):
         for M in (5, 8, 17, 64):
             config = split_k_config(consumer, M, N, K, 128, 4, sm_count)
             if config is not None:
-                assert config.split > 1 and config.rows >= M and config.fits(N, K), (N, K, M)
+                assert config.split > 1 and config.block_m >= M and config.fits(N, K), (N, K, M)
                 problem = {"M": M, "N": N, "K": K, "group": 128, "bits": 4}
                 assert small_m_config_fault(config, **problem) is None
         # the operation before up to 4 rows makes limbs; beyond 64 there is another variant

@@ -201,7 +201,7 @@ def test_a_search_reaches_every_hopper_tile_that_can_run(start):
     """From any size, since each start may be the fastest."""
     problem = PROBLEM | {"M": 64, "N": 4096}
     parts, block_m = start
-    seen = [LargeMConfig(blocks=132, parts=parts, block_m=block_m)]
+    seen = [LargeMConfig(blocks=132, num_consumers=parts, block_m=block_m)]
     for tile in seen:
         for other in WNA16.neighbours(tile):
             can_run = WNA16.fault(other, problem) is None
@@ -212,7 +212,7 @@ def test_a_search_reaches_every_hopper_tile_that_can_run(start):
 
 
 def test_a_faster_hopper_tile_is_kept(hopper, monkeypatch):
-    best = LargeMConfig(blocks=132, parts=3, block_m=128, split=2)
+    best = LargeMConfig(blocks=132, num_consumers=3, block_m=128, split=2)
     problem = PROBLEM | {"M": 128}
     table = tuning_table.TuningTable(gpu="made up")
     monkeypatch.setattr(tune_module, "check", lambda case: table.find(WNA16, **problem))

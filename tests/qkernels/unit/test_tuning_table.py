@@ -297,14 +297,14 @@ def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
     """Whatever `blocks` the file says: parts that do not run at once wait for good."""
     for parts, block_m in LARGE_M_SIZES:
         for split in (1, 2, 4):
-            stored = LargeMConfig(blocks=10**6, parts=parts, block_m=block_m, split=split)
+            stored = LargeMConfig(blocks=10**6, num_consumers=parts, block_m=block_m, split=split)
             for M in (17, 64, 200, 512):
                 tile, can_run = usable_config(stored, shape_of(sm_count, True), M)
                 units = tile.tiles(M, 6144) * split
                 assert tile.blocks == min(units, sm_count)
                 assert can_run == (split == 1 or units <= sm_count)
                 assert not usable_config(stored, shape_of(sm_count, False), M)[1]
-    halves = LargeMConfig(blocks=1, block_m=256, halves=True)
+    halves = LargeMConfig(blocks=1, block_m=256, tail_split=True)
     tile, can_run = usable_config(halves, shape_of(sm_count, True), 512)
     assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
 
@@ -316,7 +316,7 @@ def test_other_tiles_of_a_table_are_as_they_are():
     limbs = GemvImmaConfig()
     assert usable_config(limbs, shape_of(132, True), 4) == (limbs, True)
     assert not usable_config(limbs, shape_of(132, False), 4)[1]
-    assert not usable_config(SmallMConfig(rows=8), shape_of(132, False), 8)[1]
+    assert not usable_config(SmallMConfig(block_m=8), shape_of(132, False), 8)[1]
 
 
 HOPPER_DAMAGE = {
@@ -324,8 +324,8 @@ HOPPER_DAMAGE = {
     "no blocks": {"blocks": 0},
     "a size there is none of": {"block_m": 192},
     "huge rows": {"block_m": 2**40},
-    "halves of parts": {"block_m": 256, "split": 2, "halves": True},
-    "parts that are text": {"parts": "2"},
+    "halves of parts": {"block_m": 256, "split": 2, "tail_split": True},
+    "parts that are text": {"num_consumers": "2"},
     "blocks that are no number": {"blocks": None},
     "an unknown field": {"stages": 99},
 }
@@ -334,7 +334,7 @@ HOPPER_DAMAGE = {
 @pytest.mark.parametrize("name", HOPPER_DAMAGE)
 def test_hostile_hopper_tiles_are_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
-    tile = LargeMConfig(blocks=132, parts=2, block_m=128, split=2)
+    tile = LargeMConfig(blocks=132, num_consumers=2, block_m=128, split=2)
 
     def write_tile(values):
         path.write_text(
