@@ -1,10 +1,10 @@
-"""Attention of few query rows over 8-bit pages, in Gluon: codes go from memory into the registers
-of the tensor core's operands, past shared memory.
+"""Attention of few query rows over 8-bit KV, for sm_90, in Gluon.
 
-A Hopper body of paged_attention.py for bfloat16 queries, chosen by it. Each warp of a block has its
-own keys of a step and its own softmax; the block merges them at its end. Codes of keys become
-float16 and codes of values bfloat16, exactly; their scales multiply scores and weights. The order
-of the operands follows the memory (coded_decode_load.py).
+triton_paged.py chooses it for bfloat16 queries. Codes are loaded by cp.async into a multistage
+pipeline without barriers: each warp loads and reads its own keys of a step and has its own softmax.
+The block merges the warps at its end. Codes of keys become float16 and codes of values bfloat16,
+exactly; their scales multiply scores and weights. The layouts of mma's operands follow the memory
+(sm90_decode_8bit_load.py).
 
 Legend: W warps, M padded rows (8), N keys of a warp's step, D head dim.
 """
@@ -17,17 +17,20 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from qkernels.attention.sm90_decode_8bit_load import (
     KEYS_OF_WARP,
     WARPS,
-    copy_step,
+    KvHead,
+    Stages,
     layouts,
     load_pages,
+    load_step,
 )
 from qkernels.gpu.launch import launch
+from qkernels.gpu.pipeline import next_stage
 from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF, unpack_x2
 
 STAGES = 3
-REGISTERS = None  # no bound: two blocks on an SM
+REGISTERS = None  # no bound: two blocks per SM
 
-# float16 has not bfloat16's range: queries shrink by a power of two, scores grow by it
+# float16 has not bfloat16's range: queries are scaled by a power of two, scores by its inverse
 QUERY_SHRINK = 2.0**-6
 
 
@@ -41,13 +44,13 @@ def attend(
     table_stride: int,
     constants: dict[str, int | bool],
 ) -> None:
-    """Launch in place of _paged_attention, whose arguments `shared` and `constants` are."""
+    """Launch with the arguments `shared` and `constants` of triton_paged._paged_attention."""
     k_words = k_pages_PBJD.view(torch.int32)
     v_bytes = v_pages_PBJD.view(torch.int8)
-    blocks, heads, parts = grid
+    blocks, heads, splits = grid
     launch(
-        _coded_decode,
-        (heads, blocks, parts),
+        _decode_attention_8bit,
+        (heads, blocks, splits),
         q_THD,
         k_words,
         v_bytes,
@@ -165,7 +168,7 @@ def _transposed(weight):
 
 @gluon.jit
 def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
-    """As paged_attention.py's, in Gluon: the two cannot call each other."""
+    """As in triton_paged.py: Triton and Gluon functions cannot call each other."""
     PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     probe = gl.arange(0, 32, layout=PROBES)
     first = 0
@@ -182,7 +185,7 @@ def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["R", "T"])
-def _coded_decode(
+def _decode_attention_8bit(
     q_ptr,  # [T, H, D]
     k_ptr,  # [P, B, J, D / 4] words of codes
     v_ptr,  # [P, B, J, D] bytes
@@ -191,7 +194,7 @@ def _coded_decode(
     lengths_ptr,  # [R]
     k_scales_ptr,  # [P, B, J]
     v_scales_ptr,
-    out_ptr,  # [T, H, D], when SPLIT is 1
+    out_ptr,  # [T, H, D], where SPLIT is 1
     partials_ptr,  # as in _paged_attention
     sums_ptr,
     R,
@@ -235,7 +238,7 @@ def _coded_decode(
     CHUNK: gl.constexpr = D // 8 if D < 128 else 16
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
     # the heads of a request run beside each other: their rows are neighbours in memory
-    kv_head, block, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     request = _request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
     count = gl.load(starts_ptr + request + 1) - start
@@ -251,16 +254,16 @@ def _coded_decode(
     last_step = (end + W * N - 1) // (W * N)
     if SPLIT > 1:
         steps = (last_step - first_step + SPLIT - 1) // SPLIT
-        first_step += part * steps
+        first_step += split * steps
         last_step = gl.minimum(last_step, first_step + steps)
 
     # queries, in the order of the bytes of keys
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, RIGHT)))
-    i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, RIGHT)))
+    OPERAND_A: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    OPERAND_B: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, OPERAND_B)))
+    i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, OPERAND_B)))
     i = i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
-    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
+    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, OPERAND_B)))
     q_row = first_row + m // PADDED_GROUP
     q_rows = (start + q_row).to(gl.int64) * stride_qt
     q_rows += (kv_head * GROUP + m % PADDED_GROUP) * stride_qh
@@ -278,58 +281,69 @@ def _coded_decode(
     row_m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, PRODUCT)))
     position = (before + first_row + row_m // PADDED_GROUP)[None, :][None, :, :]
 
-    table = tables_ptr + request.to(gl.int64) * stride_table
-    k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
-    k_scales_head = k_scales_ptr + kv_head * stride_ksj
-    v_scales_head = v_scales_ptr + kv_head * stride_vsj
-
     largest = gl.full([W, M], float("-inf"), gl.float32, layout=HEADS)
     weights = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
     values = gl.full([W, D, M], 0.0, gl.float32, layout=PRODUCT)
-    stop = gl.minimum(end, last_step * (W * N))
+    head = KvHead(
+        table=tables_ptr + request.to(gl.int64) * stride_table,
+        k_ptr=k_ptr + kv_head * stride_kj,
+        v_ptr=v_ptr + kv_head * stride_vj,
+        k_scales_ptr=k_scales_ptr + kv_head * stride_ksj,
+        v_scales_ptr=v_scales_ptr + kv_head * stride_vsj,
+        begin=begin,
+        end=gl.minimum(end, last_step * (W * N)),
+        stride_kp=stride_kp,
+        stride_vp=stride_vp,
+        stride_ksp=stride_ksp,
+        stride_ksb=stride_ksb,
+        stride_vsp=stride_vsp,
+        stride_vsb=stride_vsb,
+        STRIDE_KB=STRIDE_KB,
+        STRIDE_VB=STRIDE_VB,
+        B=B,
+        W=W,
+        N=N,
+        KEYS=KEYS,
+        VALUES=VALUES,
+        SLOTS=SLOTS,
+    )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # 16 bytes of a row of 128 trade places, so that the lanes of rows read different banks
+    # 16 bytes of a row of 128 are swizzled, so that the lanes of rows read different banks
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 128 // D, D // 16, [3, 2, 1, 0])
     BYTES: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 128 // D, 8, [3, 2, 1, 0])
-    k_shared = gl.allocate_shared_memory(gl.int32, [STAGES, W, N // 16, 16, D // 4], WORDS)
-    even_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
-    odd_shared = gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES)
-    k_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
-    v_scales_shared = gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT)
-    shared = (k_shared, even_shared, odd_shared, k_scales_shared, v_scales_shared)
-    heads = (k_head, v_head, k_scales_head, v_scales_head)
-    strides = (stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb)
-    source = (heads, strides, begin, stop)
+    stages = Stages(
+        k=gl.allocate_shared_memory(gl.int32, [STAGES, W, N // 16, 16, D // 4], WORDS),
+        even_v=gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES),
+        odd_v=gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES),
+        k_scales=gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT),
+        v_scales=gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT),
+    )
     STEP: gl.constexpr = W * N
-    pages = load_pages(table, first_step * STEP, begin, stop, B, W, N, KEYS, SLOTS)
+    pages = load_pages(head, first_step * STEP)
     for stage in gl.static_range(STAGES - 1):
         first_key = (first_step + stage) * STEP
-        copy_step(
-            shared, stage, source, pages, first_key, B, STRIDE_KB, STRIDE_VB, KEYS, VALUES, SLOTS
-        )
-        # a step ahead of its copies, which would wait for it
-        pages = load_pages(table, first_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
+        load_step(stages, stage, head, pages, first_key)
+        # a step ahead of its loads, which would wait for it
+        pages = load_pages(head, first_key + STEP)
     stage = 0
     for step in range(first_step, last_step):
         first_key = step * STEP
         async_copy.wait_group(STAGES - 2)
-        k_codes = k_shared.index(stage).load(KEYS)
-        even = even_shared.index(stage).load(VALUES)
-        odd = odd_shared.index(stage).load(VALUES)
-        k_scale = k_scales_shared.index(stage).load(ROWS) * (scale / SHRINK)
-        v_scale = v_scales_shared.index(stage).load(ROWS)
+        k_codes = stages.k.index(stage).load(KEYS)
+        even = stages.even_v.index(stage).load(VALUES)
+        odd = stages.odd_v.index(stage).load(VALUES)
+        k_scale = stages.k_scales.index(stage).load(ROWS) * (scale / SHRINK)
+        v_scale = stages.v_scales.index(stage).load(ROWS)
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         next_key = first_key + (STAGES - 1) * STEP
-        copy_step(
-            shared, free, source, pages, next_key, B, STRIDE_KB, STRIDE_VB, KEYS, VALUES, SLOTS
-        )
-        pages = load_pages(table, next_key + STEP, begin, stop, B, W, N, KEYS, SLOTS)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        load_step(stages, free, head, pages, next_key)
+        pages = load_pages(head, next_key + STEP)
+        stage = next_stage(stage, STAGES)
 
         k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
         k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
         score = mma_v2(
-            gl.convert_layout(k, LEFT), q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+            gl.convert_layout(k, OPERAND_A), q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
         )
         score *= k_scale[:, :, None]
         if SOFT_CAP:
@@ -352,11 +366,11 @@ def _coded_decode(
         weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))
         weight = weight.reshape([W, N // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([W, N, M])
         values = mma_v2(
-            gl.convert_layout(v, LEFT), gl.convert_layout(weight, RIGHT), values * shrink
+            gl.convert_layout(v, OPERAND_A), gl.convert_layout(weight, OPERAND_B), values * shrink
         )
 
     async_copy.wait_group(0)
-    # the warps' parts
+    # merge the warps
     all_largest = gl.max(largest, 0)
     base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
     shrink = gl.exp2(largest - base[None, :])
@@ -379,11 +393,11 @@ def _coded_decode(
             mask=real[None, :] & (d >= 0)[:, None],
         )
     else:
-        part_row = out_row * SPLIT + part
+        split_row = out_row * SPLIT + split
         gl.store(
-            partials_ptr + part_row[None, :] * D + d[:, None],
+            partials_ptr + split_row[None, :] * D + d[:, None],
             out,
             mask=(real & (all_weights > 0))[None, :] & (d >= 0)[:, None],
         )
-        gl.store(sums_ptr + part_row, all_largest, mask=real)
-        gl.store(sums_ptr + T.to(gl.int64) * H * SPLIT + part_row, all_weights, mask=real)
+        gl.store(sums_ptr + split_row, all_largest, mask=real)
+        gl.store(sums_ptr + T.to(gl.int64) * H * SPLIT + split_row, all_weights, mask=real)

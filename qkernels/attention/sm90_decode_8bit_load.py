@@ -1,8 +1,8 @@
-"""How codes of 8-bit pages come into a block of sm90_decode_8bit.py, and where each lane has them.
+"""The loads of sm90_decode_8bit.py: cp.async of 8-bit pages, and the layouts of its registers.
 
 Legend: W warps, N keys of a warp's step, D head dim; b a byte of what a lane loads at once, t =
-lane % 4, g = lane / 4. The operands' index that the tensor core sums over may be in any order that
-both sides share, so it follows the memory:
+lane % 4, g = lane / 4. The index that mma sums over may be in any order that A and B share, so it
+follows the memory:
 
     keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g
     values    lane (g, t) loads the bytes d = C g + b, C = D / 8, of two keys 2 p and 2 p + 1,
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from qkernels.gpu.gluon_compat import load_elements
+from qkernels.gpu.gluon_compat import aggregate, integer, load_elements
 
 WARPS = 4
 KEYS_OF_WARP = 32
@@ -37,10 +37,10 @@ def _powers(first: int, end: int) -> list[int]:
 
 @functools.cache
 def layouts(D: int) -> dict[str, object]:
-    """Where each lane has what, as the module's docstring says.
+    """Layouts as in the module's docstring.
 
-    KEYS: words of codes [W, N / 16, 16, D / 4]. VALUES: codes of every second key [W, N / 16, 8,
-    D]. SLOTS: one key for each lane, [W, N]. PRODUCT: what the tensor core adds up.
+    KEYS: words of four codes [W, N / 16, 16, D / 4]. VALUES: codes of every second key [W, N / 16,
+    8, D]. SLOTS: one key for each lane, [W, N]. PRODUCT: the accumulators of mma.
     """
     W, N, C = WARPS, KEYS_OF_WARP, min(16, D // 8)
     keys = gl.DistributedLinearLayout(
@@ -74,91 +74,117 @@ def layouts(D: int) -> dict[str, object]:
     return {"KEYS": keys, "VALUES": values, "SLOTS": slots, "PRODUCT": product}
 
 
+@aggregate
+class Stages:
+    """Shared memory of all stages."""
+
+    k: gl.shared_memory_descriptor  # words [stages, W, N / 16, 16, D / 4]
+    even_v: gl.shared_memory_descriptor  # codes [stages, W, N / 16, 8, D]
+    odd_v: gl.shared_memory_descriptor
+    k_scales: gl.shared_memory_descriptor  # [stages, W, N]
+    v_scales: gl.shared_memory_descriptor
+
+
+@aggregate
+class KvHead:
+    """The pages of one request and one KV head."""
+
+    table: gl.tensor
+    k_ptr: gl.tensor  # to words
+    v_ptr: gl.tensor
+    k_scales_ptr: gl.tensor
+    v_scales_ptr: gl.tensor
+    begin: integer  # the first key that may be read
+    end: gl.tensor
+    stride_kp: integer  # of a page
+    stride_vp: integer
+    stride_ksp: integer
+    stride_ksb: integer  # of a slot
+    stride_vsp: integer
+    stride_vsb: integer
+    STRIDE_KB: gl.constexpr
+    STRIDE_VB: gl.constexpr
+    B: gl.constexpr
+    W: gl.constexpr
+    N: gl.constexpr
+    KEYS: gl.constexpr  # layouts()
+    VALUES: gl.constexpr
+    SLOTS: gl.constexpr
+
+
+@aggregate
+class StepPages:
+    """Pages of a step's keys; 0 for those that are not read."""
+
+    blocks: gl.tensor  # of each 16 keys [W, N / 16]
+    keys: gl.tensor  # of each key [W, N]
+
+
 @gluon.jit
-def load_pages(
-    table,
-    first_key,
-    begin,
-    stop,
-    B: gl.constexpr,
-    W: gl.constexpr,
-    N: gl.constexpr,
-    KEYS: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
-    """Pages of a step, of its blocks of 16 keys [W, N / 16] and of its keys [W, N]; else 0."""
-    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
+def load_pages(head, first_key):
+    """The pages of the step that begins with `first_key`."""
+    W: gl.constexpr = head.W
+    N: gl.constexpr = head.N
+    SLOTS: gl.constexpr = head.SLOTS
+    BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, head.KEYS))
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
     key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
-    of_blocks = gl.load(table + key // B, mask=(key > begin - 16) & (key < stop), other=0)
+    exists = (key > head.begin - 16) & (key < head.end)
+    blocks = gl.load(head.table + key // head.B, mask=exists, other=0)
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
     key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
-    of_keys = gl.load(table + key // B, mask=(key >= begin) & (key < stop), other=0)
-    return of_blocks, of_keys
+    exists = (key >= head.begin) & (key < head.end)
+    keys = gl.load(head.table + key // head.B, mask=exists, other=0)
+    return StepPages(blocks=blocks, keys=keys)
 
 
 @gluon.jit
-def copy_step(
-    shared,  # memory of all stages: keys, even and odd values, both scales
-    stage,
-    source,  # (heads, strides, first and last key that may be read)
-    pages,  # of the step, as load_pages gives them
-    first_key,
-    B: gl.constexpr,
-    STRIDE_KB: gl.constexpr,
-    STRIDE_VB: gl.constexpr,
-    KEYS: gl.constexpr,
-    VALUES: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
-    """Ask for one step. What lies outside begin..stop becomes zeros.
-
-    heads: pointers to a head's first row of keys and values, and to their scales. strides: of a
-    page, keys and values; of a page and a slot, scales of keys and of values.
-    """
-    keys, even, odd, k_scales, v_scales = shared
-    heads, strides, begin, stop = source
-    k_head, v_head, k_scales_head, v_scales_head = heads
-    of_blocks, of_keys = pages
-    W: gl.constexpr = k_scales.shape[1]
-    N: gl.constexpr = k_scales.shape[2]
-    D: gl.constexpr = even.shape[4]
-    stride_kp, stride_vp, stride_ksp, stride_ksb, stride_vsp, stride_vsb = strides
+def load_step(stages, stage, head, pages, first_key):
+    """cp.async of one step into a stage. Keys that may not be read become zeros."""
+    B: gl.constexpr = head.B
+    W: gl.constexpr = head.W
+    N: gl.constexpr = head.N
+    D: gl.constexpr = stages.even_v.shape[4]
+    KEYS: gl.constexpr = head.KEYS
+    VALUES: gl.constexpr = head.VALUES
+    SLOTS: gl.constexpr = head.SLOTS
+    STRIDE_KB: gl.constexpr = head.STRIDE_KB
+    STRIDE_VB: gl.constexpr = head.STRIDE_VB
     BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, KEYS))
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, BLOCKS))[:, None] * N
     key += gl.arange(0, N // 16, layout=gl.SliceLayout(0, BLOCKS))[None, :] * 16
-    rows = of_blocks.to(gl.int64) * stride_kp + key % B * STRIDE_KB
+    rows = pages.blocks.to(gl.int64) * head.stride_kp + key % B * STRIDE_KB
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, KEYS))))
     row = row[None, :][None, :, :]
     word = gl.arange(
         0, D // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, KEYS)))
     )
-    exists = (key[:, :, None] + row >= begin) & (key[:, :, None] + row < stop)
-    ptrs = k_head + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
+    exists = (key[:, :, None] + row >= head.begin) & (key[:, :, None] + row < head.end)
+    ptrs = head.k_ptr + (rows[:, :, None] + row * STRIDE_KB)[:, :, :, None]
     ptrs += word[None, :][None, :, :][None, :, :, :]
-    load_elements(keys.index(stage), ptrs, exists[:, :, :, None])
+    load_elements(stages.k.index(stage), ptrs, exists[:, :, :, None])
 
     VALUE_BLOCKS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, VALUES))
-    rows = of_blocks.to(gl.int64) * stride_vp + key % B * STRIDE_VB
+    rows = pages.blocks.to(gl.int64) * head.stride_vp + key % B * STRIDE_VB
     rows = gl.convert_layout(rows, VALUE_BLOCKS)
     key = gl.convert_layout(key, VALUE_BLOCKS)
     pair = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, VALUES))))
     pair = 2 * pair[None, :][None, :, :]
     d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, VALUES))))
     key = key[:, :, None] + pair
-    exists = (key >= begin) & (key < stop)
-    ptrs = v_head + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
+    exists = (key >= head.begin) & (key < head.end)
+    ptrs = head.v_ptr + (rows[:, :, None] + pair * STRIDE_VB)[:, :, :, None]
     ptrs += d[None, :][None, :, :][None, :, :, :]
-    load_elements(even.index(stage), ptrs, exists[:, :, :, None])
-    exists = (key + 1 >= begin) & (key + 1 < stop)
-    load_elements(odd.index(stage), ptrs + STRIDE_VB, exists[:, :, :, None])
+    load_elements(stages.even_v.index(stage), ptrs, exists[:, :, :, None])
+    exists = (key + 1 >= head.begin) & (key + 1 < head.end)
+    load_elements(stages.odd_v.index(stage), ptrs + STRIDE_VB, exists[:, :, :, None])
 
     key = first_key + gl.arange(0, W, layout=gl.SliceLayout(1, SLOTS))[:, None] * N
     key += gl.arange(0, N, layout=gl.SliceLayout(0, SLOTS))[None, :]
-    exists = (key >= begin) & (key < stop)
-    page = of_keys.to(gl.int64)
-    k_ptrs = k_scales_head + page * stride_ksp + key % B * stride_ksb
-    v_ptrs = v_scales_head + page * stride_vsp + key % B * stride_vsb
-    load_elements(k_scales.index(stage), k_ptrs, exists)
-    load_elements(v_scales.index(stage), v_ptrs, exists)
+    exists = (key >= head.begin) & (key < head.end)
+    page = pages.keys.to(gl.int64)
+    k_ptrs = head.k_scales_ptr + page * head.stride_ksp + key % B * head.stride_ksb
+    v_ptrs = head.v_scales_ptr + page * head.stride_vsp + key % B * head.stride_vsb
+    load_elements(stages.k_scales.index(stage), k_ptrs, exists)
+    load_elements(stages.v_scales.index(stage), v_ptrs, exists)
     async_copy.commit_group()
