@@ -81,18 +81,26 @@ TINY_FAMILIES = {
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive", action="store_true", help="also what is marked exhaustive: all parameters"
+    )
     group = parser.getgroup("fuzz", "tests/qkernels/fuzz/test_kernels.py")
     group.addoption("--fuzz-seconds", type=float, default=4, help="how long it draws problems")
     group.addoption("--fuzz-seed", type=int, default=0, help="what it draws them from")
     group.addoption("--fuzz-replay", help="one problem, as a failure prints it")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """A GPU runs everything: its exhaustive tests take seconds there."""
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 @pytest.fixture(scope="session")

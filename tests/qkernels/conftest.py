@@ -12,6 +12,7 @@ own, and they are not collected here.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return collection_path.suffix == ".py"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRETED:
+        for item in off_the_diagonal(items):
+            item.add_marker(pytest.mark.exhaustive)
     for item in items:
         if ON_GPU and launches_kernels(item.path):
             item.add_marker(pytest.mark.gpu)
@@ -50,6 +55,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if LACKS_HOPPER:
                 item.add_marker(pytest.mark.skip(reason=LACKS_HOPPER))
+
+
+def off_the_diagonal(items: list[pytest.Item]) -> Iterable[pytest.Item]:
+    """Of each test with several parameters, all but enough for every value of every parameter.
+
+    The interpreter takes a second for what a GPU does in microseconds, so other combinations of
+    sizes wait for --exhaustive.
+    """
+    of_test: dict[tuple, list[pytest.Item]] = {}
+    for item in items:
+        if launches_kernels(item.path) and hasattr(item, "callspec"):
+            of_test.setdefault((item.path, item.originalname), []).append(item)
+    for same_test in of_test.values():
+        values = [values_of(item) for item in same_test]
+        # every value in order of its appearance
+        known = [list(dict.fromkeys(of_parameter)) for of_parameter in zip(*values, strict=True)]
+        diagonal = {
+            tuple(each[i % len(each)] for each in known) for i in range(max(map(len, known)))
+        }
+        yield from (i for i, own in zip(same_test, values, strict=True) if own not in diagonal)
+
+
+def values_of(item: pytest.Item) -> tuple[str, ...]:
+    """What each parametrization gave this item; "H, J" are one."""
+    parameters = dict(item.callspec.params)
+    values = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        values.append(repr([parameters.pop(name.strip()) for name in names]))
+    return (*values, *map(repr, parameters.values()))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -77,7 +77,8 @@ def pretend(card: Card) -> None:
 def _compile_only(kernel: JITFunction, grid: tuple[int, ...]):
     def launch(*arguments, **constants) -> None:
         made = kernel.run(*arguments, grid=grid, warmup=True, **constants)
-        compiled.append((kernel.fn.__name__, made))
+        module = kernel.fn.__module__.removeprefix("qkernels.")
+        compiled.append((f"{module}.{kernel.fn.__name__}", made))
 
     return launch
 

@@ -1,38 +1,42 @@
-"""What every card is asked to compile: calls of the public operations, by name and group.
+"""What every card is asked to compile: calls of the public operations, by name.
 
 A call launches what the card would run: its default config, the kernels that make the operand, the
-reduction. `quick`: compiled in every run of the tests; the others behind --exhaustive.
+reduction.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
-from formats.scheme import ActivationSpec, QuantSpec, Scheme
+from formats.scheme import ActivationSpec, Scheme
 from formats.weights import with_activation
 from qkernels import ops
-from qkernels.operands.limbs import LimbForm
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials, split_heads
 from qkernels.sampling.settings import SampleRow, SampleSettings
 from tests.qkernels.compile.cards import empty
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-QKV, O, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
+INTEGERS, FLOATS = ActivationSpec(), ActivationSpec(type="float")
+QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`least`: the first architecture that has what it takes."""
+    """`product`: the instruction that one of its kernels multiplies with on sm_90."""
 
-    group: str
     run: Callable[[], object]
-    quick: tuple[str, ...] = ()  # cards that compile it in every run
-    least: int = 80
+    quick: tuple[str, ...] = ()  # cards that compile it in every run of the tests
+    product: Literal["mma", "wgmma"] | None = None
+    least: int = 80  # the first architecture that has what it takes
 
 
 def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight:
@@ -55,6 +59,11 @@ def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight:
     return with_activation(weight, scheme, None) if activation is not None else weight
 
 
+@functools.lru_cache(maxsize=4)
+def prepared(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> PreparedWeight:
+    return ops.prepare_weight(weight_of(Scheme.parse(scheme), *shape), dtype)
+
+
 def linear(
     M: int,
     shape: tuple[int, int],
@@ -62,10 +71,9 @@ def linear(
     dtype: torch.dtype = BF16,
     bias: bool = False,
     consumer: Consumer | None = None,
-    kernel: str | None = None,
 ) -> None:
     N, K = shape
-    weight = ops.prepare_weight(weight_of(Scheme.parse(scheme), N, K), dtype, kernel=kernel)
+    weight = prepared(scheme, shape, dtype)
     plan = ops.plan_linear(weight, M, consumer, fused=False)
     ops.linear(empty(M, K, dtype=dtype), weight, empty(N, dtype=dtype) if bias else None, plan)
 
@@ -154,6 +162,14 @@ def limbs(op: str, form: LimbForm, M: int = 4, K: int = 4096) -> None:
     getattr(ops, op)(*inputs[op], form)
 
 
+def quantize(C: int, spec: ActivationSpec = INTEGERS) -> None:
+    ops.quantize_input(empty(1, C), spec)
+
+
+def silu_and_quantize(M: int, C: int) -> None:
+    ops.silu_and_mul_quantize(empty(M, C), INTEGERS, None)
+
+
 def sample() -> None:
     rows = [SampleRow(temperature=0.7, top_k=50, top_p=0.9, num_logprobs=3)] * 2
     ops.sample_(empty(2, 128256), SampleSettings.of(rows))
@@ -161,176 +177,164 @@ def sample() -> None:
 
 ALL = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 SM90 = ("sm_90",)
-SMALL = ("sm_89", "sm_120")  # cards with 99 KB of shared memory
-INTEGERS = ActivationSpec()
-FLOATS = ActivationSpec(type="float")
+SM80 = ("sm_80",)
+SYMMETRIC, ASYMMETRIC = LimbForm(bits=4), LimbForm(bits=8, with_sums=True)
 
-
-def _linear_cases() -> dict[str, Case]:
-    """W4A16 and W8A16: each variant at each of its shapes of config."""
-    quick = {
-        ("w4a16-sym", 1, O): SM90,
-        ("w4a16-sym", 16, GATE_UP): ALL,
-        ("w4a16-sym", 64, GATE_UP): ("sm_80", *SM90, "sm_120"),
-        ("w4a16-asym", 256, O): (*SMALL, *SM90),
-        ("w4a16-sym", 512, QKV): SM90,
-        ("w8a16-sym", 256, O): SM90,
-    }
-    shapes = [(M, O) for M in (1, 4, 8, 32, 64, 128, 256)] + [(1, GATE_UP), (4, GATE_UP)]
-    shapes += [(M, GATE_UP) for M in (8, 16, 64, 128)] + [(M, QKV) for M in (8, 64, 512, 1024)]
-    shapes += [(M, DOWN) for M in (5, 16, 32, 64, 256, 512)]
-    cases = {}
-    for scheme in ("w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a16-asym"):
-        for M, (N, K) in shapes:
-            cases[f"{scheme} M={M} {N}x{K}"] = Case(
-                group="wna16",
-                run=lambda M=M, shape=(N, K), scheme=scheme: linear(M, shape, scheme),
-                quick=quick.get((scheme, M, (N, K)), ()),
-            )
-    for name, arguments in {
-        "group 32": (64, O, "w4a16-sym-g32"),
-        "group 32, 8 bits": (16, O, "w8a16-sym-g32"),
-        "groups of 256 in float16": (512, DOWN, "w4a16-sym-g256", FP16),
-        "float16 asymmetric, limbs": (2, GATE_UP, "w4a16-asym", FP16),
-        "float16 asymmetric, split": (5, DOWN, "w4a16-asym", FP16, True),
-        "8 bits, float16 asymmetric": (256, O, "w8a16-asym", FP16, True),
-        "for a norm": (32, O, "w4a16-sym", BF16, False, "norm"),
-        "for a rotation, 64 rows": (64, QKV, "w4a16-asym", BF16, True, "rope"),
-    }.items():
-        cases[f"W4A16 {name}"] = Case(
-            group="wna16",
-            run=lambda arguments=arguments: linear(*arguments),
-            quick=SM90 if name in ("for a norm", "float16 asymmetric, split") else (),
-        )
-    cases["W4A16 dequantized"] = Case(
-        group="wna16",
-        run=lambda: linear(2048, (128, 128), "w4a16-sym"),
-        quick=("sm_80",),
-    )
-    return cases
-
-
-def _w8a8_cases() -> dict[str, Case]:
-    cases = {}
-    quick = {
-        ("w8a8", 1): ALL,
-        ("w8a8", 256): SM90,
-        ("w8a8", 1024): ALL,
-        ("w8a8-fp8", 64): (*SM90, "sm_89"),
-        ("w8a8-fp8-block", 4096): SM90,
-    }
-    shapes = [(1, O), (16, GATE_UP), (64, QKV), (128, DOWN), (128, O), (256, QKV), (1024, QKV)]
-    for scheme in ("w8a8", "w8a8-fp8", "w8a8-fp8-block"):
-        for M, (N, K) in [*shapes, (4096, O)]:
-            cases[f"{scheme} M={M} {N}x{K}"] = Case(
-                group="w8a8",
-                run=lambda M=M, shape=(N, K), scheme=scheme: linear(M, shape, scheme, bias=True),
-                quick=quick.get((scheme, M), ()),
-                least=80 if scheme == "w8a8" else 89,
-            )
-    return cases
-
-
-def _attention_cases() -> dict[str, Case]:
-    many = [1] * 256
-    form = LimbForm(bits=4, with_sums=True)
-    calls = {
-        "decode, split": (ALL, lambda: attention([1])),
-        "decode, many": ((), lambda: attention(many, 512)),
-        "decode to limbs": (SM90, lambda: attention([1], limbs=form)),
-        "decode, int8": (("sm_80", *SM90), lambda: attention([1] * 64, 1024, pages=INT8)),
-        "decode, int8, split, window": ((), lambda: attention([1], pages=INT8, window=5000)),
-        "decode, int8, head 64": ((), lambda: attention([1] * 64, 1024, D=64, pages=INT8)),
-        "chunk": (ALL, lambda: attention([2048, 2048])),
-        "chunk, page 128": ((), lambda: attention([2048, 2048], page=128)),
-        "chunk, head 256, window": ((), lambda: attention([2048], D=256, group=2, window=1024)),
-        "chunk, head 80, float16, split": (
-            (),
-            lambda: attention([128], 32768, D=80, group=7, page=64, dtype=FP16),
-        ),
-        "chunk, window, soft cap": ((), lambda: attention([2048], window=1000, soft_cap=30.0)),
-        "chunk, int8": (SM90, lambda: attention([2048], pages=INT8)),
-        "chunk, int8, head 256": ((), lambda: attention([2048], D=256, group=2, pages=INT8)),
-        "chunk, int8, one scale": (
-            (),
-            lambda: attention([128], 32768, D=80, group=7, pages=INT8, static=True, dtype=FP16),
-        ),
-        "chunk, float32": ((), lambda: attention([2048], dtype=FP32)),
-        "kv write": ((), lambda: kv_write(rotate=False)),
-        "kv write, int8": ((), lambda: kv_write(pages=INT8, rotate=False)),
-        "rope and kv write": (("sm_80",), kv_write),
-        "rope and kv write, int8, norms": ((), lambda: kv_write(pages=INT8, norm=True)),
-        "rope of split-K sums and kv write, int8, norms": (
-            SM90,
-            lambda: kv_write(40, pages=INT8, norm=True, splits=5),
-        ),
-        "rope of most split-K sums and kv write": ((), lambda: kv_write(splits=16)),
-        "rope and kv write, int8, widest": ((), lambda: kv_write(D=1024, pages=INT8)),
-    }
-    cases = {
-        name: Case(group="attention", run=run, quick=quick) for name, (quick, run) in calls.items()
-    }
-    floats = {
-        "decode, float8, soft cap": lambda: attention([1] * 64, 1024, pages=FP8, soft_cap=30.0),
-        "chunk, float8, head 256": lambda: attention([2048], D=256, group=2, pages=FP8),
-        "chunk, float8, window, soft cap": lambda: attention(
-            [2048], pages=FP8, window=1000, soft_cap=30.0
-        ),
-        "rope and kv write, float8": lambda: kv_write(pages=FP8),
-    }
-    return cases | {
-        name: Case(
-            group="attention",
-            run=run,
-            least=89,
-            quick=SM90 if name == "chunk, float8, window, soft cap" else (),
-        )
-        for name, run in floats.items()
-    }
-
-
-def _rowwise_cases() -> dict[str, Case]:
-    def rounded(C: int, spec: ActivationSpec = INTEGERS, dtype: torch.dtype = BF16) -> None:
-        ops.quantize_input(empty(1, C, dtype=dtype), spec)
-
-    calls = {
-        "quantize": (("sm_120",), lambda: rounded(4096)),
-        "quantize, widest": ((), lambda: rounded(2**15)),
-        "norm": (("sm_89", *SM90), lambda: norm(4096)),
-        "norm of split-K sums": ((), lambda: norm(4096, 7)),
-        "norm of split-K sums, widest": (SM90, lambda: norm(8192, 4)),
-        "norm of most split-K sums": ((), lambda: norm(2048, 16)),
-        "norm and quantize": ((), lambda: norm(2**13, rounding=INTEGERS)),
-        "norm and quantize, widest": (SM90, lambda: norm(2**14, rounding=INTEGERS)),
-        "norm of split-K sums and quantize": ((), lambda: norm(2**12, 7, INTEGERS)),
-        "silu": ((), lambda: ops.silu_and_mul(empty(1, 28672))),
-        "silu and quantize, few rows": (
-            SM90,
-            lambda: ops.silu_and_mul_quantize(empty(1, 28672), INTEGERS, None),
-        ),
-        "silu and quantize": (
-            (),
-            lambda: ops.silu_and_mul_quantize(empty(1000, 28672), INTEGERS, None),
-        ),
-        "silu and quantize, widest": (
-            ("sm_80",),
-            lambda: ops.silu_and_mul_quantize(empty(1, 2**16), INTEGERS, None),
-        ),
-        "sampling": (("sm_80", "sm_90"), sample),
-    }
-    for form in (LimbForm(bits=4), LimbForm(bits=8, with_sums=True)):
-        for op in ("to_limbs", "add_rms_norm_limbs", "silu_and_mul_limbs"):
-            quick = SM90 if op == "add_rms_norm_limbs" and form.with_sums else ()
-            calls[f"{op}, {form.bits} bits"] = quick, lambda op=op, form=form: limbs(op, form)
-    cases = {
-        name: Case(group="rowwise", run=run, quick=quick) for name, (quick, run) in calls.items()
-    }
-    cases["quantize to float8"] = Case(
-        group="rowwise", run=lambda: rounded(2**14, FLOATS), least=89
-    )
-    return cases
-
-
-CASES: dict[str, Case] = (
-    _linear_cases() | _w8a8_cases() | _attention_cases() | _rowwise_cases()
+# each shape of config that a variant has; the first ones for every scheme
+WNA16_SHAPES = (
+    *((1, OUT), (4, GATE_UP), (16, GATE_UP), (64, OUT), (64, GATE_UP), (256, OUT)),
+    *((512, QKV), (1024, QKV)),
 )
+W4A16_SHAPES = (
+    *WNA16_SHAPES,
+    *((4, OUT), (8, OUT), (32, OUT), (128, OUT), (1, GATE_UP), (8, GATE_UP), (128, GATE_UP)),
+    *((8, QKV), (64, QKV), (5, DOWN), (16, DOWN), (32, DOWN), (64, DOWN), (256, DOWN), (512, DOWN)),
+)
+W8A8_SHAPES = (
+    *((1, OUT), (16, GATE_UP), (64, QKV), (128, DOWN), (128, OUT), (256, QKV), (1024, QKV)),
+    (4096, OUT),
+)
+SCHEMES = {
+    "w4a16": ("w4a16-sym", W4A16_SHAPES),
+    "w4a16-asym": ("w4a16-asym", WNA16_SHAPES),
+    "w8a16": ("w8a16-sym", WNA16_SHAPES),
+    "w8a16-asym": ("w8a16-asym", WNA16_SHAPES),
+    "w8a8": ("w8a8", W8A8_SHAPES),
+    "w8a8-fp8": ("w8a8-fp8", W8A8_SHAPES),
+    "w8a8-fp8-block": ("w8a8-fp8-block", W8A8_SHAPES),
+}
+QUICK_PRODUCTS = {
+    ("w4a16", 16, GATE_UP): ALL,
+    ("w4a16", 64, GATE_UP): ("sm_80", "sm_90", "sm_120"),
+    ("w4a16-asym", 256, OUT): ("sm_89", "sm_90", "sm_120"),
+    ("w4a16", 1024, QKV): SM90,
+    ("w8a16-asym", 256, OUT): SM90,
+    ("w8a8", 1, OUT): ("sm_80", "sm_90", "sm_100"),
+    ("w8a8", 128, DOWN): SM90,
+    ("w8a8", 1024, QKV): ("sm_90", "sm_120"),
+    ("w8a8-fp8", 64, QKV): ("sm_89", "sm_90"),
+    ("w8a8-fp8-block", 4096, OUT): SM90,
+}
+
+
+def _products() -> dict[str, Case]:
+    return {
+        f"{name} M={M} {shape[0]}x{shape[1]}": Case(
+            run=lambda M=M, shape=shape, scheme=scheme, bias="w8a8" in name: linear(
+                M, shape, scheme, bias=bias
+            ),
+            quick=QUICK_PRODUCTS.get((name, M, shape), ()),
+            product="mma" if M <= LIMBS_MAX_ROWS and "a16" in name else "wgmma",
+            least=89 if "fp8" in name else 80,
+        )
+        for name, (scheme, shapes) in SCHEMES.items()
+        for M, shape in shapes
+    }
+
+
+MORE_PRODUCTS = {
+    "w4a16 group 32": Case(run=lambda: linear(64, OUT, "w4a16-sym-g32"), product="wgmma"),
+    "w8a16 group 32": Case(run=lambda: linear(16, OUT, "w8a16-sym-g32"), product="wgmma"),
+    "w4a16 group 256, float16": Case(
+        run=lambda: linear(512, DOWN, "w4a16-sym-g256", FP16), product="wgmma"
+    ),
+    "w4a16 float16 asymmetric, limbs": Case(
+        run=lambda: linear(2, GATE_UP, "w4a16-asym", FP16), quick=SM90, product="mma"
+    ),
+    "w4a16 float16 asymmetric, split": Case(
+        run=lambda: linear(5, DOWN, "w4a16-asym", FP16, True), quick=SM90, product="wgmma"
+    ),
+    "w8a16 float16 asymmetric": Case(
+        run=lambda: linear(256, OUT, "w8a16-asym", FP16, True), product="wgmma"
+    ),
+    "w4a16 for a norm": Case(
+        run=lambda: linear(32, OUT, "w4a16-sym", consumer="norm"), quick=SM90, product="wgmma"
+    ),
+    "w4a16 for a rotation": Case(
+        run=lambda: linear(64, QKV, "w4a16-asym", bias=True, consumer="rope"), product="wgmma"
+    ),
+    "w4a16 dequantized": Case(run=lambda: linear(2048, (128, 128), "w4a16-sym"), quick=SM80),
+}
+ATTENTION = {
+    "decode, split": Case(run=lambda: attention([1]), quick=ALL, product="mma"),
+    "decode, many": Case(run=lambda: attention([1] * 256, 512), product="mma"),
+    "decode to limbs": Case(
+        run=lambda: attention([1], limbs=LimbForm(bits=4, with_sums=True)), product="mma"
+    ),
+    "decode, int8": Case(
+        run=lambda: attention([1] * 64, 1024, pages=INT8), quick=("sm_80", "sm_90"), product="mma"
+    ),
+    "decode, int8, split, window": Case(
+        run=lambda: attention([1], pages=INT8, window=5000), product="mma"
+    ),
+    "decode, int8, head 64": Case(
+        run=lambda: attention([1] * 64, 1024, D=64, pages=INT8), product="mma"
+    ),
+    "decode, float8, soft cap": Case(
+        run=lambda: attention([1] * 64, 1024, pages=FP8, soft_cap=30.0), product="mma", least=89
+    ),
+    "chunk": Case(run=lambda: attention([2048, 2048]), quick=ALL, product="wgmma"),
+    "chunk, page 128": Case(run=lambda: attention([2048, 2048], page=128), product="wgmma"),
+    "chunk, head 256, window": Case(
+        run=lambda: attention([2048], D=256, group=2, window=1024), product="wgmma"
+    ),
+    "chunk, head 80, float16, split": Case(
+        run=lambda: attention([128], 32768, D=80, group=7, page=64, dtype=FP16), product="wgmma"
+    ),
+    "chunk, window, soft cap": Case(
+        run=lambda: attention([2048], window=1000, soft_cap=30.0), product="wgmma"
+    ),
+    "chunk, int8": Case(run=lambda: attention([2048], pages=INT8), quick=SM90, product="wgmma"),
+    "chunk, int8, head 256": Case(
+        run=lambda: attention([2048], D=256, group=2, pages=INT8), product="wgmma"
+    ),
+    "chunk, int8, one scale": Case(
+        run=lambda: attention([128], 32768, D=80, group=7, pages=INT8, static=True, dtype=FP16),
+        product="wgmma",
+    ),
+    "chunk, float8, head 256": Case(
+        run=lambda: attention([2048], D=256, group=2, pages=FP8), product="wgmma", least=89
+    ),
+    "chunk, float8, window, soft cap": Case(
+        run=lambda: attention([2048], pages=FP8, window=1000, soft_cap=30.0),
+        product="wgmma",
+        least=89,
+    ),
+    "chunk, float32": Case(run=lambda: attention([2048], dtype=FP32)),
+    "kv write": Case(run=lambda: kv_write(rotate=False)),
+    "kv write, int8": Case(run=lambda: kv_write(pages=INT8, rotate=False)),
+    "rope and kv write": Case(run=kv_write, quick=SM80),
+    "rope and kv write, int8, norms": Case(run=lambda: kv_write(pages=INT8, norm=True)),
+    "rope and kv write, int8, widest": Case(run=lambda: kv_write(D=1024, pages=INT8)),
+    "rope and kv write, float8": Case(run=lambda: kv_write(pages=FP8), least=89),
+    "rope of split-K sums and kv write, int8, norms": Case(
+        run=lambda: kv_write(40, pages=INT8, norm=True, splits=5), quick=SM90
+    ),
+    "rope of most split-K sums and kv write": Case(run=lambda: kv_write(splits=16)),
+}
+ROWWISE = {
+    "quantize": Case(run=lambda: quantize(4096), quick=("sm_120",)),
+    "quantize, widest": Case(run=lambda: quantize(2**15)),
+    "quantize to float8": Case(run=lambda: quantize(2**14, FLOATS), least=89),
+    "norm": Case(run=lambda: norm(4096), quick=("sm_89",)),
+    "norm of split-K sums": Case(run=lambda: norm(4096, 7)),
+    "norm of split-K sums, widest": Case(run=lambda: norm(8192, 4), quick=SM90),
+    "norm of most split-K sums": Case(run=lambda: norm(2048, 16)),
+    "norm and quantize": Case(run=lambda: norm(2**13, rounding=INTEGERS)),
+    "norm and quantize, widest": Case(run=lambda: norm(2**14, rounding=INTEGERS), quick=SM90),
+    "norm of split-K sums and quantize": Case(run=lambda: norm(2**12, 7, INTEGERS)),
+    "silu": Case(run=lambda: ops.silu_and_mul(empty(1, 28672))),
+    "silu and quantize": Case(run=lambda: silu_and_quantize(1000, 28672)),
+    "silu and quantize, few rows": Case(run=lambda: silu_and_quantize(1, 28672), quick=SM90),
+    "silu and quantize, widest": Case(run=lambda: silu_and_quantize(1, 2**16), quick=SM80),
+    "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
+    "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
+    "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),
+    "norm to limbs, asymmetric": Case(
+        run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC), quick=SM90
+    ),
+    "silu to limbs": Case(run=lambda: limbs("silu_and_mul_limbs", SYMMETRIC)),
+    "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
+    "sampling": Case(run=sample, quick=("sm_80", "sm_90")),
+}
+CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE

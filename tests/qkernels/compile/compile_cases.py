@@ -1,15 +1,14 @@
 """Compile cases for one card and print what the machine code of each uses, as JSON lines.
 
-    python -m tests.qkernels.compile.compile_cases sm_90 "w4a16 M=1" "w4a16 M=16"
+    python -m tests.qkernels.compile.compile_cases sm_90 "w4a16 M=16" decode
 
-Run by test_compile.py in a process of its own: where Triton interprets it cannot compile, and the
-card is set up before qkernels is imported.
+An argument is the name of a case, or stands for all whose names begin with it. Run by
+test_compile.py in a process of its own: where Triton interprets it cannot compile, and the card
+must be there before the modules of qkernels take what they ask of it by name.
 """
 
 import json
 import sys
-
-from tests.qkernels.compile.machine_code import facts
 
 from tests.qkernels.compile import cards
 
@@ -17,10 +16,16 @@ from tests.qkernels.compile import cards
 def main(card: str, names: list[str]) -> None:
     cards.pretend(cards.CARDS[card])
     from tests.qkernels.compile.cases import CASES
+    from tests.qkernels.compile.machine_code import facts
 
-    for name in names:
+    beginnings = tuple(name for name in names if name not in CASES)
+    for name, case in CASES.items():
+        if case.least > cards.CARDS[card].arch:
+            continue
+        if name not in names and not name.startswith(beginnings):
+            continue
         cards.compiled.clear()
-        CASES[name].run()
+        case.run()
         for kernel, compiled in cards.compiled:
             print(json.dumps({"case": name, "kernel": kernel} | facts(compiled)), flush=True)
 

@@ -11,12 +11,14 @@ import triton
 from tests.qkernels.compile import sass
 
 
+@functools.cache
 def facts(compiled: object) -> dict[str, object]:
     """Without cuobjdump, which not every triton comes with, what the PTX shows."""
     ptx = compiled.asm["ptx"]
     found = {
         "shared": compiled.metadata.shared,
         "threads": 32 * compiled.metadata.num_warps,
+        "max_registers": getattr(compiled.metadata, "maxnreg", None),
         "wgmma": "wgmma.mma_async" in ptx,
         "tensor_core": bool(re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx)),
         "integer_mma": ptx.count("mma.sync.aligned.m16n8k32"),

@@ -14,6 +14,12 @@ def instructions(sass: str) -> list[Instruction]:
     return [(int(address, 16), text.strip()) for address, text in found]
 
 
+def product_loops(sass: str) -> list[list[str]]:
+    """The instructions of each innermost loop around warpgroup products of any type."""
+    code = instructions(sass)
+    return [[text for _, text in code[a : b + 1]] for a, b in _loops(code, "GMMA")]
+
+
 def overlapped(sass: str) -> bool:
     """Whether in every loop around products one is waited for only when the next was issued."""
     code = instructions(sass)
@@ -31,7 +37,6 @@ def overwritten_in_flight(sass: str) -> list[str]:
     """
     code = instructions(sass)
     ends = {end: start for start, end in _loops(code)}
-    assert ends, "no products in a loop"
     groups: list[set[int]] = []  # registers that issued groups of products read, oldest first
     group: set[int] = set()  # of the group that is being issued
     found, repeated, i = [], set(), 0
@@ -57,7 +62,7 @@ def overwritten_in_flight(sass: str) -> list[str]:
     return found
 
 
-def _loops(code: list[Instruction]) -> list[tuple[int, int]]:
+def _loops(code: list[Instruction], product: str = "HGMMA") -> list[tuple[int, int]]:
     """Indices of the first instruction and the branch back, of innermost loops with products."""
     index = {address: i for i, (address, _) in enumerate(code)}
     loops = []
@@ -68,7 +73,7 @@ def _loops(code: list[Instruction]) -> list[tuple[int, int]]:
     return [
         (a, b)
         for a, b in loops
-        if any("HGMMA" in text for _, text in code[a : b + 1])
+        if any(product in text for _, text in code[a : b + 1])
         and not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)
     ]
 

@@ -1,4 +1,7 @@
-"""What the kernels become on sm_90, seen without a GPU."""
+"""What each card would run compiles, fits it and keeps its sums in registers; no GPU is needed.
+
+A few cases of each card are compiled in every run, all of them with --exhaustive.
+"""
 
 import json
 import os
@@ -8,110 +11,163 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
 from tests.qkernels.compile import sass
+from tests.qkernels.compile.cards import CARDS
+from tests.qkernels.compile.cases import CASES
 
-HERE = Path(__file__).parent
-SHARED_MEMORY = 227 * 1024  # of one block on sm_90
+ROOT = Path(__file__).resolve().parents[3]
+CASES_OF_ITEM = 8  # a process of its own each, so that workers share them
+REGISTERS_OF_SM = 65536
+
+# The loading warps of sm90_prefill keep 24 registers each and spill; of the loops that multiply,
+# only those with masks may, and little. Over 8-bit pages they have fewer registers, and with a soft
+# cap as well triton 3.9 spills 20 of them in each masked loop.
+PREFILL_LOOP_SPILLS = {168: 24, 128: 128}
+# (cards, how the kernel's name begins, how the case's does, spill stores at most, spills in the
+# innermost loops around products at most); everything else spills nothing
+SPILLS = (
+    # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
+    (("sm_90",), "wna16.sm90_gemv_imma", "", 4, 0),
+    # two blocks on an SM leave 104 registers, 64 of them for sums
+    (("sm_90",), "wna16.sm90_small_m", "w4a16 M=64", 32, 8),
+    (("sm_90",), "wna16.sm90_small_m", "w4a16-asym M=64", 32, 8),
+    # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
+    (("sm_90",), "wna16.sm90_small_m", "w4a16 for a ", 12, 0),
+    # chosen for wgmma, whose sums take the same registers but whose operands take none
+    (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 24, 0),
+    # Triton reads a tensor descriptor through pointers where there is no TMA: without a pipeline,
+    # and with the addresses and masks in registers
+    (("sm_80", "sm_89"), "wna16.triton_gemm", "", 240, 0),
+    (("sm_80", "sm_89"), "w8a8.triton_gemm", "", 560, 0),
+)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, dict]:
-    pytest.importorskip("triton")
-    environment = os.environ | {
-        "PYTHONPATH": str(HERE.parent.parent),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-    }
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "names" not in metafunc.fixturenames:
+        return
+    items = []
+    for card, of_card in CARDS.items():
+        names = [
+            name
+            for name, case in CASES.items()
+            if case.least <= of_card.arch
+            and (metafunc.config.getoption("--exhaustive") or card in case.quick)
+        ]
+        for first in range(0, len(names), CASES_OF_ITEM):
+            of_item = names[first : first + CASES_OF_ITEM]
+            items.append(pytest.param(card, of_item, id=f"{card} {1 + first // CASES_OF_ITEM}"))
+    metafunc.parametrize("card, names", items)
+
+
+def compiled(card: str, names: list[str], cache: Path) -> list[dict]:
+    """What compile_cases.py says of each kernel."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
-    result = subprocess.run(
-        [sys.executable, str(HERE / "compile_offline.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+    command = [sys.executable, "-m", "tests.qkernels.compile.compile_cases", card, *names]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
-    cases = [json.loads(line) for line in result.stdout.splitlines()]
     print(result.stdout)
-    return {case.pop("case"): case for case in cases}
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_no_kernel_spills_or_overfills_shared_memory(compiled):
-    assert compiled
-    for name, facts in compiled.items():
-        assert facts["shared"] <= SHARED_MEMORY, name
-        assert not facts["local_in_ptx"], name
-        if name.startswith("attention hopper"):
-            # Its loading warps keep 24 registers each and spill; of the loops that multiply, only
-            # those with masks may, and little. Over 8-bit pages they have fewer registers, and with
-            # a soft cap as well triton 3.9 spills 20 of them in each masked loop.
-            coded = "int8" in name or "float8" in name
-            assert facts.get("loop_spills", 0) <= (128 if coded else 24), name
-            assert facts.get("registers", 128 if coded else 168) == (128 if coded else 168), name
-            continue
-        if name == "limbs float16 asymmetric":
-            # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
-            assert facts.get("spill_stores", 0) <= 4, name
-            continue
-        if name == "ring of parts that stay apart":
-            # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
-            assert facts.get("spill_stores", 0) <= 12 and not facts.get("loop_spills"), name
-            continue
-        if name == "ring M=64":
-            # two blocks on an SM leave 104 registers, 64 of them for sums
-            assert facts.get("loop_spills", 0) <= 8 and facts.get("spill_stores", 0) <= 24, name
-            continue
-        spilled = {k: facts.get(k, 0) for k in ("local", "stack", "spill_stores")}
-        assert not any(spilled.values()), f"{name}: {spilled}"
+def test_what_the_card_would_run(card, names, pytestconfig):
+    found = compiled(card, names, pytestconfig.cache.mkdir("triton"))
+    for name in names:
+        kernels = [kernel for kernel in found if kernel["case"] == name]
+        assert kernels, f"{name} launched nothing"
+        for kernel in kernels:
+            check_fits(card, kernel)
+            check_spills(card, kernel)
+            if card == "sm_90":
+                check_sm90(kernel)
+        product = CASES[name].product
+        if product is not None:
+            uses = "wgmma" if (card, product) == ("sm_90", "wgmma") else "tensor_core"
+            assert any(kernel[uses] for kernel in kernels), f"{name}: no {uses} in {kernels}"
 
 
-def test_products_use_the_warpgroup_instruction(compiled):
-    for name, facts in compiled.items():
-        if name.startswith(("linear", "attention chunk", "attention hopper")):
-            assert facts["wgmma"] and facts.get("hgmma", 1), name
+def check_fits(card: str, kernel: dict) -> None:
+    assert kernel["shared"] <= CARDS[card].shared_kb * 1024, kernel
+    if kernel["max_registers"] is not None:
+        assert kernel.get("registers", 0) <= kernel["max_registers"], kernel
 
 
-def test_weights_are_unpacked_while_a_product_runs(compiled):
-    """The compiler waits for no product before the next is made; nobody writes what it reads."""
-    found = [facts for name, facts in compiled.items() if name.startswith("linear hopper")]
-    assert len({facts["tile"] for facts in found}) == len(found) == 8
-    for facts in found:
-        if "hgmma" in facts:
-            assert facts["overlapped"], facts
-            assert not facts["overwritten_in_flight"], facts
+def check_spills(card: str, kernel: dict) -> None:
+    if kernel["kernel"].startswith("attention.sm90_prefill."):
+        most = PREFILL_LOOP_SPILLS[kernel["max_registers"]]
+        assert kernel.get("loop_spills", 0) <= most, kernel
+        return
+    allowed = (
+        (stores, in_loops)
+        for cards, module, case, stores, in_loops in SPILLS
+        if card in cards and kernel["kernel"].startswith(module) and kernel["case"].startswith(case)
+    )
+    stores, in_loops = next(allowed, (0, 0))
+    assert kernel.get("spill_stores", 0) <= stores, kernel
+    assert kernel.get("loop_spills", 0) <= in_loops, kernel
+    if not stores:
+        unspilled = ("local", "stack", "local_in_ptx")
+        assert not any(kernel.get(field) for field in unspilled), kernel
 
 
-def test_digits_go_from_memory_to_registers(compiled):
-    """Shared memory is for the sums of the warps alone, and three or four blocks fit on an SM."""
-    found = {name: facts for name, facts in compiled.items() if name.startswith("limbs")}
-    assert len(found) == 4
-    for name, facts in found.items():
-        # 4 of 32 inputs in a step, for each tile of columns and 16 outputs
-        assert facts["integer_mma"] and facts["integer_mma"] % 4 == 0, name
-        assert facts["shared"] <= 4096, name
-        assert facts.get("registers", 0) <= (168 if "wide" in name else 80), name
+def check_sm90(kernel: dict) -> None:
+    """What the Gluon kernels were written for."""
+    module = kernel["kernel"].rpartition(".")[0]
+    check = SM90_CHECKS.get(module)
+    if check is not None:
+        assert check(kernel), f"{check.__doc__}: {kernel}"
 
 
-def test_as_many_blocks_of_a_ring_fit_on_an_sm_as_are_started(compiled):
-    found = {name: facts for name, facts in compiled.items() if name.startswith("ring")}
-    assert len(found) == 8
-    for name, facts in found.items():
-        # 128 inputs in 8 products of the tensor core, in each of two warpgroups
-        assert facts["wgmma"] and facts.get("hgmma", 16) == 16, name
-        assert not facts.get("overwritten_in_flight"), name
-        assert facts["shared"] <= (SHARED_MEMORY + 1024) // facts["blocks"] - 1024, name
-        assert facts.get("registers", 0) * 384 * facts["blocks"] <= 65536, "384 threads"
+def gemv(kernel: dict) -> bool:
+    """Operands go from memory to registers, shared memory is for the sums of the warps alone."""
+    # 4 of 32 inputs in a step, for each tile of columns and 16 outputs
+    return kernel["integer_mma"] > 0 and kernel["integer_mma"] % 4 == 0 and kernel["shared"] <= 4096
 
 
-def test_the_products_of_attention_do_not_wait_for_each_other(compiled):
-    """A loop waits twice, for scores and for sums of values.
+def small_m(kernel: dict) -> bool:
+    """As many blocks fit on an SM as its bound on registers is for; nobody writes what is read.
+
+    128 inputs are 8 products in each of two warpgroups.
+    """
+    blocks = REGISTERS_OF_SM // (kernel["max_registers"] * kernel["threads"])
+    # of 1 KB more than one block may have, the system takes 1 KB for each
+    fits = blocks * (kernel["shared"] + 1024) <= (CARDS["sm_90"].shared_kb + 1) * 1024
+    return fits and kernel.get("hgmma", 16) == 16 and not kernel.get("overwritten_in_flight")
+
+
+def large_m(kernel: dict) -> bool:
+    """The next weights are unpacked while a product runs; nobody writes what it reads."""
+    return kernel.get("overlapped", True) and not kernel.get("overwritten_in_flight")
+
+
+def prefill(kernel: dict) -> bool:
+    """A loop waits twice, for scores and for sums of values: products do not wait for each other.
 
     Where weights are written while a product reads those before, ptxas waits for every product.
     """
-    found = [facts for name, facts in compiled.items() if name.startswith("attention hopper")]
-    assert len(found) == 6
-    for facts in found:
-        if "waits_in_loops" in facts:
-            assert facts["waits_in_loops"] == 2
+    return kernel.get("waits_in_loops", 2) == 2
+
+
+SM90_CHECKS = {
+    "wna16.sm90_gemv_imma": gemv,
+    "wna16.sm90_small_m": small_m,
+    "wna16.sm90_large_m": large_m,
+    "attention.sm90_prefill": prefill,
+}
+
+
+@pytest.mark.parametrize("module", SM90_CHECKS)
+def test_the_checked_kernels_exist(module):
+    assert (ROOT / "qkernels" / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_cards_have_quick_cases():
+    for card, of_card in CARDS.items():
+        quick = [case for case in CASES.values() if card in case.quick]
+        assert len(quick) >= 4 and all(case.least <= of_card.arch for case in quick)
+    assert all(set(case.quick) <= set(CARDS) for case in CASES.values())
 
 
 def test_a_write_to_a_register_in_use_is_found():
@@ -133,8 +189,3 @@ def test_a_write_to_a_register_in_use_is_found():
     assert sass.overwritten_in_flight(loop.format(**late | {"left": "0x0"})) == []
     early = right | {"second": "HFMA2 R107, R1, R2, R3"}
     assert sass.overwritten_in_flight(loop.format(**early)) == [early["second"]] * 2
-
-
-def test_few_requests_split_the_context(compiled):
-    assert compiled["attention decode, split"]["split"] > 1
-    assert compiled["attention decode, many"]["split"] == 1

@@ -20,18 +20,14 @@ FILES = sorted(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel tests run compiled here")
 @pytest.mark.parametrize("file", FILES)
-def test_kernels_in_the_interpreter(file):
+def test_kernels_in_the_interpreter(file, pytestconfig):
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     environment.pop("PYTEST_ADDOPTS", None)
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", str(TESTS / file), "-x", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-x", "-p", "no:cacheprovider"]
+    if pytestconfig.getoption("--exhaustive"):
+        command.append("--exhaustive")
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout[-2000:]
