@@ -1,4 +1,4 @@
-"""What attention's operations expect of their tensors. Legend as in ops.py."""
+"""Argument checks of attention's operations. Legend as in ops.py."""
 
 import functools
 
@@ -16,7 +16,7 @@ def check_dense_heads(name: str, pages: torch.Tensor) -> None:
 
 
 def check_heads_in_parts(op: str, *heads: LinearOutput) -> None:
-    """Raise KernelError unless q, k and v are all tensors, or all in parts of one product."""
+    """Raise KernelError unless q, k and v are all tensors, or all split-K sums of one product."""
     in_parts = [x.parts for x in heads if isinstance(x, SplitKPartials)]
     places = {(parts.shape[0], parts.stride(0), parts.stride(-1)) for parts in in_parts}
     if in_parts and (len(in_parts) < len(heads) or len(places) > 1 or in_parts[0].stride(-1) != 1):
@@ -73,21 +73,21 @@ def check_scales(
     k_scales_PBJ: torch.Tensor | None,
     v_scales_PBJ: torch.Tensor | None,
 ) -> None:
-    """Raise KernelError unless 8-bit pages, and only they, have their scales."""
-    coded = pages_PBJD.dtype in CODE_DTYPES.values()
+    """Raise KernelError unless 8-bit pages, and only they, have scales."""
+    kv_8bit = pages_PBJD.dtype in CODE_DTYPES.values()
     for name, scales in (("k_scales", k_scales_PBJ), ("v_scales", v_scales_PBJ)):
-        if (scales is not None) != coded:
-            expected = "one for each slot and KV head" if coded else "None"
-            found = "None" if coded else "some"
+        if (scales is not None) != kv_8bit:
+            expected = "one for each slot and KV head" if kv_8bit else "None"
+            found = "None" if kv_8bit else "some"
             raise KernelError(
                 f"{op} {name}", f"expected {expected} for {pages_PBJD.dtype} pages, found {found}"
             )
-        if coded:
+        if kv_8bit:
             check_tensor(f"{op} {name}", scales, pages_PBJD.shape[:3], (torch.float32,), x)
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine takes the address and the strides: multiples of 16 bytes."""
+    """Whether TMA can address the tensors: address and strides are multiples of 16 bytes."""
     return all(
         tensor.data_ptr() % 16 == 0 and _rows_are_aligned(tensor.stride(), tensor.element_size())
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""Tile choices of paged attention, as the config makes them. D: head dim; times are an H200's."""
+"""Launch configs of paged attention: their defaults and limits. Microseconds are an H200's."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,25 @@ from qkernels.gpu.config import is_power, launch_fault, power_of_two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """How paged attention is cut. A block does block_q rows of all heads that share a KV head."""
+    """A launch for decode and short chunks: block_q rows of all heads that share a KV head."""
 
-    block_m: int  # block_q times the heads of one KV head, padded to a power of two
+    block_m: int  # block_q times the query heads of a KV head, padded to a power of two
     block_q: int
     keys: int  # keys of one step
-    split: int  # parts of the context that different blocks read
+    split: int  # split-KV: blocks that share a context
     warps: int
     stages: int
-    gluon: bool = False  # sm90_decode_8bit.py does it; it has its own keys and warps
+    gluon: bool = False  # sm90_decode_8bit.py, which has its own keys and warps
 
 
-# Up to so many rows of a KV head a request decodes: its keys are what takes time, not its products.
+# Up to so many rows of a KV head, a request is bound by loading its keys, not by its products.
 DECODE_MAX_ROWS = 32
 MAX_SPLIT_KV = 32
-GLUON_ROWS = 8  # of a block of sm90_decode_8bit.py: the narrow side of the tensor core's product
+GLUON_ROWS = 8  # query rows of a block of sm90_decode_8bit.py: N of mma.m16n8k16
 
-# A part shorter than this reads less than it costs to start and to merge: 1 request of 2048 keys
-# takes 10.8 us in 16 parts, 13.4 us in 8.
-ATTENTION_MIN_KEYS_OF_PART = 128
+# A shorter split costs more to start and to merge than it saves: 1 request of 2048 keys takes
+# 10.8 us with split 16, 13.4 us with split 8.
+DECODE_MIN_KEYS_PER_SPLIT = 128
 
 
 def default_attention_config(
@@ -40,32 +40,32 @@ def default_attention_config(
     max_context_len: int,
     window: int | None,
     sm_count: int,
-    gluon: bool = False,  # whether sm90_decode_8bit.py could
+    gluon: bool = False,  # whether sm90_decode_8bit.py can run
 ) -> AttentionConfig:
-    """Tiles from host numbers alone, so that a CUDA graph captured with them stays right."""
+    """From host numbers alone, so that a CUDA graph captured with the config stays valid."""
     group = power_of_two(heads_per_kv_head)
     few_rows = group * max_query_len <= DECODE_MAX_ROWS
     programs = max(1, num_requests * num_kv_heads)
     split = 1
     if few_rows:
         visible = min(max_context_len, window or max_context_len)
-        # split by work: up to two blocks for each SM, as long as each part is worth a block, and
-        # once there are parts, until each has one step
-        least = 2 * ATTENTION_MIN_KEYS_OF_PART
+        # up to two blocks per SM, as long as each split is worth a block, and once there are splits
+        # until each has one step
+        least = 2 * DECODE_MIN_KEYS_PER_SPLIT
         while (
             2 * split <= MAX_SPLIT_KV and 2 * split * programs <= 2 * sm_count and least <= visible
         ):
             split *= 2
-            least = split * ATTENTION_MIN_KEYS_OF_PART + 1
-    # 16 rows is the least that a tensor core takes; 64 fill one warpgroup's wgmma. float32 has no
-    # tensor core: more than 16 rows or 16 keys spill registers (compiled for sm_90).
+            least = split * DECODE_MIN_KEYS_PER_SPLIT + 1
+    # The tensor core takes at least 16 rows; 64 fill one warpgroup's wgmma. float32 does not run on
+    # it: more than 16 rows or 16 keys spill registers (compiled for sm_90).
     most_rows = 16 if element_size == 4 else 64
     block_m = max(16, group, min(most_rows, group * power_of_two(max_query_len)))
     # K and V of all stages must leave room in 227 KB of shared memory: 192 KB at the widest.
     if element_size == 4:
         keys, stages = 16, 2
     elif head_dim > 128:
-        # 32 keys of a chunk spill where codes become numbers
+        # 32 keys of a chunk spill where 8-bit codes are converted
         keys, stages = (16 if page_element_size == 1 and block_m == 64 else 32), 3
     elif few_rows and split * programs <= 4 * sm_count:
         # 8 x 4096 keys: 41.7 us, with 64 keys 54; 32 x 4096: 130.6, with 64 keys or 3 stages 140
@@ -89,40 +89,40 @@ def default_attention_config(
 
 
 PREFILL_ROWS = 128  # query rows of a tile of sm90_prefill.py: tokens times heads of a KV head
-PREFILL_KEYS = 128  # of one step: 64 take a sixth longer, and 256 have no room in registers
+PREFILL_KEYS = 128  # of one step: 64 take a sixth longer, and 256 do not fit into registers
 
-# steps whose keys and values have room in shared memory, beside two tiles' queries
+# as many steps of keys and values as fit into shared memory with the queries of two tiles
 PREFILL_STAGES = 2
 PREFILL_MAX_SPLIT = 32
 
-# 128 rows on 32768 keys, 32 tiles: 483 us in 1 part, 249 in 2, 154 in 4, 144 in 8, which are more
-# tiles than SMs. The least worth while was not measured.
-CHUNK_MIN_KEYS_OF_PART = 1024
+# 128 rows on 32768 keys, 32 tiles: 483 us with split 1, 249 with 2, 154 with 4, 144 with 8, which
+# is more tiles than SMs. Shorter splits were not measured.
+PREFILL_MIN_KEYS_PER_SPLIT = 1024
 
 
 def prefill_split(tiles: int, visible: int, sm_count: int) -> int:
-    """Parts of the context of a chunk, where its tiles leave SMs idle; `visible` keys of a row."""
+    """Split-KV of a chunk, if its tiles leave SMs idle; a row sees up to `visible` keys."""
     split = 1
     while (
         2 * split <= PREFILL_MAX_SPLIT
         and 2 * split * tiles <= sm_count
-        and 2 * split * CHUNK_MIN_KEYS_OF_PART <= visible
+        and 2 * split * PREFILL_MIN_KEYS_PER_SPLIT <= visible
     ):
         split *= 2
     return split
 
 
 def attention_config_fault(
-    tile: AttentionConfig, *, heads_per_kv_head: int, **_: object
+    config: AttentionConfig, *, heads_per_kv_head: int, **_: object
 ) -> str | None:
-    """None: the kernel can run it."""
+    """Why the kernel cannot run the config; None: it can."""
     group = power_of_two(heads_per_kv_head)
-    if tile.block_m != tile.block_q * group:
-        return f"block_m must be block_q times {group}, found {tile.block_m} and {tile.block_q}"
-    if tile.gluon:
-        return "gluon is for 8-bit pages, which no table is for"
-    if not is_power(tile.keys, 16, 256):
-        return f"keys must be a power of two from 16 to 256, found {tile.keys}"
-    if not is_power(tile.split, 1, MAX_SPLIT_KV):
-        return f"split must be a power of two up to {MAX_SPLIT_KV}, found {tile.split}"
-    return launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)
+    if config.block_m != config.block_q * group:
+        return f"block_m must be block_q times {group}, found {config.block_m} and {config.block_q}"
+    if config.gluon:
+        return "gluon must be False: it is for 8-bit KV, of which no table has configs"
+    if not is_power(config.keys, 16, 256):
+        return f"keys must be a power of two from 16 to 256, found {config.keys}"
+    if not is_power(config.split, 1, MAX_SPLIT_KV):
+        return f"split must be a power of two up to {MAX_SPLIT_KV}, found {config.split}"
+    return launch_fault(config.block_m, config.warps, config.stages, least=16, most=256)

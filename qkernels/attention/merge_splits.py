@@ -1,7 +1,6 @@
-"""The parts of split attention to one result, in Triton: as it is, or as limbs for a linear.
+"""The merge of split-KV attention, in Triton: to a tensor, or to limbs for the linear that follows.
 
-Knows no pages. Legend: T tokens of a step, R requests, H query heads, D head dim; S parts of a
-context.
+Legend: T tokens of a step, R requests, H query heads, D head dim; S splits of a context.
 """
 
 import torch
@@ -15,13 +14,13 @@ from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import in_words, store_limbs
 from qkernels.rowwise.limbs import to_limbs
 
-# Parts that are merged at once: 32 cost 1 us more than 8, be they empty or not.
-MOST_PARTS = tl.constexpr(8)
+# Splits that are merged at once: 32 cost 1 us more than 8, empty or not.
+SPLITS_AT_ONCE = tl.constexpr(8)
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def whole(out_THD: torch.Tensor, limbs: LimbForm | None) -> torch.Tensor | Limbs:
-    """A result that was not split, as it is asked for."""
+    """A result that was not split, in the requested form."""
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
 
@@ -32,9 +31,9 @@ def merge_splits(
     out_THD: torch.Tensor,
     limbs: LimbForm | None,
 ) -> torch.Tensor | Limbs:
-    """The parts' weighted sums, their largest scores and sums of weights (float32) to `out`.
+    """Merge the splits' weighted sums, largest scores and sums of weights, float32, into `out`.
 
-    Or to limbs of rows [T, H D] in out's dtype; `out` is then left alone.
+    With `limbs`, into limbs of rows [T, H D], rounded to out's dtype before; `out` is not written.
     """
     T, H, S, D = partials_THSD.shape
     requests = query_starts_R1.shape[0] - 1
@@ -42,7 +41,7 @@ def merge_splits(
         "H": H,
         "D": D,
         "SPLIT": S,
-        "num_warps": ceil_div(power_of_two(D) * min(S, MOST_PARTS.value), 1024),
+        "num_warps": ceil_div(power_of_two(D) * min(S, SPLITS_AT_ONCE.value), 1024),
         **pdl_options(out_THD, T),
     }
     shared = partials_THSD, sums_2THS, query_starts_R1
@@ -74,29 +73,29 @@ def merge_splits(
 
 @triton.jit
 def _used(sums_ptr, rows, T, H, SPLIT: tl.constexpr):
-    """Parts of `rows` [1, X] (token H + head) up to the last that has seen a key."""
-    part = tl.arange(0, SPLIT)[:, None]
-    weights = tl.load(sums_ptr + T.to(tl.int64) * H * SPLIT + rows * SPLIT + part)
-    # a NaN is not to be passed over
-    return tl.max(tl.max(tl.where(weights != 0, part + 1, 0), 1), 0)
+    """Number of splits of `rows` [1, X] (token H + head) up to the last that has seen a key."""
+    split = tl.arange(0, SPLIT)[:, None]
+    weights = tl.load(sums_ptr + T.to(tl.int64) * H * SPLIT + rows * SPLIT + split)
+    # != 0 so that a NaN is kept
+    return tl.max(tl.max(tl.where(weights != 0, split + 1, 0), 1), 0)
 
 
 @triton.jit
 def _merged(partials_ptr, sums_ptr, rows, channels, inside, used, T, H, D, SPLIT: tl.constexpr):
-    """The used parts together: [Y], of `rows` [1, X] and `channels` [1, Y], where X is Y or 1."""
-    PARTS: tl.constexpr = SPLIT if SPLIT < MOST_PARTS else MOST_PARTS
-    apart = T.to(tl.int64) * H * SPLIT
-    # a finite stand-in for -inf, since -inf - -inf would be NaN where no part has seen a key
+    """The used splits merged: [Y], of `rows` [1, X] and `channels` [1, Y], where X is Y or 1."""
+    AT_ONCE: tl.constexpr = SPLIT if SPLIT < SPLITS_AT_ONCE else SPLITS_AT_ONCE
+    weights_ptr = sums_ptr + T.to(tl.int64) * H * SPLIT
+    # finite, not -inf: -inf - -inf would be NaN where no split has seen a key
     largest = tl.full([rows.shape[1]], -3.0e38, tl.float32)
     total = tl.zeros([rows.shape[1]], tl.float32)
     out = tl.zeros([channels.shape[1]], tl.float32)
-    for first in range(0, used, PARTS):
-        places = rows * SPLIT + first + tl.arange(0, PARTS)[:, None]
-        values_ptrs = partials_ptr + places * D + channels
-        weights = tl.load(sums_ptr + apart + places)
+    for first in range(0, used, AT_ONCE):
+        splits = rows * SPLIT + first + tl.arange(0, AT_ONCE)[:, None]
+        values_ptrs = partials_ptr + splits * D + channels
+        weights = tl.load(weights_ptr + splits)
         seen = weights > 0
         values = tl.load(values_ptrs, mask=seen & inside, other=0.0)
-        scores = tl.where(seen, tl.load(sums_ptr + places), -3.0e38)
+        scores = tl.where(seen, tl.load(sums_ptr + splits), -3.0e38)
         new_largest = tl.maximum(largest, tl.max(scores, 0))
         shift = tl.exp2(scores - new_largest[None, :])
         shrink = tl.exp2(largest - new_largest)
@@ -139,7 +138,7 @@ def _merge_to_limbs(
     partials_ptr,  # [T, H, S, D]
     sums_ptr,  # [2, T, H, S]
     starts_ptr,  # [R + 1]
-    words_ptr,  # limbs.py
+    words_ptr,  # as in operands/limbs.py
     scales_ptr,
     limb_sums_ptr,
     R,
@@ -155,7 +154,7 @@ def _merge_to_limbs(
     """128 channels of a token, of one head or several."""
     token, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
-        # the product behind is let in when attention is over: its weights would come first
+        # launched after the wait: the next product's weight loads would delay attention
         pdl_launch_and_wait(LAUNCH_FIRST=False)
     end = tl.load(starts_ptr + R)
     channel = step * 128 + tl.arange(0, 128)[None, :]

@@ -1,4 +1,4 @@
-"""Rotation, KV writes and paged attention in plain torch: the definition that kernels follow.
+"""Rotary embedding, KV writes and paged attention in plain torch: the reference of the kernels.
 
 Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
 a page, X pages of a block table, L keys.
@@ -104,7 +104,7 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    inputs_ready: bool = False,  # nothing is read ahead
+    inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor:
     """Norm q and k where norms are given, rotate them, write k and v; returns q."""
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
@@ -134,7 +134,7 @@ def paged_attention(
     k_scales_PBJ: torch.Tensor | None = None,
     v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
-    inputs_ready: bool = False,  # nothing is read ahead
+    inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
@@ -184,7 +184,7 @@ def paged_attention(
 
 
 class _Pages(NamedTuple):
-    """Keys or values, and the scales of their codes where they are 8-bit."""
+    """Keys or values, with 8-bit KV codes and their scales."""
 
     pages_PBJD: torch.Tensor
     scales_PBJ: torch.Tensor | None
@@ -221,7 +221,7 @@ def _decode(
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """One row for each request: the queries that share a KV head stand as rows of one product."""
+    """One row for each request: the queries that share a KV head are rows of one product."""
     lengths_R1 = lengths_R.long()[:, None]
     first_R1 = (
         torch.zeros_like(lengths_R1) if window is None else (lengths_R1 - window).clamp(min=0)

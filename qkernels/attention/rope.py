@@ -1,4 +1,4 @@
-"""Rotating queries and keys by their positions, in Triton."""
+"""Rotary embedding of queries and keys, in Triton."""
 
 import torch
 import triton

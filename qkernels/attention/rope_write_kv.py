@@ -1,8 +1,7 @@
-"""Keys and values into their pages, as they are or rounded to 8 bits, and rotary embedding before.
+"""Writing keys and values to their pages, as they are or in 8 bits, after rotary embedding or not.
 
-One Triton kernel for both operations. Knows no scheduler. Each rounds where its twin in
-reference.py rounds. Legend: T tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a
-page.
+One Triton kernel for both operations. Each rounds where the operation of its name in reference.py
+rounds. Legend: T tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a page.
 """
 
 import torch
@@ -18,7 +17,7 @@ from qkernels.operands.codes_triton import CODE_RANGE, encode, magnitude_bits, s
 from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import load_reduced, partials_source
 
-ELEMENTS_OF_PROGRAM = 1024  # 8 for each thread
+ELEMENTS_PER_PROGRAM = 1024  # 8 per thread
 
 
 def write_kv_(
@@ -72,7 +71,7 @@ def _launch(
     norms: tuple[torch.Tensor | None, torch.Tensor | None, float],
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
-    """Write k and v; with q, rotate q and k before. Returns the new q."""
+    """Write k and v; with q, rotate q and k first. Returns the new q."""
     k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales = pages
     q_norm_D, k_norm_D, eps = norms
     T, J, D = k_TJD.shape
@@ -90,11 +89,12 @@ def _launch(
     scale_strides = [n for s in scales for n in ((0, 0, 0) if s is None else s.stride())]
     padded_d = power_of_two(D)
     if format.parts:
-        # many small programs wait for less each. A product of 6144 outputs in parts and this, us
-        # with 1 / 2 heads: 8 rows 7.2 / 7.6, 32 rows 9.4 / 9.6, 64 rows 13.9 / 12.6
+        # with split-K partial sums, small programs each wait for fewer loads. us of a product of
+        # 6144 outputs and this, with 1 / 2 heads: 8 rows 7.2 / 7.6, 32 rows 9.4 / 9.6, 64 rows
+        # 13.9 / 12.6
         heads = 1 if T <= 32 else 2
     else:
-        heads = max(1, min(ELEMENTS_OF_PROGRAM // padded_d, power_of_two(max(H, J))))
+        heads = max(1, min(ELEMENTS_PER_PROGRAM // padded_d, power_of_two(max(H, J))))
     with on_device(k_TJD):
         launch(
             _rope_write_kv,
@@ -146,10 +146,10 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _rope_write_kv(
-    q_ptr,  # [T, H, D], or parts of it (split_k_triton.py); None: no rotation
-    k_ptr,  # [T, J, D], or parts
-    v_ptr,  # [T, J, D], or parts
-    stride_part,  # of q, k and v
+    q_ptr,  # [T, H, D], or split-K partial sums of it (split_k_triton.py); None: no rotation
+    k_ptr,  # [T, J, D], likewise
+    v_ptr,  # [T, J, D], likewise
+    stride_part,  # between the splits of q, k and v
     cos_sin_ptr,  # [max position, WIDTH]
     positions_ptr,  # [T]
     slots_ptr,  # [T]
@@ -157,7 +157,7 @@ def _rope_write_kv(
     k_norm_ptr,
     k_pages_ptr,  # [P, B, J, D]
     v_pages_ptr,
-    k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
+    k_scales_ptr,  # [P, B, J] with 8-bit KV, else None
     v_scales_ptr,
     q_out_ptr,  # [T, H, D]
     stride_qt,
@@ -187,15 +187,15 @@ def _rope_write_kv(
     B: tl.constexpr,
     HEADS: tl.constexpr,
     STATIC: tl.constexpr,
-    INPUTS_READY: tl.constexpr,  # where things are is read before the kernel in front has ended
+    INPUTS_READY: tl.constexpr,  # slots and positions are read before the previous kernel has ended
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    SUM: tl.constexpr,  # of q, k and v
+    SUM: tl.constexpr,  # PartialsFormat of q, k and v
     PDL: tl.constexpr,
 ):
-    """A program does HEADS heads of one token: queries, then keys, then values."""
+    """A program has HEADS heads of one token: of queries, of keys or of values."""
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (J + HEADS - 1) // HEADS
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -290,7 +290,7 @@ def _rotated(
 
 @triton.jit
 def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
-    """The end of an RMSNorm, rounded where elementwise.rms_norm rounds."""
+    """The end of an RMSNorm, rounded where rowwise.norm_act.rms_norm rounds."""
     normed = (x * shrink).to(DTYPE).to(tl.float32)
     return (weight.to(tl.float32)[None, :] * normed).to(DTYPE).to(tl.float32)
 
@@ -307,7 +307,7 @@ def _encoded(
     DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Codes of rows, rounded with the scales that are there (STATIC) or with their own, stored."""
+    """Codes of rows, with the scales that are there (STATIC), else their own, which it stores."""
     x = x.to(tl.float32)
     if STATIC:
         scale = tl.load(scales, mask=exists, other=1.0)

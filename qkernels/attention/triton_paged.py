@@ -1,15 +1,14 @@
 """Causal attention over paged keys and values, chunks and decode rows in one batch, in Triton.
 
-8-bit keys and values become the queries' dtype in registers, exactly; their scales multiply the
-scores and the weights.
+8-bit keys and values are converted to the queries' dtype in registers, exactly; their scales
+multiply the scores and the weights.
 
-Knows no scheduler. One block does block_q query rows of all heads that share a KV head, stacked
-into the rows of one product. A batch of few rows is split over the keys as well; merge_splits.py
-merges the parts. The host reads nothing from the device: grids follow from shapes and the given
-maxima.
+A block computes block_q query rows of all heads that share a KV head, stacked into the rows of one
+product. Where these are too few blocks, split-KV divides the context; merge_splits.py merges the
+splits. The host reads nothing from the device: grids follow from shapes and the given maxima.
 
 Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
-a page, X pages of a block table; S parts of a context.
+a page, X pages of a block table; S splits of a context.
 """
 
 import math
@@ -49,9 +48,9 @@ def paged_attention(
     v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
-    tile: AttentionConfig | None = None,
+    config: AttentionConfig | None = None,
 ) -> torch.Tensor | Limbs:
-    """As ops.paged_attention; `tile` replaces the choice of attention/config.py."""
+    """As ops.paged_attention; `config` replaces the tuned or default one."""
     T, H, D = q_THD.shape
     R, J = context_lengths_R.shape[0], k_pages_PBJD.shape[2]
     if q_THD.stride(2) != 1:
@@ -59,7 +58,7 @@ def paged_attention(
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return whole(out_THD, limbs)
-    if tile is None:
+    if config is None:
         problem = {
             "num_requests": R,
             "num_kv_heads": J,
@@ -70,24 +69,24 @@ def paged_attention(
             "max_context_len": max_context_len,
             "window": window,
         }
-        row = None  # tables hold tiles for pages of the queries' own dtype
+        row = None  # tables have configs for pages of the queries' own dtype only
         if k_scales_PBJ is None:
             row = tuning_table_of(q_THD.device).find(TUNED, **problem)
-        tile = row.config if row else None
-    if tile is None:
-        tile = default_attention_config(
+        config = row.config if row else None
+    if config is None:
+        config = default_attention_config(
             **problem,
             page_element_size=k_pages_PBJD.element_size(),
             sm_count=sm_count(q_THD.device),
             gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
         )
     partials = sums = None
-    if tile.split > 1:
-        partials = out_THD.new_empty((T, H, tile.split, D), dtype=torch.float32)
-        sums = out_THD.new_empty((2, T, H, tile.split), dtype=torch.float32)
+    if config.split > 1:
+        partials = out_THD.new_empty((T, H, config.split, D), dtype=torch.float32)
+        sums = out_THD.new_empty((2, T, H, config.split), dtype=torch.float32)
     # Request r owns the blocks from query_starts[r] // block_q + r on, at least as many as its rows
     # need, so the grid follows from T and R alone.
-    grid = (T // tile.block_q + R, J, tile.split)
+    grid = (T // config.block_q + R, J, config.split)
     strides = (*k_pages_PBJD.stride()[:3], *v_pages_PBJD.stride()[:3])
     scale_strides = (0,) * 6
     if k_scales_PBJ is not None:
@@ -111,18 +110,18 @@ def paged_attention(
     constants = {
         "H": H,
         "GROUP": H // J,
-        "PADDED_GROUP": tile.block_m // tile.block_q,
+        "PADDED_GROUP": config.block_m // config.block_q,
         "D": D,
         "B": k_pages_PBJD.shape[1],
         "WINDOW": window or 0,
         "SOFT_CAP": soft_cap is not None,
-        "SPLIT": tile.split,
+        "SPLIT": config.split,
     }
     with on_device(q_THD):
-        if tile.gluon:
-            from qkernels.attention import sm90_decode_8bit as coded_decode
+        if config.gluon:
+            from qkernels.attention import sm90_decode_8bit
 
-            coded_decode.attend(
+            sm90_decode_8bit.attend(
                 grid,
                 q_THD,
                 k_pages_PBJD,
@@ -146,15 +145,15 @@ def paged_attention(
                 **constants,
                 PADDED_D=max(16, power_of_two(D)),
                 ALIGNMENT=alignment(*strides),
-                BLOCK_M=tile.block_m,
-                BLOCK_Q=tile.block_q,
-                KEYS=tile.keys,
-                STAGES=tile.stages,
+                BLOCK_M=config.block_m,
+                BLOCK_Q=config.block_q,
+                KEYS=config.keys,
+                STAGES=config.stages,
                 INPUTS_READY=inputs_ready,
-                num_warps=tile.warps,
+                num_warps=config.warps,
                 **pdl_options(q_THD, T),
             )
-    if tile.split == 1:
+    if config.split == 1:
         return whole(out_THD, limbs)
     return merge_splits(partials, sums, query_starts_R1, out_THD, limbs)
 
@@ -162,10 +161,10 @@ def paged_attention(
 def gluon_refuses(
     q_THD: torch.Tensor, k_pages_PBJD: torch.Tensor, v_pages_PBJD: torch.Tensor
 ) -> str | None:
-    """Why sm90_decode_8bit.py cannot take these few rows; None: it can."""
+    """Why sm90_decode_8bit.py cannot run; None: it can."""
     D = q_THD.shape[2]
     if k_pages_PBJD.element_size() != 1:
-        return "takes 8-bit pages"
+        return "takes 8-bit KV"
     if q_THD.dtype != torch.bfloat16:
         return f"takes bfloat16 queries, not {q_THD.dtype}"
     if D not in (64, 128):
@@ -177,7 +176,7 @@ def gluon_refuses(
 
 
 def alignment(*strides: int) -> int:
-    """Elements in a row that may be read at once: 16 where all strides allow it, 8 or 1."""
+    """Elements in a row that can be loaded at once: 16 if all strides allow it, else 8 or 1."""
     return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
 
 
@@ -185,8 +184,8 @@ def alignment(*strides: int) -> int:
 def _request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
     """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
 
-    Each load is a wait of 0.3 us before the first key can be asked for, so 32 places are looked at
-    at once: none for one request, one for up to 32.
+    Each load delays the first load of keys by 0.3 us, so 32 requests are compared at once: no load
+    for one request, one for up to 32.
     """
     probe = tl.arange(0, 32)
     first = 0
@@ -212,9 +211,9 @@ def _paged_attention(
     lengths_ptr,  # [R]
     k_scales_ptr,  # [P, B, J] of 8-bit pages, else None
     v_scales_ptr,  # [P, B, J]
-    out_ptr,  # [T, H, D], when SPLIT is 1
-    partials_ptr,  # [T, H, S, D], otherwise: each part's weighted sum of values
-    sums_ptr,  # [2, T, H, S]: each part's largest score, and its sum of weights
+    out_ptr,  # [T, H, D], where SPLIT is 1
+    partials_ptr,  # [T, H, S, D], otherwise: each split's weighted sum of values
+    sums_ptr,  # [2, T, H, S]: each split's largest score, and its sum of weights
     R,
     T,
     scale,  # to scores in powers of two, since exp2 is the hardware's; soft cap: to its units
@@ -248,10 +247,10 @@ def _paged_attention(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    INPUTS_READY: tl.constexpr,  # rows and lengths may be read before the previous kernel ends
+    INPUTS_READY: tl.constexpr,  # starts and lengths may be read before the previous kernel ends
     PDL: tl.constexpr,
 ):
-    block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and not INPUTS_READY:
         pdl_launch_and_wait()
     request = _request_of(starts_ptr, block, R, BLOCK_Q)
@@ -282,7 +281,7 @@ def _paged_attention(
     last_step = (end + KEYS - 1) // KEYS
     if SPLIT > 1:
         steps = (last_step - first_step + SPLIT - 1) // SPLIT
-        first_step += part * steps
+        first_step += split * steps
         last_step = min(last_step, first_step + steps)
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -303,13 +302,13 @@ def _paged_attention(
                 k_rows = page * stride_kp + offset * stride_kb
                 v_rows = page * stride_vp + offset * stride_vb
             else:
-                # one load for each page, not for each key: 409 instructions a step, not 480
+                # one load per page, not per key: 409 instructions a step, not 480
                 pages = step * (KEYS // B) + tl.arange(0, KEYS // B)
                 page = tl.load(table + pages).to(tl.int64)[:, None]
                 offset = tl.arange(0, B)[None, :]
                 k_rows = (page * stride_kp + offset * stride_kb).reshape(KEYS)
                 v_rows = (page * stride_vp + offset * stride_vb).reshape(KEYS)
-            if ALIGNMENT > 1:  # a reshape forgets it
+            if ALIGNMENT > 1:  # which a reshape loses
                 k_rows = tl.multiple_of(k_rows, ALIGNMENT)
                 v_rows = tl.multiple_of(v_rows, ALIGNMENT)
             k_scale = None
@@ -389,19 +388,19 @@ def _paged_attention(
             mask=real[:, None] & (d[None, :] < D),
         )
     else:
-        part_row = out_row * SPLIT + part
+        split_row = out_row * SPLIT + split
         tl.store(
-            partials_ptr + part_row[:, None] * D + d[None, :],
+            partials_ptr + split_row[:, None] * D + d[None, :],
             values,
             mask=(real & (weights > 0))[:, None] & (d[None, :] < D),
         )
-        tl.store(sums_ptr + part_row, largest, mask=real)
-        tl.store(sums_ptr + T.to(tl.int64) * H * SPLIT + part_row, weights, mask=real)
+        tl.store(sums_ptr + split_row, largest, mask=real)
+        tl.store(sums_ptr + T.to(tl.int64) * H * SPLIT + split_row, weights, mask=real)
 
 
 @triton.jit
 def _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
-    """float32 scores in powers of two. `k_scale`: of each key's codes, or None."""
+    """float32 scores in powers of two. `k_scale`: of each key with 8-bit KV, else None."""
     score = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     if k_scale is None:
         score *= scale
@@ -414,9 +413,9 @@ def _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def _add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
-    """values + weight times v. `v_scale`: of each key's codes, or None."""
+    """values + weight times v. `v_scale`: of each key with 8-bit KV, else None."""
     if v_scale is not None:
-        if DTYPE.is_fp16():  # the product with the weight may be below what float16 has
+        if DTYPE.is_fp16():  # its product with the weight may be too small for float16
             v = v.to(tl.float32) * v_scale[:, None]
         else:
             weight *= v_scale[None, :]

@@ -123,7 +123,7 @@ def check(assert_close, tolerance, device, poison):
                     **shared,
                     limbs=limbs,
                     inputs_ready=inputs_ready,
-                    tile=tile if split is None else replace(tile, split=split),
+                    config=tile if split is None else replace(tile, split=split),
                 )
             )
             if limbs is not None:
