@@ -56,6 +56,12 @@ def has_pdl(device: torch.device) -> bool:
 
 
 @functools.cache
+def uses_ptx(device: torch.device) -> bool:
+    """Whether kernels may contain inline PTX: on NVIDIA GPUs, not in Triton's interpreter."""
+    return arch(device).startswith("sm_") and not INTERPRETED
+
+
+@functools.cache
 def lacks_arch(device: torch.device, wanted: str) -> str | None:
     """Why Gluon kernels for one architecture cannot run on `device`; None: they can."""
     if INTERPRETED:

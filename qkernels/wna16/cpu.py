@@ -1,4 +1,4 @@
-"""W4A16 and W8A16 on a CPU through torch's own packed products, in bfloat16. Knows no packing.
+"""W4A16 and W8A16 on a CPU in bfloat16, by torch's own products with packed weights.
 
 The codes stay packed, so one row reads a quarter (4 bits) or half of what `dense` reads; from about
 8 rows on `dense` is faster, at four times the memory. Scales are rounded to bfloat16, the weight

@@ -1,4 +1,4 @@
-"""The private layout of a packed weight: its tiles and steps. Plain Python.
+"""The prepacked layout of a weight: its tiles and K steps. Plain Python.
 
 Legend: N outputs, K inputs.
 """
@@ -6,15 +6,15 @@ Legend: N outputs, K inputs.
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP
 
-# The private weight layout stores tiles of this many outputs: one warpgroup's share of a wgmma.
+# Outputs of a stored tile: the rows of operand A of one wgmma.
 TILE_N = 64
-MIN_K_STEP = 32  # one row's 32 inputs fill a whole number of fragment words
+MIN_K_STEP = 32  # a row's 32 inputs are the four packed words of its four lanes
 
 
 def k_step(group: int) -> int:
-    """Inputs of one step: the largest power of two up to 128 that divides the group.
+    """Inputs of a K step: the largest power of two up to 128 that divides the group.
 
-    A step then lies in one group, and its scale multiplies the accumulator.
+    A K step then lies in one group, so one scale for each row multiplies its sums.
     """
     return min(K_STEP, group & -group)
 

@@ -1,7 +1,7 @@
-"""A weight in the private order of the tensor core's register fragment. Knows no file format.
+"""The prepacked weight: codes in the order of the tensor core's register fragment.
 
-All kernels of this folder read it (README.md has the picture). Legend: K inputs, N outputs, G
-groups; BK inputs of a step.
+All GPU kernels of this folder read it (README.md has the picture). Legend: K inputs, N outputs, G
+groups; BK inputs of a K step.
 """
 
 import torch
@@ -13,10 +13,10 @@ from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
 
 def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
-    """Codes [N, K] to int32 words [N, K / 8], the private order.
+    """4-bit codes [N, K] to packed words, int32 [N, K / 8].
 
-    Of 32 inputs in a row, word t = 0..3 holds input k = 16 i + 8 h + 2 t + e at bit 8 i + 4 h + 16
-    e, for i, h, e in {0, 1}.
+    Of 32 consecutive inputs, word t = 0..3 holds input k = 16 i + 8 h + 2 t + e at bit
+    8 i + 4 h + 16 e, for i, h, e in {0, 1}.
     """
     codes_NKihte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 2, 4, 2))
     words_NKt = torch.zeros_like(codes_NKihte[:, :, 0, 0, :, 0])
@@ -28,10 +28,10 @@ def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
 
 
 def byte_order(codes_NK: torch.Tensor) -> torch.Tensor:
-    """8-bit codes [N, K] to int32 words [N, K / 4], the private order.
+    """8-bit codes [N, K] to packed words, int32 [N, K / 4].
 
-    Of 16 inputs in a row, word t = 0..3 holds input k = 8 h + 2 t + e at bit 8 h + 16 e, for h, e
-    in {0, 1}.
+    Of 16 consecutive inputs, word t = 0..3 holds input k = 8 h + 2 t + e at bit 8 h + 16 e, for
+    h, e in {0, 1}.
     """
     codes_NKhte = codes_NK.to(torch.int32).unflatten(1, (-1, 2, 4, 2))
     words_NKt = torch.zeros_like(codes_NKhte[:, :, 0, :, 0])
@@ -44,10 +44,11 @@ def byte_order(codes_NK: torch.Tensor) -> torch.Tensor:
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Reorder into contiguous tiles of 64 outputs by one step of inputs.
+    """Prepack into contiguous tiles of 64 outputs by one K step.
 
-    Outputs are padded with code 0 and scale 0. An asymmetric weight's zeros are stored as the
-    number to subtract: what an unpacked 0 is + zero, exact in `dtype`.
+    Outputs are padded with code 0 and scale 0. The zero points of an asymmetric weight are stored
+    as `offsets`, what kernels subtract from an unpacked code: zero point + VALUE_OF_ZERO, exact in
+    `dtype`.
     """
     packed = packed if device is None else packed.to(device)
     block_k = k_step(packed.spec.group_length(packed.in_features))
@@ -83,7 +84,7 @@ def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
     return _pad_rows(values_NG).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
-# (activation dtype, bits) -> what an unpacked code 0 is
+# (activation dtype, bits) -> the value of a code 0 as kernels unpack it, before the subtraction
 VALUE_OF_ZERO = {
     (torch.float16, 4): 1024,
     (torch.float16, 8): 1024,
@@ -93,5 +94,5 @@ VALUE_OF_ZERO = {
 
 
 def offset_of(weight: PreparedWeight) -> int:
-    """What is subtracted from an unpacked code where the weight is symmetric."""
+    """What kernels subtract from an unpacked code of a symmetric weight."""
     return VALUE_OF_ZERO[weight.dtype, weight.spec.bits] + weight.spec.symmetric_zero

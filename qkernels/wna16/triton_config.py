@@ -1,8 +1,8 @@
-"""Configs of the portable W4A16 and W8A16 kernel: problem sizes in, launch numbers out.
+"""Configs of W4A16 and W8A16 on any GPU (triton_gemm.py): problem sizes to launch numbers.
 
-Plain Python, no tensors. Legend: M rows of x, N outputs, K inputs. Microseconds are an H200's,
-bf16, group 128, cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096, 4096],
-gate_up [28672, 4096], down [4096, 14336].
+Plain Python, no tensors. Legend: M rows of x, N outputs, K inputs. Times are microseconds on an
+H200: bf16, group 128, cold weights, calls inside one CUDA graph; qkv is [6144, 4096], o [4096,
+4096], gate_up [28672, 4096], down [4096, 14336].
 """
 
 import functools
@@ -12,23 +12,23 @@ from qkernels.gpu.config import ceil_div, launch_fault, split_fault
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
-# Above this many rows the weight is dequantized to a scratch buffer for the library's GEMM. At 1024
-# rows of qkv / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, the scratch buffer 82 /
-# 58 / 421 / 204; at 2048 the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40.
+# Above this many rows the weight is dequantized to a scratch buffer for cuBLAS. At 1024 rows of qkv
+# / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, dequantizing and cuBLAS 82 / 58 / 421
+# / 204. At 2048 rows the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40 us.
 MAX_FUSED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonGemmConfig:
-    """How one W4A16 product is cut. The grid is [ceil(N / block_n), split, ceil(M / block_m)]."""
+    """One launch of triton_gemm.py. The grid is [ceil(N / block_n), split, ceil(M / block_m)]."""
 
     block_m: int
     block_n: int  # 64 or 128: one or two stored tiles
-    split: int  # parts of K that different blocks sum
+    split: int  # split-K
     warps: int = 4
     stages: int = 3
-    use_tma: bool = False  # x through the bulk copy engine
-    pdl: bool = False  # start while the kernel before it ends
+    use_tma: bool = False  # for x
+    pdl: bool = False  # programmatic dependent launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,20 @@ class _LinearRow:
     max_m: int
     block_m: int
     max_split: int
-    blocks_per_sm: int  # splitting stops before the grid exceeds this
+    blocks_per_sm: int  # at most, of the split grid
     use_tma: bool = False
     pdl: bool = False
-    max_tiles_per_sm: float = float("inf")  # the row is for at most this many tiles of 64 outputs
-    max_steps: float = float("inf")  # and for at most this many steps
-    wide_from: float = float("inf")  # block_n is 128 from this many such tiles for each SM
+    # the row applies up to so many tiles of 64 outputs per SM, and up to so many K steps
+    max_tiles_per_sm: float = float("inf")
+    max_steps: float = float("inf")
+    wide_from: float = float("inf")  # tiles of 128 outputs per SM from which block_n is 128
 
 
-# Splits are tried largest first. 12 parts cost registers where the last block adds them: down takes
-# 13.6 us at one row in 10 parts, 17.0 in 12.
+# Tried largest first. A split of 12 costs registers in the reduction: down at one row takes 13.6 us
+# with split 10, 17.0 with 12.
 _SPLITS = (10, 8, 6, 4, 3, 2)
 
-# Measured choices, us for qkv / o / gate_up / down; README.md says what else was tried:
+# Measured choices, us for qkv / o / gate_up / down; notes/wna16.md says what else was tried:
 # M = 1     7.4 / 6.3 / 23.3 / 13.6   split 8 / 10 / 2 / 10; 7 blocks fill an SM's registers
 # M = 16    8.2 / 7.0 / 23.5 / 13.9   the same
 # M = 32    10.7 / 8.4 / 29.9 / 16.4  split 4 / 8 / 1 / 8
@@ -81,7 +82,7 @@ _LINEAR_ROWS = (
 def default_triton_config(
     M: int, N: int, K: int, group: int, sm_count: int
 ) -> TritonGemmConfig | None:
-    """The tile for M >= 1 rows; None: dequantize and use the library's GEMM."""
+    """The config for M >= 1 rows; None: dequantize and use cuBLAS."""
     N = padded_n(N)
     tiles_per_sm = N // TILE_N / sm_count
     steps = K // k_step(group)
@@ -114,14 +115,14 @@ def default_triton_config(
 
 
 def triton_config_fault(
-    tile: TritonGemmConfig, *, M: int, N: int, K: int, group: int, bits: int
+    config: TritonGemmConfig, *, M: int, N: int, K: int, group: int, bits: int
 ) -> str | None:
-    """None: the kernel can run it."""
+    """Why the kernel cannot run it; None: it can."""
     stored_n = padded_n(N)
-    if tile.block_n not in (TILE_N, 2 * TILE_N) or stored_n % tile.block_n:
-        return f"block_n must be 64 or 128 and divide {stored_n}, found {tile.block_n}"
-    tiles = stored_n // tile.block_n * ceil_div(M, max(1, tile.block_m))
+    if config.block_n not in (TILE_N, 2 * TILE_N) or stored_n % config.block_n:
+        return f"block_n must be 64 or 128 and divide {stored_n}, found {config.block_n}"
+    tiles = stored_n // config.block_n * ceil_div(M, max(1, config.block_m))
     return (
-        launch_fault(tile.block_m, tile.warps, tile.stages, least=16, most=256)
-        or split_fault(tile.split, K // k_step(group), tiles, M * N)
+        launch_fault(config.block_m, config.warps, config.stages, least=16, most=256)
+        or split_fault(config.split, K // k_step(group), tiles, M * N)
     )  # fmt: skip
