@@ -23,6 +23,23 @@ MAY_IMPORT_INSIDE = {
     "qserve.model": {"qserve.model"},
     "qserve.engine": {"qserve.model", "qserve.engine"},
 }
+# floor of qkernels -> the modules and folders of qkernels that it may import besides itself
+QKERNELS_FLOORS = {
+    "gpu": {"errors"},
+    "operands": {"errors", "gpu"},
+    "tuning": {"errors", "gpu"},
+}
+# operation -> modules of other operations that it may import: plans, facades, references
+OPERATIONS = {
+    "wna16": {"linear.plan", "linear.prepared"},
+    "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
+    "attention": {"rowwise.reference"},
+    "rowwise": {"linear.plan"},
+    "linear": {"rowwise.ops", "rowwise.reference"},
+    "sampling": set(),
+}
+# module -> what it imports against these rules today; to be emptied
+BREACHES = {"attention.merge_splits": {"rowwise.limbs"}}
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {
     "formats": {"triton", "transformers", "fastapi"},
@@ -87,6 +104,50 @@ def test_engine_and_model_do_not_look_up(package):
             parent = ".".join(name.split(".")[:2])
             if parent in ("qserve.server", "qserve.engine", "qserve.model", "qserve.llm"):
                 assert parent in MAY_IMPORT_INSIDE[package], f"{path} imports {name}"
+
+
+def qkernels_imports(path):
+    """Modules of qkernels that a file imports, also inside functions, named from the package on."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            while parts[0] == "qkernels" and len(parts) > 1:
+                place = ROOT.joinpath(*parts)
+                if place.with_suffix(".py").exists() or place.is_dir():
+                    yield ".".join(parts[1:])
+                    break
+                parts.pop()
+
+
+@pytest.mark.parametrize("floor", QKERNELS_FLOORS)
+def test_floors_of_qkernels_know_no_operation(floor):
+    allowed = QKERNELS_FLOORS[floor] | {floor}
+    for path in (ROOT / "qkernels" / floor).rglob("*.py"):
+        for name in qkernels_imports(path):
+            assert name.partition(".")[0] in allowed, f"{path} imports qkernels.{name}"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_import_no_variant_of_another(operation):
+    for path in (ROOT / "qkernels" / operation).rglob("*.py"):
+        foreign = {
+            name
+            for name in qkernels_imports(path)
+            if name.partition(".")[0] in OPERATIONS.keys() - {operation}
+        }
+        known = BREACHES.get(f"{operation}.{path.stem}", set())
+        assert foreign - OPERATIONS[operation] == known, f"{path} imports {sorted(foreign)}"
+
+
+def test_every_folder_of_qkernels_has_a_rule():
+    folders = {path.parent.name for path in (ROOT / "qkernels").glob("*/__init__.py")}
+    assert folders == {*QKERNELS_FLOORS, *OPERATIONS, "bench"}
 
 
 @pytest.mark.parametrize("module", sorted(MUST_NOT_LOAD))
