@@ -85,6 +85,8 @@ def is_running(pid: int) -> bool:
             prompt_token_ids=[1],
             params=SamplingParams(logit_bias={5: -2.5}, logprobs=0, frequency_penalty=0.5),
             sent=0.0,
+            client="c",
+            group="g",
         ),
         messages.Abort(request_id="r"),
     ],
@@ -236,6 +238,18 @@ def test_stop_strings_stay_with_the_client(monkeypatch):
 
     asyncio.run(scenario())
     assert sent and max(map(len, sent)) < 2000
+
+
+def test_the_engine_is_told_whose_a_request_is(journal):
+    async def scenario():
+        client = await start()
+        params = SamplingParams(max_tokens=2)
+        stream = client.generate("r", [1], params, client="somebody", group="request 7")
+        assert tokens([event async for event in stream]) == [2, 3]
+        await client.close()
+
+    asyncio.run(scenario())
+    assert "r is of somebody, request 7" in journal()
 
 
 def test_slow_reader_gets_everything_in_merged_events():
