@@ -187,14 +187,14 @@ class Scheduler:
         victims = self._who_gives_way(request)
         if victims is None:
             return
-        places = [self.running.index(victim) for victim in victims]
         for victim in victims:
             self.running.remove(victim)
             self._preempt(victim, step)
         for each in {*victims, *([] if ahead is None else [ahead])}:
             each.num_bypasses += 1
-        # Not as the youngest, or it would be the first to give way when pages run out.
-        self._admit(request, step, seniority=min(places, default=len(self.running)))
+        # Behind the oldest, which then always comes to its end. As the youngest it would be the
+        # first to give way when pages run out.
+        self._admit(request, step, seniority=1)
 
     def _who_gives_way(self, request: Request) -> list[Request] | None:
         """The youngest of the client, or else of the group, that runs most, but not its oldest.
@@ -269,14 +269,13 @@ class Scheduler:
 
     def _has_place(self, request: Request) -> bool:
         # The whole known length must fit, not only its first chunk, or two long prompts would push
-        # each other out in turns. A request whose last token is in flight was pushed out just now.
-        return (
-            len(self.running) < self.max_num_seqs
-            and not request.num_pending
-            and self.pool.can_grow(request.block_table, request.num_tokens)
+        # each other out in turns. One that was pushed out just now never fits: its pages are taken.
+        return len(self.running) < self.max_num_seqs and self.pool.can_grow(
+            request.block_table, request.num_tokens
         )
 
     def _admit(self, request: Request, step: "_Step", seniority: int) -> None:
+        assert not request.num_pending, "pushed out and back in one step, its token in flight"
         self.waiting.admit(request)
         request.status = Status.RUNNING
         if not request.num_preemptions:

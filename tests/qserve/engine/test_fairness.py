@@ -1,7 +1,10 @@
 """A small request beside large ones: after how many steps it has its first token."""
 
+from unittest import mock
+
 import pytest
 
+from qserve.engine import scheduler as scheduler_module
 from qserve.engine.scheduler import PATIENCE
 from qserve.engine.waiting_queue import MAX_BYPASSES
 from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
@@ -65,6 +68,40 @@ def test_nor_where_they_have_all_places_or_all_pages(of, num_pages, client):
     request = make_request("s", **SMALL, client=client)
     assert steps_to_first_token(simulation, request) <= PATIENCE + 1 + AT_ONCE
     assert len(scheduler.running) >= num_running - 1
+    assert request.num_preemptions == 0
+
+
+def test_who_got_a_place_late_is_not_the_first_to_lose_it():
+    """Pages run out all the time: the large request's outputs grow and push each other out."""
+    simulation = simulate(num_pages=6 * -(-TOKENS // 16))
+    add_large(simulation, n=8)
+    for _ in range(20):
+        simulation.step()
+    request = make_request("s", 5, 60, group="small")
+    simulation.scheduler.add(request)
+    while request.request_id not in simulation.done:
+        simulation.step()
+    assert request.num_preemptions == 0
+    assert any(each.num_preemptions for each in simulation.scheduler.waiting)
+
+
+def test_who_lost_its_pages_is_passed_over_so_often_and_no_more():
+    """By requests that have place where it has not."""
+    simulation = simulate(num_pages=4, page_size=64)
+    scheduler = simulation.scheduler
+    scheduler.add(make_request("r0", 4, 50, group="a"))
+    simulation.step()
+    lost = make_request("r1", 200, 2, group="b")
+    lost.num_preemptions = 1
+    scheduler.waiting.push_front(lost)
+    for number in range(3 * MAX_BYPASSES):
+        scheduler.add(make_request(f"s{number}", 1, 1, group=f"g{number}"))
+    with mock.patch.object(scheduler_module, "PATIENCE", 0):
+        while lost in scheduler.waiting:
+            simulation.step()
+    assert "r0" in simulation.done
+    small = [request for request in simulation.admitted if request.request_id != "r0"]
+    assert len(small) == MAX_BYPASSES == lost.num_bypasses
 
 
 def test_a_crowd_of_small_requests_waits_once_not_in_turn():

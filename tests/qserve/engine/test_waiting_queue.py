@@ -81,6 +81,17 @@ def test_turns_cost_tokens():
     assert 0.9 * 4 < counts["short"] / counts["long"] < 1.2 * 4
 
 
+def test_who_comes_late_does_not_get_what_it_missed():
+    queue = WaitingQueue()
+    for client in ("early", "late"):
+        push(queue, *(make_request("r", 9, client=client) for _ in range(20)))
+        if client == "early":
+            for _ in range(10):
+                pop(queue)
+    counts = Counter(pop(queue).client for _ in range(6))
+    assert counts == {"early": 3, "late": 3}
+
+
 def test_requests_that_end_while_they_wait_leave_nothing_behind():
     queue, rng = WaitingQueue(), random.Random(3)
     for _ in range(200):
