@@ -109,9 +109,12 @@ class Simulation:
             slot = (table[position // size], position % size)
             assert self.memory.get(slot) == (name, position), "a key was lost or overwritten"
 
-    def run_out(self, limit=20_000):
+    def run_out(self):
+        self.run_until(lambda: not self.scheduler.num_requests and not self.in_flight)
+
+    def run_until(self, condition, limit=20_000):
         for _ in range(limit):
-            if not self.scheduler.num_requests and not self.in_flight:
+            if condition():
                 return
             self.step()
-        raise AssertionError("requests did not finish")
+        raise AssertionError(f"it did not come to that in {limit} steps")

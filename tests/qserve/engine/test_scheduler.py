@@ -100,8 +100,7 @@ def test_youngest_gives_way_and_keeps_its_tokens():
     scheduler.add(old)
     scheduler.add(young)
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
-    while not young.num_preemptions:
-        simulation.step()
+    simulation.run_until(lambda: young.num_preemptions)
     assert young.status is Status.WAITING
     assert young.token_ids[:3] == [1, 1, 1] and len(young.token_ids) > 3
     assert old.num_preemptions == 0
