@@ -229,7 +229,8 @@ class Scheduler:
             index += 1
 
     def _plan_prompts(self, step: "_Step") -> None:
-        begun = deque(each for each in self.running if each.num_uncomputed > 1)
+        begun = [each for each in self.running if each.num_uncomputed > 1]
+        begun = deque(sorted(begun, key=attrgetter("num_steps_at_arrival")))
         while step.budget > 0:
             request = begun.popleft() if begun else self._admit_first(step)
             if request is None:

@@ -1,6 +1,7 @@
 """A scheduler driven as the engine does it, with a model of the KV memory that checks each step."""
 
 from collections import deque
+from operator import attrgetter
 
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, Status
@@ -94,10 +95,12 @@ class Simulation:
         left = self.scheduler.max_num_batched_tokens - sum(
             counts.get(request, 0) for request in decodes
         )
-        for request, num_uncomputed in prompts.items():
-            if request not in plan.preempted:
-                assert counts[request] >= min(num_uncomputed, left // 2)
-                break
+        kept = [request for request in prompts if request not in plan.preempted]
+        oldest = min(kept, key=attrgetter("num_steps_at_arrival"), default=None)
+        if oldest is not None and not any(
+            request.num_steps_at_arrival < oldest.num_steps_at_arrival for request in plan.admitted
+        ):
+            assert counts[oldest] >= min(prompts[oldest], left // 2)
 
     def check_memory(self, chunk):
         """Write the chunk's keys; then every key that its last row reads must be its own."""
