@@ -167,11 +167,15 @@ class EngineClient:
         prompt_token_ids: list[int],
         params: SamplingParams,
         watch: Watch = ignore,
+        client: str = "",
+        group: str = "",
     ) -> AsyncIterator[RequestEvent]:
         """Run one request; the last of its events has a finish_reason, "error" if the engine dies.
 
         Events that are taken slowly come merged; `watch` sees each as it arrives. Closing the
-        generator early aborts the request. Raises RefusedError when the engine can never run it.
+        generator early aborts the request. `client` says whose it is, and `group` of which API
+        request it is an output, for turns that are fair. Raises RefusedError when the engine can
+        never run it.
         """
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -187,6 +191,8 @@ class EngineClient:
                 prompt_token_ids=prompt_token_ids,
                 params=params,
                 sent=time.perf_counter(),
+                client=client,
+                group=group,
             )
             self._writer.write(messages.encode(add))
             # A lost connection is reported by the reader, to all requests at once.

@@ -87,10 +87,14 @@ class Engine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         arrived: float | None = None,
+        *,
+        client: str = "",
+        group: str = "",
     ) -> None:
         """Queue a request. Raises InputError where it is empty, too long, or can never run.
 
-        `arrived` is when it was sent, by time.perf_counter(), which all processes share.
+        `arrived` is when it was sent, by time.perf_counter(), which all processes share. Clients
+        take turns, and so do the groups of each: a group is all outputs of one API request.
         """
         subject = f"request {request_id}"
         length = len(prompt_token_ids)
@@ -127,6 +131,8 @@ class Engine:
             seed=seed,
             stop_token_ids=frozenset(params.stop_token_ids),
             eos_token_ids=frozenset() if params.ignore_eos else self.model_config.eos_token_ids,
+            client=client,
+            group=group,
             arrived=time.perf_counter() if arrived is None else arrived,
         )
         self.scheduler.add(request)

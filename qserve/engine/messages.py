@@ -36,6 +36,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     sent: float  # time.perf_counter(), which both processes share
+    client: str = ""  # whose request it is, for fair turns; nothing that identifies a person
+    group: str = ""  # the API request of which it is one output
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

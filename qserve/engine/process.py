@@ -110,7 +110,12 @@ def _take_messages(engine: object, connection: socket.socket, inbox: queue.Simpl
         if isinstance(message, Add):
             try:
                 engine.add_request(
-                    message.request_id, message.prompt_token_ids, message.params, message.sent
+                    message.request_id,
+                    message.prompt_token_ids,
+                    message.params,
+                    message.sent,
+                    client=message.client,
+                    group=message.group,
                 )
             except InputError as error:
                 refusal = Refused(

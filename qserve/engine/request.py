@@ -29,6 +29,9 @@ class RequestEvent:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
 
 
+Flow = tuple[str, str]  # client, group
+
+
 class Status(Enum):
     WAITING = "waiting"  # holds no pages
     RUNNING = "running"  # holds the pages of its computed tokens
@@ -51,12 +54,21 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]  # of the request
     eos_token_ids: frozenset[int]  # of the model; empty with ignore_eos
+    client: str = ""  # whose it is
+    group: str = ""  # the API request of which it is one output
     arrived: float = 0.0  # time.perf_counter() when it was sent to the engine
     status: Status = Status.WAITING
     num_computed: int = 0  # positions whose keys and values are written, or are by steps in flight
     num_pending: int = 0  # tokens sampled by steps in flight
     num_preemptions: int = 0
+    num_bypasses: int = 0  # requests that were admitted with its pages, or before it came back
+    num_steps_at_arrival: int = 0  # of the scheduler
     block_table: list[int] = field(default_factory=list)  # its KV pages, in order of position
+
+    @property
+    def flow(self) -> Flow:
+        """Whom it takes turns with others for."""
+        return self.client, self.group
 
     @property
     def num_known(self) -> int:

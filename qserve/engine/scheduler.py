@@ -1,21 +1,30 @@
 """The scheduler: which tokens of which requests the next step computes. Knows no tensors.
 
 A step is a list of chunks (request, start, count) under one token budget. There are no phases: a
-chunk of a prompt has a large count, a decode has 1. Running requests come first, in order of
-arrival, so that a decode never waits behind a prompt; then waiting ones are admitted. When pages
-run out, the youngest running request gives its pages back, keeps its tokens, and is computed again
-later.
+chunk of a prompt has a large count, a decode has 1. Decodes come first, so that none waits behind
+a prompt; then prompts that were begun, oldest first; then waiting requests are admitted. A prompt
+that would use up the budget leaves up to half of it to shorter ones. When pages run out, the
+youngest running request gives its pages back, keeps its tokens, and is computed again later. Whose
+turn it is stands in waiting_queue.py. One who has nothing running, and waits because others have
+all places or pages, gets some of theirs after PATIENCE steps.
 
 Steps may be in flight: `schedule()` counts the tokens they will sample, `update()` takes them when
 they reach the host.
 """
 
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
-from qserve.engine.waiting_queue import WaitingQueue
+from qserve.engine.waiting_queue import MAX_BYPASSES, WaitingQueue
+
+# Steps that a request waits before others have to give way. Each time costs computing a request
+# again, which is then little beside the steps between.
+PATIENCE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,16 @@ class StepPlan:
         return sum(chunk.count for chunk in self.chunks)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """A plan while it is made."""
+
+    budget: int  # tokens it may still compute
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+
 class Scheduler:
     """One budget, one queue, one pool of pages."""
 
@@ -60,7 +79,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
-        self.running: list[Request] = []  # in order of arrival
+        self.running: list[Request] = []  # the last gives way first
+        self._num_steps = 0
 
     @property
     def num_requests(self) -> int:
@@ -77,44 +97,21 @@ class Scheduler:
                 f" and there are {self.pool.num_pages}",
                 "shorten it, or give the server more memory for KV pages",
             )
+        request.num_steps_at_arrival = self._num_steps
         self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
-        budget = self.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        preempted: list[Request] = []
-        admitted: list[Request] = []
-        # Only the last running request can be inside its prompt: a request is admitted behind it
-        # when the budget has reached its end. So those before it take one token each, and there
-        # is budget for all.
-        index = 0
-        while index < len(self.running):
-            request = self.running[index]
-            count = min(request.num_uncomputed, budget)
-            if count > 0 and self._make_room(request, count, preempted):
-                chunks.append(self._take(request, count))
-                budget -= count
-            index += 1
-        while budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.first()
-            if request is None:
-                break
-            # The whole known length must fit, not only its first chunk, or two long prompts
-            # would push each other out in turns. One that was just pushed out never fits: its
-            # pages are taken.
-            if not self.pool.can_grow(request.block_table, request.num_tokens):
-                break
-            self.waiting.pop()
-            request.status = Status.RUNNING
-            if not request.num_preemptions:
-                admitted.append(request)
-            self.running.append(request)
-            self.pool.grow_(request.block_table, request.num_tokens)
-            count = min(request.num_uncomputed, budget)
-            chunks.append(self._take(request, count))
-            budget -= count
-        return StepPlan(chunks=tuple(chunks), preempted=tuple(preempted), admitted=tuple(admitted))
+        self._num_steps += 1
+        step = _Step(budget=self.max_num_batched_tokens)
+        self._make_place(step)
+        self._plan_decodes(step)
+        self._plan_prompts(step)
+        return StepPlan(
+            chunks=tuple(step.chunks),
+            preempted=tuple(step.preempted),
+            admitted=tuple(step.admitted),
+        )
 
     def update(
         self,
@@ -172,33 +169,152 @@ class Scheduler:
             raise AssertionError("a waiting request holds pages")
         self.waiting.check_integrity()
 
-    def _take(self, request: Request, count: int) -> Chunk:
+    def _make_place(self, step: "_Step") -> None:
+        """Preempt requests of who has most, for one who has nothing and whose turn it has been.
+
+        It waits PATIENCE steps before. Each request gives way MAX_BYPASSES times at most.
+        """
+        request = self.waiting.first_in_turn()
+        if request is None or self._num_steps - request.num_steps_at_arrival <= PATIENCE:
+            return
+        ahead = self.waiting.first_preempted
+        if ahead is None:
+            may_go = not self._has_place(request)  # else it is admitted without this
+        else:
+            may_go = ahead.num_bypasses < MAX_BYPASSES and ahead.flow != request.flow
+        if not may_go:
+            return
+        victims = self._who_gives_way(request)
+        if victims is None:
+            return
+        for victim in victims:
+            self.running.remove(victim)
+            self._preempt(victim, step)
+        for each in {*victims, *([] if ahead is None else [ahead])}:
+            each.num_bypasses += 1
+        # Behind the oldest, which then always comes to its end. As the youngest it would be the
+        # first to give way when pages run out.
+        self._admit(request, step, seniority=1)
+
+    def _who_gives_way(self, request: Request) -> list[Request] | None:
+        """The youngest of the client, or else of the group, that runs most, but not its oldest.
+
+        As many as make place for `request`; None where it has its share, or all are not enough.
+        """
+        for owner_of in (attrgetter("client"), attrgetter("flow")):
+            counts = Counter(owner_of(each) for each in self.running)
+            if not counts or counts[owner_of(request)]:
+                continue
+            if self._has_place(request):
+                return []
+            owner, _ = counts.most_common(1)[0]
+            owned = [each for each in self.running if owner_of(each) == owner]
+            victims, num_free = [], self.pool.num_free
+            for victim in reversed(owned[1:]):
+                if victim.num_bypasses >= MAX_BYPASSES:
+                    continue
+                victims.append(victim)
+                num_free += len(victim.block_table)
+                if num_free >= self.pool.pages_for(request.num_tokens):
+                    return victims
+        return None
+
+    def _plan_decodes(self, step: "_Step") -> None:
+        # A step has a token for each running request, so there is budget for all.
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            if request.num_uncomputed == 1 and self._make_room(request, step):
+                self._take(request, 1, step)
+            index += 1
+
+    def _plan_prompts(self, step: "_Step") -> None:
+        begun = [each for each in self.running if each.num_uncomputed > 1]
+        begun = deque(sorted(begun, key=attrgetter("num_steps_at_arrival")))
+        while step.budget > 0:
+            request = begun.popleft() if begun else self._admit_first(step)
+            if request is None:
+                break
+            if request.num_uncomputed > step.budget:
+                self._plan_shorter(request, begun, step)
+            self._take(request, min(request.num_uncomputed, step.budget), step)
+
+    def _plan_shorter(self, longest: Request, begun: Collection[Request], step: "_Step") -> None:
+        """Give half of the budget to what is shorter than the oldest prompt that is not done.
+
+        The oldest gets the other half at least, so it is not kept from its end.
+        """
+        begun = sorted(begun, key=attrgetter("num_uncomputed"))
+        share = step.budget // 2
+        flows = {longest.flow, *(each.flow for each in begun)}
+        shortest = (begun or [longest])[0].num_uncomputed
+        while share > 0:
+            request = self.waiting.first_shorter(shortest, other_than=flows)
+            if request is None and not begun:
+                request = self.waiting.passed_over(other_than=flows)
+            if request is None or not self._has_place(request):
+                break
+            self._admit(request, step, len(self.running))
+            share -= self._take(request, min(request.num_uncomputed, share), step)
+        for request in begun:
+            if share > 0:
+                share -= self._take(request, min(request.num_uncomputed, share), step)
+
+    def _admit_first(self, step: "_Step") -> Request | None:
+        """The next request that waits, running now, or None where there is no place for it."""
+        request = self.waiting.first()
+        if request is None or not self._has_place(request):
+            return None
+        self._admit(request, step, len(self.running))
+        return request
+
+    def _has_place(self, request: Request) -> bool:
+        # The whole known length must fit, not only its first chunk, or two long prompts would push
+        # each other out in turns. One that was pushed out just now never fits: its pages are taken.
+        return len(self.running) < self.max_num_seqs and self.pool.can_grow(
+            request.block_table, request.num_tokens
+        )
+
+    def _admit(self, request: Request, step: "_Step", seniority: int) -> None:
+        assert not request.num_pending, "pushed out and back in one step, its token in flight"
+        self.waiting.admit(request)
+        request.status = Status.RUNNING
+        if not request.num_preemptions:
+            step.admitted.append(request)
+        self.running.insert(seniority, request)
+        self.pool.grow_(request.block_table, request.num_tokens)
+
+    def _take(self, request: Request, count: int, step: "_Step") -> int:
+        """Add the next `count` tokens of a request to the step. Returns `count`."""
         start = request.num_computed
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled
-        return Chunk(request=request, start=start, count=count, num_sampled=num_sampled)
+        chunk = Chunk(request=request, start=start, count=count, num_sampled=num_sampled)
+        step.chunks.append(chunk)
+        step.budget -= count
+        return count
 
-    def _make_room(self, request: Request, count: int, preempted: list[Request]) -> bool:
-        """Own pages for `count` more positions, pushing out younger requests where needed.
+    def _make_room(self, request: Request, step: "_Step") -> bool:
+        """Own pages for one more position, pushing out younger requests where needed.
 
         The victims come from the end of `running`, which this step has not reached yet; the last
         resort is `request` itself. Returns False where it had to go.
         """
-        needed = request.num_computed + count
+        needed = request.num_computed + 1
         while not self.pool.can_grow(request.block_table, needed):
             victim = self.running.pop()
-            self._preempt(victim)
-            preempted.append(victim)
+            self._preempt(victim, step)
             if victim is request:
                 return False
         self.pool.grow_(request.block_table, needed)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, step: "_Step") -> None:
         """Take a request's pages; it waits, first in line, and computes its tokens again."""
         self.pool.release_(request.block_table)
         request.status = Status.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
         self.waiting.push_front(request)
+        step.preempted.append(request)

@@ -95,7 +95,9 @@ async def _choice(service: Service, job: Job, index: int) -> Deltas:
     stream = TextStream(service.tokenizer, params, prompt)
     request_id = f"{job.request_id}-{index}"
     with service.metrics.output(job.arrived, len(prompt)) as meter:
-        events = service.client.generate(request_id, prompt, params, meter.take)
+        events = service.client.generate(
+            request_id, prompt, params, meter.take, group=job.request_id
+        )
         async with aclosing(events):
             async for event in events:
                 if event.finish_reason == "error":

@@ -28,6 +28,8 @@ class Client(Protocol):
         prompt_token_ids: list[int],
         params: SamplingParams,
         watch: Callable[[RequestEvent], None],
+        *,
+        group: str,
     ) -> AsyncIterator[RequestEvent]: ...
 
 

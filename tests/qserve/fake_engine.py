@@ -41,10 +41,12 @@ class FakeEngine:
             with open(path, "a") as file:
                 file.write(line + "\n")
 
-    def add_request(self, request_id, prompt_token_ids, params, arrived) -> None:
+    def add_request(self, request_id, prompt_token_ids, params, arrived, *, client, group) -> None:
         if prompt_token_ids[0] == REFUSED:
             raise InputError(f"request {request_id}", "can never run", "shorten it")
         self._journal(f"add {request_id}")
+        if client or group:
+            self._journal(f"{request_id} is of {client}, {group}")
         self._running[request_id] = [list(prompt_token_ids), 0, params]
 
     def abort(self, request_id) -> None:

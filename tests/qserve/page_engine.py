@@ -15,8 +15,8 @@ class PageEngine(Engine):
         super().__init__(config)
         self.seen = []
 
-    def add_request(self, request_id, prompt_token_ids, params, arrived):
-        super().add_request(request_id, prompt_token_ids, params, arrived)
+    def add_request(self, request_id, *arguments, **whose):
+        super().add_request(request_id, *arguments, **whose)
         self.seen.append(self._requests[request_id])
 
     def has_work(self) -> bool:

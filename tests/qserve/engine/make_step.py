@@ -23,6 +23,6 @@ def make_step(counts, *, width=1, seed=0, num_sampled=None, **fields):
         "max_context_len": 99,
         "pending_index": np.zeros(0, np.int64),
         "pending_row": np.zeros(0, np.int64),
-        "sample_rows": tuple(SampleRow() for _ in range(sum(sampled))),
+        "sample_rows": (SampleRow(),) * sum(sampled),
     }
     return StepInput(**made | fields)

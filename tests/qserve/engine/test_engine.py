@@ -101,6 +101,13 @@ def test_a_row_of_nan_ends_its_request_alone(make_engine, steps_in_flight, monke
     assert engine.scheduler.pool.num_free == 50
 
 
+def test_clients_and_groups_take_turns(make_engine):
+    engine = make_engine(max_num_seqs=1)
+    for name, client, group in (("a", "", "1"), ("b", "", "1"), ("c", "", "2"), ("d", "x", "1")):
+        engine.add_request(name, [5, 6], GREEDY, client=client, group=group)
+    assert list(run_out(engine)) == ["a", "d", "c", "b"]
+
+
 def test_a_prompt_leaves_room_for_a_token(make_engine):
     engine = make_engine(max_model_len=20)
     with pytest.raises(InputError, match="expected a prompt of 1 to 19 tokens, found 20"):

@@ -1,114 +1,27 @@
 """Properties of the scheduler over random schedules: no GPU, no model, no clock."""
 
-from collections import deque
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import InputError
-from qserve.engine.kv_pages import PagePool
-from qserve.engine.request import Request, Status
-from qserve.engine.scheduler import Scheduler
-from qserve.sampling_params import SamplingParams
-
-EOS = 7
-
-
-def make_request(name, prompt=4, max_tokens=4, **params):
-    return Request(
-        request_id=name,
-        token_ids=[1] * prompt,
-        num_prompt_tokens=prompt,
-        max_tokens=max_tokens,
-        params=SamplingParams(max_tokens=max_tokens, **params),
-        seed=0,
-        stop_token_ids=frozenset(params.get("stop_token_ids", ())),
-        eos_token_ids=frozenset([EOS]),
-    )
-
-
-def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8):
-    return Scheduler(
-        PagePool(num_pages, page_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
-    )
-
-
-class Simulation:
-    """Drives a scheduler as the engine does, with `depth` steps in flight, and checks each step."""
-
-    def __init__(self, scheduler, depth, tokens):
-        self.scheduler, self.depth, self.tokens = scheduler, depth, tokens
-        self.in_flight = deque()
-        self.done = {}
-        self.admitted = []
-        self.memory = {}  # (page, offset) -> (request, position): what a step wrote there
-
-    def step(self):
-        scheduler = self.scheduler
-        had_work = bool(scheduler.num_requests)
-        running_before = [r for r in scheduler.running if r.num_uncomputed]
-        plan = scheduler.schedule()
-        scheduler.check_integrity()
-        self.check_plan(plan, running_before)
-        self.admitted += [request.request_id for request in plan.admitted]
-        if plan.chunks:
-            self.in_flight.append(plan)
-        due = self.depth if plan.chunks else 0
-        progress = bool(plan.chunks or self.in_flight)
-        assert progress or not had_work, "a step neither ran nor finished anything"
-        while len(self.in_flight) > due:
-            old = self.in_flight.popleft()
-            num_sampled = sum(chunk.num_sampled for chunk in old.chunks)
-            sampled = [next(self.tokens) for _ in range(num_sampled)]
-            for event in scheduler.update(old, sampled):
-                if event.finish_reason:
-                    assert event.request_id not in self.done
-                    self.done[event.request_id] = event.finish_reason
-            scheduler.check_integrity()
-
-    def check_plan(self, plan, running_before):
-        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert len(plan.chunks) <= self.scheduler.max_num_seqs
-        requests = [chunk.request for chunk in plan.chunks]
-        assert len(set(map(id, requests))) == len(requests)
-        for chunk in plan.chunks:
-            assert chunk.count > 0
-            assert chunk.request.status is Status.RUNNING
-            table = chunk.request.block_table
-            assert len(table) * self.scheduler.pool.page_size >= chunk.end
-            assert chunk.end <= chunk.request.num_tokens
-            assert chunk.request.num_computed == chunk.end
-            self.check_memory(chunk)
-        order = [int(r.request_id[1:]) for r in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert order == sorted(order), "first come, first served"
-        for request in running_before:
-            scheduled = request in requests
-            assert scheduled or request in plan.preempted, "a running request skipped a step"
-
-    def check_memory(self, chunk):
-        """Write the chunk's keys; then every key that its last row reads must be its own."""
-        size, table = self.scheduler.pool.page_size, chunk.request.block_table
-        name = chunk.request.request_id
-        for position in range(chunk.start, chunk.end):
-            self.memory[table[position // size], position % size] = (name, position)
-        for position in range(chunk.end):
-            slot = (table[position // size], position % size)
-            assert self.memory.get(slot) == (name, position), "a key was lost or overwritten"
-
-    def run_out(self, limit=20_000):
-        for _ in range(limit):
-            if not self.scheduler.num_requests and not self.in_flight:
-                return
-            self.step()
-        raise AssertionError("requests did not finish")
+from qserve.engine import scheduler as scheduler_module
+from qserve.engine.request import Status
+from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_random_schedules_keep_every_promise(data):
-    draw = data.draw
+    # short enough that it runs out in schedules of this size
+    with mock.patch.object(scheduler_module, "PATIENCE", data.draw(st.integers(0, 4))):
+        check_random_schedule(data.draw)
+
+
+def check_random_schedule(draw):
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_pages = draw(st.integers(2, 24))
     max_num_seqs = draw(st.integers(1, 6))
@@ -119,11 +32,14 @@ def test_random_schedules_keep_every_promise(data):
     tokens = iter(lambda: random.choice([1, 2, 3, 4, 5, 6, EOS]), None)
     simulation = Simulation(scheduler, depth=draw(st.sampled_from([0, 1])), tokens=tokens)
     admitted, aborted = {}, set()
+    names = st.sampled_from(draw(st.sampled_from([[""], ["", "a"], ["", "a", "b"]])))
     for number in range(draw(st.integers(1, 12))):
         request = make_request(
             f"r{number}",
             prompt=draw(st.integers(1, 40)),
             max_tokens=draw(st.integers(1, 20)),
+            client=draw(names),
+            group=draw(names),
             ignore_eos=False,
         )
         try:
@@ -143,12 +59,17 @@ def test_random_schedules_keep_every_promise(data):
     simulation.run_out()
     assert simulation.done.keys() | aborted == admitted.keys()
     assert not simulation.done.keys() & aborted
-    assert scheduler.pool.num_free == num_pages and scheduler.waiting.num_tokens == 0
+    assert scheduler.pool.num_free == num_pages
+    assert len(scheduler.waiting) == scheduler.waiting.num_tokens == 0
     ran = {
         name for name, request in admitted.items() if request.num_computed or name not in aborted
     }
-    assert len(set(simulation.admitted)) == len(simulation.admitted), "admitted twice"
-    assert ran <= set(simulation.admitted) <= admitted.keys()
+    in_order = [request.request_id for request in simulation.admitted]
+    assert len(set(in_order)) == len(in_order), "admitted twice"
+    assert ran <= set(in_order) <= admitted.keys()
+    for flow in {request.flow for request in simulation.admitted}:
+        order = [int(r.request_id[1:]) for r in simulation.admitted if r.flow == flow]
+        assert order == sorted(order), "first come, first served within a group"
     for name, reason in simulation.done.items():
         request = admitted[name]
         output = request.token_ids[request.num_prompt_tokens :]
@@ -179,8 +100,7 @@ def test_youngest_gives_way_and_keeps_its_tokens():
     scheduler.add(old)
     scheduler.add(young)
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
-    while not young.num_preemptions:
-        simulation.step()
+    simulation.run_until(lambda: young.num_preemptions)
     assert young.status is Status.WAITING
     assert young.token_ids[:3] == [1, 1, 1] and len(young.token_ids) > 3
     assert old.num_preemptions == 0
