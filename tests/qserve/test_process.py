@@ -13,15 +13,22 @@ from pathlib import Path
 import pytest
 
 from formats.errors import InputError
+from qserve import frames
 from qserve.config import EngineConfig
 from qserve.engine import messages
-from qserve.engine.client import EngineClient, RefusedError, _Output
+from qserve.engine.client import EngineClient, Limits, RefusedError, _Output
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
-REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS = 100, 101, 102, 103  # of fake_engine
+REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, OUT_OF_MEMORY = (
+    100,
+    101,
+    102,
+    103,
+    105,
+)  # of fake_engine
 FAKE = "fake_engine:FakeEngine"
 ENDLESS = SamplingParams(max_tokens=100_000)
 REPORT = EngineReport(2, 1, 900, 30, 64, 40, 1, (0.5, 1.25))
@@ -82,7 +89,7 @@ def is_running(pid: int) -> bool:
 )
 def test_messages_to_the_engine_survive_the_trip(message):
     frame = messages.encode(message)
-    assert messages.payload_size(frame[:4]) == len(frame) - 4
+    assert frames.payload_size(frame[:4]) == len(frame) - 4
     assert messages.decode(frame[4:], messages.ToEngine) == message
     with pytest.raises(messages.MessageError):
         messages.decode(frame[4:], messages.FromEngine)
@@ -155,8 +162,8 @@ def test_parameters_are_checked_again_on_arrival():
 
 def test_frame_above_the_limit_is_refused_on_both_sides(monkeypatch):
     with pytest.raises(messages.MessageError, match="claims"):
-        messages.payload_size(b"\xff\xff\xff\xff")
-    monkeypatch.setattr(messages, "MAX_PAYLOAD_BYTES", 1000)
+        frames.payload_size(b"\xff\xff\xff\xff")
+    monkeypatch.setattr(frames, "MAX_PAYLOAD_BYTES", 1000)
     with pytest.raises(messages.MessageError, match="cannot be sent"):
         messages.encode(messages.Abort(request_id="r" * 2000))
 
@@ -257,7 +264,11 @@ def test_refused_request_raises_and_leaves_the_others_alone():
 
 @pytest.mark.parametrize(
     ("token", "cause"),
-    [(STEP_FAILS, "RuntimeError: CUDA error: illegal address"), (PROCESS_DIES, "exit code 9")],
+    [
+        (STEP_FAILS, "RuntimeError: CUDA error: illegal address"),
+        (PROCESS_DIES, "exit code 9"),
+        (OUT_OF_MEMORY, "MemoryError"),
+    ],
 )
 def test_dead_engine_ends_every_stream(token, cause, capfd):
     async def scenario():
@@ -274,6 +285,69 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
     assert asyncio.run(scenario()) not in (0, None)
     if token == STEP_FAILS:
         assert "Traceback" in capfd.readouterr().err
+
+
+def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
+    """Such as a message that does not fit into memory: every later request would wait for it."""
+    monkeypatch.setenv("FAKE_ENGINE_BREAKS_READER", "yes")
+
+    async def scenario():
+        client = await start()
+        runs = [collect(client, f"r{n}", [1], ENDLESS) for n in range(2)]
+        for events in await asyncio.wait_for(asyncio.gather(*runs), 30):
+            assert "MemoryError: no room" in events[-1].error
+        assert not client.is_alive
+        assert await asyncio.wait_for(client._process.wait(), 30) == 1
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_stopped_process_is_noticed_and_killed(journal, busy):
+    async def scenario():
+        limits = Limits(silence=2)
+        client = await EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
+        run = asyncio.create_task(collect(client, "r", [1], ENDLESS)) if busy else None
+        if busy:
+            await until(lambda: "add r" in journal())
+        os.kill(client._process.pid, signal.SIGSTOP)
+        cause = await asyncio.wait_for(client.wait_until_dead(), 30)
+        assert "no sign of life for 2 s" in cause
+        if run:
+            assert cause in (await run)[-1].error
+        assert await asyncio.wait_for(client._process.wait(), 30) == -signal.SIGKILL
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_step_without_end_is_noticed_and_the_process_killed(journal):
+    """The process still gives signs of life: its other threads run."""
+
+    async def scenario():
+        limits = Limits(silence=20, step=2)
+        client = await EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
+        events = await asyncio.wait_for(collect(client, "r", [STEP_HANGS], ENDLESS), 30)
+        assert "one step of the engine took more than 2 s" in events[-1].error
+        assert await asyncio.wait_for(client._process.wait(), 30) == -signal.SIGKILL
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_idle_and_busy_engines_are_not_taken_for_dead(monkeypatch):
+    monkeypatch.setattr("qserve.engine.client.WATCH_SECONDS", 0.01)
+
+    async def scenario():
+        limits = Limits(silence=3, step=3)
+        client = await EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
+        await asyncio.sleep(3.5)
+        assert client.is_alive
+        assert len(tokens(await collect(client, "r", [1], SamplingParams(max_tokens=1500)))) == 1500
+        await client.close()
+
+    asyncio.run(scenario())
 
 
 def test_watches_see_everything_as_it_arrives():
