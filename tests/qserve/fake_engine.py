@@ -24,7 +24,8 @@ class FakeEngine:
     vocab_size = VOCAB_SIZE
 
     def __init__(self, config) -> None:
-        if config.model == "unusable" or config.max_model_len == 1:
+        broken = os.environ.get("FAKE_ENGINE_UNUSABLE")
+        if broken or config.model == "unusable" or config.max_model_len == 1:
             raise InputError("unusable/config.json", "no such architecture", "use another")
         if config.model == "broken":
             raise RuntimeError("out of memory\nand a long explanation")

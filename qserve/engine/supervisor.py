@@ -1,0 +1,120 @@
+"""EngineSupervisor: an engine process that is started anew when it dies, a few times.
+
+Looks like an EngineClient to those who use it. Knows no text and no HTTP.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.client import EngineClient, Limits, Watch, WatchEngine, ignore
+from qserve.engine.process import ENGINE
+from qserve.engine.request import RequestEvent
+from qserve.sampling_params import SamplingParams
+
+# An engine that has lived so long was no failed attempt: the count of restarts begins again.
+PROVEN_SECONDS = 600.0
+PAUSE_SECONDS = 1.0  # before a start: a GPU's memory is free a moment after its process is gone
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSupervisor:
+    """A running engine. Made by `EngineSupervisor.start`, ended by `close`."""
+
+    def __init__(self, config: EngineConfig, restarts: int, options: dict) -> None:
+        self._config, self._restarts, self._options = config, restarts, options
+        self._client: EngineClient
+        self._given_up = asyncio.Event()
+        self._task: asyncio.Task | None = None
+        self.num_restarts = 0  # that have succeeded
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        restarts: int = 0,
+        engine: str = ENGINE,
+        watch: WatchEngine = ignore,
+        limits: Limits | None = None,
+    ) -> "EngineSupervisor":
+        """Start the engine. Raises InputError if it cannot, however many `restarts` there are."""
+        options = {"engine": engine, "watch": watch, "limits": limits}
+        supervisor = cls(config, restarts, options)
+        supervisor._client = await EngineClient.start(config, **options)
+        supervisor._task = asyncio.create_task(supervisor._supervise())
+        return supervisor
+
+    @property
+    def max_model_len(self) -> int:
+        return self._client.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._client.vocab_size
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a request can run now."""
+        return self._client.is_alive
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether one can run later, though none can now."""
+        return not self._client.is_alive and not self._given_up.is_set()
+
+    async def wait_until_dead(self) -> None:
+        """Returns when the engine is gone and will not be started again."""
+        await self._given_up.wait()
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        watch: Watch = ignore,
+        client: str = "",
+    ) -> AsyncIterator[RequestEvent]:
+        """Run one request on the engine that there is now, as EngineClient.generate does."""
+        events = self._client.generate(request_id, prompt_token_ids, params, watch, client)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    async def close(self) -> None:
+        """End the engine and start none again."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._given_up.set()
+        await self._client.close()
+
+    async def _supervise(self) -> None:
+        num_left = self._restarts
+        while True:
+            started = time.monotonic()
+            await self._client.wait_until_dead()
+            await self._client.close()
+            if time.monotonic() - started > PROVEN_SECONDS:
+                num_left = self._restarts
+            replacement = None
+            while replacement is None and num_left > 0:
+                num_left -= 1
+                logger.warning("The engine is started again; %d more times are left", num_left)
+                await asyncio.sleep(PAUSE_SECONDS)
+                try:
+                    replacement = await EngineClient.start(self._config, **self._options)
+                except InputError as error:
+                    logger.error("The engine could not be started again: %s", error)
+            if replacement is None:
+                self._given_up.set()
+                return
+            self._client = replacement
+            self.num_restarts += 1
