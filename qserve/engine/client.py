@@ -6,16 +6,13 @@ Knows tokens and events, no text and no HTTP.
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from formats.errors import InputError
+from qserve.child_process import start_child
 from qserve.config import EngineConfig
 from qserve.engine import messages
 from qserve.engine.messages import (
@@ -146,23 +143,7 @@ class EngineClient:
 
         `watch` gets what the engine tells of itself; the last report, of a dead one, is all zero.
         """
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        with theirs, _closed_on_error(writer):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                # Without -P a folder named formats/ where the user stands would hide our own.
-                "-P",
-                "-m",
-                "qserve.engine.process",
-                f"--fd={theirs.fileno()}",
-                f"--engine={engine}",
-                pass_fds=(theirs.fileno(),),
-                env=_environment(),
-                # Ctrl-C in the terminal goes to the server, which ends the engine in good order.
-                start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+        process, reader, writer = await start_child("qserve.engine.process", f"--engine={engine}")
         client = cls(process, reader, writer, watch, limits or Limits())
         try:
             writer.write(messages.encode(Start(config=config)))
@@ -343,19 +324,3 @@ class EngineClient:
             finish_reason="error",
             error=self._cause_of_death,
         )
-
-
-@contextlib.contextmanager
-def _closed_on_error(writer: asyncio.StreamWriter) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        writer.close()
-        raise
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with which the engine imports the same packages as we do."""
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}

@@ -31,6 +31,8 @@ class EngineSupervisor:
         self._config, self._restarts, self._options = config, restarts, options
         self._client: EngineClient
         self._given_up = asyncio.Event()
+        self._num_left = restarts
+        self._is_starting = False
         self._task: asyncio.Task | None = None
         self.num_restarts = 0  # that have succeeded
 
@@ -67,7 +69,7 @@ class EngineSupervisor:
     @property
     def is_restarting(self) -> bool:
         """Whether one can run later, though none can now."""
-        return not self._client.is_alive and not self._given_up.is_set()
+        return not self._client.is_alive and (self._is_starting or self._num_left > 0)
 
     async def wait_until_dead(self) -> None:
         """Returns when the engine is gone and will not be started again."""
@@ -91,30 +93,33 @@ class EngineSupervisor:
         """End the engine and start none again."""
         if self._task is not None:
             self._task.cancel()
+            self._is_starting, self._num_left = False, 0
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         self._given_up.set()
         await self._client.close()
 
     async def _supervise(self) -> None:
-        num_left = self._restarts
         while True:
             started = time.monotonic()
             await self._client.wait_until_dead()
-            await self._client.close()
             if time.monotonic() - started > PROVEN_SECONDS:
-                num_left = self._restarts
-            replacement = None
-            while replacement is None and num_left > 0:
-                num_left -= 1
-                logger.warning("The engine is started again; %d more times are left", num_left)
-                await asyncio.sleep(PAUSE_SECONDS)
-                try:
-                    replacement = await EngineClient.start(self._config, **self._options)
-                except InputError as error:
-                    logger.error("The engine could not be started again: %s", error)
-            if replacement is None:
-                self._given_up.set()
-                return
-            self._client = replacement
+                self._num_left = self._restarts
+            await self._client.close()
+            while not self._client.is_alive:
+                if not self._num_left:
+                    self._given_up.set()
+                    return
+                await self._start_again()
+
+    async def _start_again(self) -> None:
+        self._num_left, self._is_starting = self._num_left - 1, True
+        logger.warning("The engine is started again; %d more times are left", self._num_left)
+        try:
+            await asyncio.sleep(PAUSE_SECONDS)
+            self._client = await EngineClient.start(self._config, **self._options)
             self.num_restarts += 1
+        except InputError as error:
+            logger.error("The engine could not be started again: %s", error)
+        finally:
+            self._is_starting = False

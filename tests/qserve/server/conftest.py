@@ -13,7 +13,8 @@ import uvicorn
 from qserve.config import ServerConfig
 from qserve.engine.client import RefusedError
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.server.app import build_app
+from qserve.server.app import build_app, uvicorn_config
+from qserve.server.http_protocol import Connections
 from qserve.text import Tokenizer
 
 END = 2  # the bundled tokenizer's end token
@@ -34,6 +35,8 @@ class ScriptedClient:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.is_alive = True
+        self.is_restarting = False
+        self.clients: list[str] = []
         self.text = "Hello there, general reader."
         self.endless = False
         self.delay = 0.0  # seconds before each token
@@ -45,7 +48,8 @@ class ScriptedClient:
         self.running: set[str] = set()
         self.aborted: list[str] = []
 
-    async def generate(self, request_id, prompt_token_ids, params, watch):
+    async def generate(self, request_id, prompt_token_ids, params, watch, client):
+        self.clients.append(client)
         if self.refuses:
             raise RefusedError(f"request {request_id}", "can never run")
         self.requests.append((request_id, prompt_token_ids, params))
@@ -178,12 +182,12 @@ def error():
 
 @pytest.fixture
 def run_live():
-    """run_live(server) -> the port on which it runs until the test ends."""
+    """run_live(server, limit=1000) -> the port on which it runs until the test ends."""
     running = []
 
-    def run(server: Server) -> int:
-        config = uvicorn.Config(server.app, port=0, log_level="critical", lifespan="off")
-        web = uvicorn.Server(config)
+    def run(server: Server, limit: int = 1000) -> int:
+        server.connections = Connections(limit=limit)
+        web = uvicorn.Server(uvicorn_config(server.app, server.connections, port=0))
         thread = threading.Thread(target=web.run, daemon=True)
         thread.start()
         running.append((web, thread))

@@ -13,8 +13,7 @@ import openai
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server import connection as http
-from qserve.server import replies
+from qserve.server import http_protocol, replies
 
 TEXT = "Hello there, general reader."
 BODY = {"prompt": "Once", "max_tokens": 200}
@@ -126,7 +125,7 @@ def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
 
 
 def test_client_that_never_reads_loses_its_place(server, live, ask, monkeypatch):
-    monkeypatch.setattr(http, "UNREAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "UNREAD_SECONDS", 0.3)
     server.client.endless = True
     server.client.max_model_len = 10**9
     silent = send(live, {**BODY, "stream": True, "max_tokens": 10**8})
