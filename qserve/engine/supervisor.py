@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 from formats.errors import InputError
@@ -27,14 +27,20 @@ logger = logging.getLogger(__name__)
 class EngineSupervisor:
     """A running engine. Made by `EngineSupervisor.start`, ended by `close`."""
 
-    def __init__(self, config: EngineConfig, restarts: int, options: dict) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        restarts: int,
+        options: dict,
+        on_restart: Callable[[], None] | None,
+    ) -> None:
         self._config, self._restarts, self._options = config, restarts, options
+        self._on_restart = on_restart
         self._client: EngineClient
         self._given_up = asyncio.Event()
         self._num_left = restarts
         self._is_starting = False
         self._task: asyncio.Task | None = None
-        self.num_restarts = 0  # that have succeeded
 
     @classmethod
     async def start(
@@ -45,10 +51,14 @@ class EngineSupervisor:
         engine: str = ENGINE,
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
+        on_restart: Callable[[], None] | None = None,
     ) -> "EngineSupervisor":
-        """Start the engine. Raises InputError if it cannot, however many `restarts` there are."""
+        """Start the engine. Raises InputError if it cannot, however many `restarts` there are.
+
+        `on_restart` is called whenever it runs again.
+        """
         options = {"engine": engine, "watch": watch, "limits": limits}
-        supervisor = cls(config, restarts, options)
+        supervisor = cls(config, restarts, options, on_restart)
         supervisor._client = await EngineClient.start(config, **options)
         supervisor._task = asyncio.create_task(supervisor._supervise())
         return supervisor
@@ -118,7 +128,8 @@ class EngineSupervisor:
         try:
             await asyncio.sleep(PAUSE_SECONDS)
             self._client = await EngineClient.start(self._config, **self._options)
-            self.num_restarts += 1
+            if self._on_restart is not None:
+                self._on_restart()
         except InputError as error:
             logger.error("The engine could not be started again: %s", error)
         finally:

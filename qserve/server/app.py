@@ -127,9 +127,13 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 uvicorn_config(app, connections), f"Serving {app.state.service.model_name} on"
             )
             with _on_stop_signal(server.stop):
-                watch = asyncio.create_task(_stop_when_dead(client, server))
+                watches = [
+                    asyncio.create_task(_stop_when_dead(client, server)),
+                    asyncio.create_task(metrics.watch_loop()),
+                ]
                 await server.serve(sockets=[listener])
-                watch.cancel()
+                for watch in watches:
+                    watch.cancel()
             code = 0 if client.is_alive or client.is_restarting else 1
             await client.close()
             await server.finish_replies()
@@ -153,6 +157,7 @@ async def _load(
             engine=engine,
             watch=metrics.take_report,
             limits=Limits(silence=server.engine_timeout, step=server.engine_step_timeout),
+            on_restart=metrics.count_restart,
         )
     )
     try:
