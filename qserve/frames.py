@@ -7,6 +7,7 @@ import asyncio
 import socket
 
 HEADER_BYTES = 4
+SLICE_BYTES = 2**16
 MAX_PAYLOAD_BYTES = 64 * 2**20  # a prompt of a million tokens is about 5 MB
 
 
@@ -21,6 +22,15 @@ def frame(payload: bytes) -> bytes:
             f"a message of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}, cannot be sent"
         )
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+
+
+async def write(writer: asyncio.StreamWriter, payload: bytes | bytearray) -> None:
+    """Send a frame in slices, so that a long one does not hold up the event loop."""
+    writer.write(len(payload).to_bytes(HEADER_BYTES, "little"))
+    view = memoryview(payload)
+    for start in range(0, len(view), SLICE_BYTES):
+        writer.write(view[start : start + SLICE_BYTES])
+        await writer.drain()
 
 
 def payload_size(header: bytes) -> int:

@@ -18,6 +18,7 @@ import fuzz
 from bodies import BODIES, COMPLETIONS
 from faulty_engine import HANG, KERNEL_ERROR, NAN, OUT_OF_MEMORY
 from http_client import Reply, ask, exchange, request_bytes
+from probe import Probe
 from server import Server, percentile
 
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
@@ -40,14 +41,11 @@ async def beside_a_stream(
 ) -> None:
     """Do the work while a stream runs; print its worst gap and the event loop's lag."""
     before, memory = await server.loop_lag(), server.memory()
-    done = asyncio.Event()
-    watch = asyncio.create_task(_watch(server.port, done))
-    await asyncio.sleep(1.0)
-    started = time.perf_counter()
-    replies = await work
-    took = time.perf_counter() - started
-    done.set()
-    gaps = await watch
+    async with Probe.start(server.port) as probe:
+        started = time.perf_counter()
+        replies = await work
+        took = time.perf_counter() - started
+    gaps = probe.gaps
     after = await server.loop_lag()
     held, answers = await server.held(), await server.answers()
     text = (
@@ -59,15 +57,6 @@ async def beside_a_stream(
     small = all(len(reply.body) < 4096 for reply in replies if reply.status not in (0, 200))
     holds = answers and not held and small and all(reply.status > -1 for reply in replies)
     report.line(name, text, holds and (goal is None or max(gaps) < goal))
-
-
-async def _watch(port: int, done: asyncio.Event) -> list[float]:
-    """The gaps of one stream after another."""
-    gaps: list[float] = []
-    while not done.is_set() or not gaps:
-        reply = await ask(port, COMPLETIONS, {**ENDLESS, "max_tokens": 300})
-        gaps += reply.gaps
-    return gaps
 
 
 def statuses(replies: list[Reply]) -> str:
@@ -153,7 +142,7 @@ async def clients(report: Report, model: str, options: argparse.Namespace) -> No
 
 async def bodies(report: Report, model: str, options: argparse.Namespace) -> None:
     """Each hostile body beside a stream."""
-    async with await Server.start(model, {}, {}) as server:
+    async with await Server.start(model, SMALL, {}) as server:
         await asyncio.sleep(8)  # the worker process loads
         await beside_a_stream(report, server, "nothing", asyncio.sleep(3, []), None)
         for name, (path, make, count) in BODIES.items():

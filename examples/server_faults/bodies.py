@@ -24,15 +24,17 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
         COMPLETIONS, lambda: _prompt(n=128, stop_token_ids=list(range(3, 1027))), 4),
     "100,000 messages of a letter": (CHAT, lambda: _chat("a", 100_000), 12),
     "4,096 messages of a letter": (CHAT, lambda: _chat("a", 4096), 12),
-    "1,000 messages of 1,000 parts": (
+    "1,000 messages of 250 parts": (
         CHAT, lambda: _chat([{"type": "text", "text": "a"}] * 250, 1000), 4),
     "500,000 unknown fields": (
         COMPLETIONS, lambda: _prompt(**{f"f{i}": 1 for i in range(500_000)}), 12),
     "32,000 unknown fields": (
         COMPLETIONS, lambda: _prompt(**{f"f{i}": 1 for i in range(32_000)}), 12),
     "4 M token ids": (COMPLETIONS, lambda: _prompt(prompt=[5] * 2_600_000), 12),
-    "1 M token ids in 1,024 prompts": (
-        COMPLETIONS, lambda: _prompt(prompt=[[5] * 1000] * 1024), 12),
+    "1 M token ids in one prompt": (
+        COMPLETIONS, lambda: _prompt(prompt=[5] * 1_000_000), 12),
+    "1,024 prompts": (
+        COMPLETIONS, lambda: _prompt(prompt=["a"] * 1024), 4),
     "8 MB of text": (COMPLETIONS, lambda: _prompt(prompt="a b " * 1_900_000), 12),
     "100 KB of text, as much as may fit": (
         COMPLETIONS, lambda: _prompt(prompt="word " * 24_000), 12),

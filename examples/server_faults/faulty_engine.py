@@ -1,7 +1,7 @@
 """The engine, with faults that a prompt's first token asks for."""
 
-import os
 import time
+from pathlib import Path
 
 from qserve.engine.engine import Engine
 from qserve.engine.request import RequestEvent
@@ -46,8 +46,8 @@ class FaultyEngine(Engine):
 
 def engine_pid(server_pid: int) -> int:
     """The engine's process, a child of the server's."""
-    children = f"/proc/{server_pid}/task/{server_pid}/children"
-    for pid in map(int, open(children).read().split()):
-        if b"qserve.engine.process" in open(f"/proc/{pid}/cmdline", "rb").read():
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text()
+    for pid in map(int, children.split()):
+        if b"qserve.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
-    raise ProcessLookupError(f"{os.getpid()} finds no engine below {server_pid}")
+    raise ProcessLookupError(f"no engine below the process {server_pid}")

@@ -27,10 +27,20 @@ FIELDS = (
     *("add_generation_prompt", "add_special_tokens", "best_of", "suffix", "nobody_knows_this"),
 )
 GOOD = {
-    "n": (1, 2, 3), "temperature": (0, 0.7, 2), "top_p": (0.1, 1), "top_k": (0, 5), "seed": (1, 2**62),
-    "stop": ("a", ["b", "c"]), "logprobs": (0, 2), "stream": (True, False), "logit_bias": ({"5": 3},),
-    "stop_token_ids": ([5, 6],), "min_tokens": (1,), "ignore_eos": (True,), "echo": (True,),
-}  # fmt: skip
+    "n": (1, 2, 3),
+    "temperature": (0, 0.7, 2),
+    "top_p": (0.1, 1),
+    "top_k": (0, 5),
+    "seed": (1, 2**62),
+    "stop": ("a", ["b", "c"]),
+    "logprobs": (0, 2),
+    "stream": (True, False),
+    "logit_bias": ({"5": 3},),
+    "stop_token_ids": ([5, 6],),
+    "min_tokens": (1,),
+    "ignore_eos": (True,),
+    "echo": (True,),
+}
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ class Server:
             for name, value in re.findall(r"^qserve:(\w+?)(?:\{.*\})? ([\d.e+-]+)$", page, re.M)
         }
 
-    async def loop_lag(self) -> tuple[list[tuple[float, float]], float]:
+    async def loop_lag(self) -> list[tuple[float, float]]:
         """The histogram of the event loop's lag so far."""
         page = (await ask(self.port, "/metrics")).body.decode()
         found = re.findall(r'event_loop_lag_seconds_bucket\{le="([\d.]+|\+Inf)".*\} ([\d.]+)', page)

@@ -6,6 +6,7 @@ them ends the process. Knows no text and no HTTP.
 """
 
 import argparse
+import gc
 import importlib
 import logging
 import os
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         if engine is None:
             return 1
         _start_thread(_beat, line)
+        gc.freeze()  # what is loaded stays; else every full collection looks at it
         while True:
             _take_messages(engine, line, inbox)
             line.busy_since = time.perf_counter()

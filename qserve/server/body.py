@@ -30,7 +30,7 @@ class Body:
         for hold in self._holds:
             hold.give_back()
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytearray:
         """All of it. Raises ApiError.
 
         415: another form; 413: too long; 408: too slow; 400: holds too much; 503: too many bodies.
@@ -54,7 +54,7 @@ class Body:
         except TimeoutError:
             raise ApiError(408, f"expected a whole body within {BODY_SECONDS:g} s.") from None
 
-    async def _receive(self) -> bytes:
+    async def _receive(self) -> bytearray:
         body, scan = bytearray(), BodyScan()
         async for chunk in self._request.stream():
             # uvicorn reads and drops the rest, so that a client that still sends sees the error.
@@ -68,7 +68,7 @@ class Body:
                 scan.feed(chunk)
             else:
                 await self._scan(scan, chunk)
-        return bytes(body)
+        return body
 
     async def _scan(self, scan: BodyScan, chunk: bytes) -> None:
         for start in range(0, len(chunk), SLICE_BYTES):

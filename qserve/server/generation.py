@@ -62,12 +62,10 @@ async def deltas(service: Service, client: str, job: Job) -> Deltas:
             return
         # Holds one delta of each choice at most; behind it the engine's events merge.
         inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
-        tasks = [
-            asyncio.create_task(_feed(inbox, service, client, job, i))
-            for i in range(job.num_choices)
-        ]
+        tasks: list[asyncio.Task] = []
+        starting = asyncio.create_task(_start(tasks, inbox, service, client, job))
         try:
-            num_running = len(tasks)
+            num_running = job.num_choices
             while num_running:
                 item = await inbox.get()
                 if isinstance(item, Exception):
@@ -77,9 +75,19 @@ async def deltas(service: Service, client: str, job: Job) -> Deltas:
                 else:
                     yield item
         finally:
+            starting.cancel()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(starting, *tasks, return_exceptions=True)
+
+
+async def _start(
+    tasks: list[asyncio.Task], inbox: asyncio.Queue, service: Service, client: str, job: Job
+) -> None:
+    """Start the choices, each in its own turn of the event loop: there may be a thousand."""
+    for index in range(job.num_choices):
+        tasks.append(asyncio.create_task(_feed(inbox, service, client, job, index)))
+        await asyncio.sleep(0)
 
 
 async def _feed(inbox: asyncio.Queue, service: Service, client: str, job: Job, index: int) -> None:

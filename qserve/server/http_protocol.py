@@ -21,6 +21,7 @@ from qserve.server.errors import ApiError
 
 IDLE_SECONDS = 30.0  # for the head of a request, and between two
 UNREAD_SECONDS = 120.0  # that a client may leave unread what waits for it
+LINGER_SECONDS = 5.0  # that the rest of a request is read and dropped after its answer
 REFUSED_SECONDS = 2.0  # for the request of a client that is then refused
 NUM_REFUSED = 32  # connections that are answered with 503; more are closed without a word
 # Beside connections: the engine's and the worker's sockets, logs, listeners, libraries' files.
@@ -74,7 +75,7 @@ class HttpProtocol(H11Protocol):
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(_LingeringTransport(transport, self))
         _give_up_on_vanished_peers(transport.get_extra_info("socket"))
         self._await_request()
         if len(self.connections) - self._shared.num_refused > self._shared.limit:
@@ -88,7 +89,14 @@ class HttpProtocol(H11Protocol):
         _cancel(self._unread_timer)
         super().connection_lost(error)
 
+    @property
+    def is_mid_request(self) -> bool:
+        """Whether the client may still be sending what nobody will read."""
+        return self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         if self._is_refused:
             self._reply(
                 ApiError(503, "The server has as many connections as it can hold. Try again later.")
@@ -170,8 +178,38 @@ class HttpProtocol(H11Protocol):
 
     def _reply(self, error: ApiError) -> None:
         """Answer outside of any route, and hang up."""
+        _cancel(self._idle_timer)
         self.transport.write(raw_reply(error))
         self.transport.close()
+
+
+class _LingeringTransport:
+    """A transport whose end does not cost the client its answer.
+
+    Where a socket is closed with bytes unread, the kernel tells the client to throw away what it
+    has not read either. So the sending end is closed first, and what comes is dropped for a while.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
+        self._transport, self._protocol = transport, protocol
+        self._lingers = False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not self._protocol.is_mid_request:
+            self._transport.close()
+            return
+        self._lingers = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._protocol.loop.call_later(LINGER_SECONDS, self._transport.abort)
 
 
 def raw_reply(error: ApiError) -> bytes:

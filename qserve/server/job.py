@@ -56,7 +56,7 @@ class Job:
         return self.echoed[index // self.params[0].n] if self.echoed else ""
 
 
-def completion_job(model: ServedModel, body: bytes, arrived: float) -> Job:
+def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/completions. Raises ApiError and InputError."""
     request = parse(body, CompletionRequest)
     _check(model, request, len(request.prompt))
@@ -74,7 +74,7 @@ def completion_job(model: ServedModel, body: bytes, arrived: float) -> Job:
     return _job(model, "cmpl", request, prompts, echoed, arrived)
 
 
-def chat_job(model: ServedModel, body: bytes, arrived: float) -> Job:
+def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
     _check(model, request, 1)
@@ -96,7 +96,7 @@ def chat_job(model: ServedModel, body: bytes, arrived: float) -> Job:
 
 
 # the body's job, by the name of its route
-JOBS: dict[str, Callable[[ServedModel, bytes, float], Job]] = {
+JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, float], Job]] = {
     "completions": completion_job,
     "chat": chat_job,
 }

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class Worker(Protocol):
     """The part of WorkerClient that is used here."""
 
-    async def prepare(self, route: str, body: bytes, arrived: float) -> Job: ...
+    async def prepare(self, route: str, body: bytes | bytearray, arrived: float) -> Job: ...
 
 
 class Preparation:
@@ -34,7 +34,7 @@ class Preparation:
         self._short, self._long = Turns(NUM_THREADS), Turns(1)
 
     async def job(
-        self, client: str, model: ServedModel, route: str, body: bytes, arrived: float
+        self, client: str, model: ServedModel, route: str, body: bytes | bytearray, arrived: float
     ) -> Job:
         """The job of a body of one of the routes in JOBS. Raises ApiError and InputError."""
         if self._worker is not None and len(body) > LARGE_BYTES:

@@ -194,7 +194,7 @@ class ChatCompletionRequest(GenerationRequest):
 Request = TypeVar("Request", CompletionRequest, ChatCompletionRequest)
 
 
-def parse(body: bytes, kind: type[Request]) -> Request:
+def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
     """Read a body. Raises ApiError(400) that names the field at fault."""
     try:
         request = kind.model_validate_json(body)

@@ -29,12 +29,13 @@ class WorkerClient:
         self._setup = setup
         self._starting = asyncio.create_task(self._start())
 
-    async def prepare(self, route: str, body: bytes, arrived: float) -> Job:
+    async def prepare(self, route: str, body: bytes | bytearray, arrived: float) -> Job:
         """The job of a body; one at a time. Raises ApiError."""
         try:
             process, reader, writer = await asyncio.shield(self._starting)
             async with asyncio.timeout(PREPARE_SECONDS):
-                writer.write(encode(Prepare(route=route, body=body, arrived=arrived)))
+                writer.write(encode(Prepare(route=route, arrived=arrived)))
+                await frames.write(writer, body)
                 answer = decode(await frames.read(reader), FromWorker)
         except TimeoutError:
             await self._replace()

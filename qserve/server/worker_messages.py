@@ -19,10 +19,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the worker: make this body's job. The next one is sent after its answer."""
+    """To the worker: make a job of the body, which is the next frame. The next comes after it."""
 
     route: str  # one of JOBS
-    body: bytes
     arrived: float
 
 

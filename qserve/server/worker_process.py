@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         model = _load(decode(frames.receive(connection), ToWorker))
         while True:
             message = decode(frames.receive(connection), ToWorker)
-            connection.sendall(encode(_answer(model, message)))
+            body = frames.receive(connection)
+            connection.sendall(encode(_answer(model, message, body)))
     except (EOFError, ConnectionError):
         return 0
 
@@ -51,9 +52,9 @@ def _load(setup: Setup) -> ServedModel:
     )
 
 
-def _answer(model: ServedModel, message: Prepare) -> FromWorker:
+def _answer(model: ServedModel, message: Prepare, body: bytes) -> FromWorker:
     try:
-        return Prepared(job=JOBS[message.route](model, message.body, message.arrived))
+        return Prepared(job=JOBS[message.route](model, body, message.arrived))
     except Exception as error:
         found = as_api_error(error)
         return Failed(status=found.status, message=found.short_message, param=found.param)
