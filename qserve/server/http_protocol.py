@@ -13,6 +13,7 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import islice
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -73,6 +74,7 @@ class HttpProtocol(H11Protocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
+        self._has_replied = False  # outside of any route
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(_LingeringTransport(transport, self))
@@ -92,7 +94,7 @@ class HttpProtocol(H11Protocol):
     @property
     def is_mid_request(self) -> bool:
         """Whether the client may still be sending what nobody will read."""
-        return self._is_refused or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return self._has_replied or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -102,7 +104,7 @@ class HttpProtocol(H11Protocol):
                 ApiError(503, "The server has as many connections as it can hold. Try again later.")
             )
             return
-        if len(SMALL_CHUNK.findall(data)) > NUM_SMALL_CHUNKS:
+        if next(islice(SMALL_CHUNK.finditer(data), NUM_SMALL_CHUNKS, None), None):
             self._reply(ApiError(400, "expected a body in larger chunks, or with Content-Length."))
             return
         super().data_received(data)
@@ -179,6 +181,7 @@ class HttpProtocol(H11Protocol):
     def _reply(self, error: ApiError) -> None:
         """Answer outside of any route, and hang up."""
         _cancel(self._idle_timer)
+        self._has_replied = True
         self.transport.write(raw_reply(error))
         self.transport.close()
 
