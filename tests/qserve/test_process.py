@@ -16,7 +16,7 @@ from formats.errors import InputError
 from qserve import frames
 from qserve.config import EngineConfig
 from qserve.engine import messages
-from qserve.engine.client import EngineClient, Limits, RefusedError, _Output
+from qserve.engine.client import EngineClient, RefusedError, _Output
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, OUT_OF_MEMORY = (
     103,
     105,
 )  # of fake_engine
+GUARD = 60.0  # seconds, against hanging
 FAKE = "fake_engine:FakeEngine"
 ENDLESS = SamplingParams(max_tokens=100_000)
 REPORT = EngineReport(2, 1, 900, 30, 64, 40, 1, (0.5, 1.25))
@@ -54,7 +55,7 @@ def tokens(events: list[RequestEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-async def until(condition, timeout: float = 5.0) -> None:
+async def until(condition, timeout: float = GUARD) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -274,7 +275,7 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
     async def scenario():
         client = await start()
         runs = [collect(client, f"r{n}", [first], ENDLESS) for n, first in enumerate((1, token, 2))]
-        for events in await asyncio.wait_for(asyncio.gather(*runs), 10):
+        for events in await asyncio.wait_for(asyncio.gather(*runs), GUARD):
             assert events[-1].finish_reason == "error" and cause in events[-1].error
             assert "\n" not in events[-1].error and "0xdead" not in events[-1].error
         assert not client.is_alive
@@ -285,69 +286,6 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
     assert asyncio.run(scenario()) not in (0, None)
     if token == STEP_FAILS:
         assert "Traceback" in capfd.readouterr().err
-
-
-def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
-    """Such as a message that does not fit into memory: every later request would wait for it."""
-    monkeypatch.setenv("FAKE_ENGINE_BREAKS_READER", "yes")
-
-    async def scenario():
-        client = await start()
-        runs = [collect(client, f"r{n}", [1], ENDLESS) for n in range(2)]
-        for events in await asyncio.wait_for(asyncio.gather(*runs), 30):
-            assert "MemoryError: no room" in events[-1].error
-        assert not client.is_alive
-        assert await asyncio.wait_for(client._process.wait(), 30) == 1
-        await client.close()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_stopped_process_is_noticed_and_killed(journal, busy):
-    async def scenario():
-        limits = Limits(silence=2)
-        client = await EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
-        run = asyncio.create_task(collect(client, "r", [1], ENDLESS)) if busy else None
-        if busy:
-            await until(lambda: "add r" in journal())
-        os.kill(client._process.pid, signal.SIGSTOP)
-        cause = await asyncio.wait_for(client.wait_until_dead(), 30)
-        assert "no sign of life for 2 s" in cause
-        if run:
-            assert cause in (await run)[-1].error
-        assert await asyncio.wait_for(client._process.wait(), 30) == -signal.SIGKILL
-        await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_step_without_end_is_noticed_and_the_process_killed(journal):
-    """The process still gives signs of life: its other threads run."""
-
-    async def scenario():
-        limits = Limits(silence=20, step=2)
-        client = await EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
-        events = await asyncio.wait_for(collect(client, "r", [STEP_HANGS], ENDLESS), 30)
-        assert "one step of the engine took more than 2 s" in events[-1].error
-        assert await asyncio.wait_for(client._process.wait(), 30) == -signal.SIGKILL
-        await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_idle_and_busy_engines_are_not_taken_for_dead(monkeypatch):
-    monkeypatch.setattr("qserve.engine.client.WATCH_SECONDS", 0.01)
-
-    async def scenario():
-        limits = Limits(silence=3, step=3)
-        client = await EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
-        await asyncio.sleep(3.5)
-        assert client.is_alive
-        assert len(tokens(await collect(client, "r", [1], SamplingParams(max_tokens=1500)))) == 1500
-        await client.close()
-
-    asyncio.run(scenario())
 
 
 def test_watches_see_everything_as_it_arrives():
@@ -473,7 +411,7 @@ def test_process_ends_when_the_client_vanishes(when):
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         else:
             connection.close()
-        assert process.wait(timeout=5) == 0
+        assert process.wait(timeout=GUARD) == 0
 
 
 def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
@@ -487,7 +425,7 @@ def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
             time.sleep(0.01)
         time.sleep(0.1)
         connection.close()
-        assert process.wait(timeout=15) == 1
+        assert process.wait(timeout=GUARD) == 1
 
 
 def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path):

@@ -40,6 +40,7 @@ class ScriptedClient:
         self.text = "Hello there, general reader."
         self.endless = False
         self.delay = 0.0  # seconds before each token
+        self.gate: threading.Semaphore | None = None  # each token waits for it
         self.fails_at: int | None = None  # the token before which the request fails
         self.dies_at: int | None = None  # the same, and the engine with it
         self.breaks_at: int | None = None  # the same, by an exception of the client's own
@@ -60,6 +61,8 @@ class ScriptedClient:
         try:
             for count, token in enumerate(script, start=1):
                 await asyncio.sleep(self.delay)
+                if self.gate is not None:
+                    await asyncio.to_thread(self.gate.acquire)
                 if count - 1 == self.breaks_at:
                     raise RuntimeError("secret detail at 0xdeadbeef")
                 if count - 1 in (self.fails_at, self.dies_at):
