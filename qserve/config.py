@@ -143,6 +143,27 @@ class ServerConfig:
         "tokens of all prompts, once for each output, that may be under way; beyond: 503",
         low=0,
     )
+    max_body_bytes: int = setting(8 * 2**20, "longest body of a request; longer: 413", low=1)
+    max_connections: int | None = setting(
+        None,
+        "most open connections; beyond, the longest idle one is closed, else 503; default: what"
+        " the limit of file descriptors allows",
+        low=1,
+    )
+    engine_timeout: float = setting(
+        60.0, "seconds without a sign of life after which the engine counts as dead", low=1
+    )
+    engine_step_timeout: float = setting(
+        600.0, "seconds that one step may take before the engine counts as dead", low=1
+    )
+    restart_engine: int = setting(
+        0, "times that a dead engine is started again; meanwhile: 503 with Retry-After", low=0
+    )
+    chat_special_tokens: bool = setting(
+        False,
+        "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
+        " clients only",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from formats.errors import InputError
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
@@ -72,9 +73,7 @@ class SamplingParams:
             1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             f"{1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:g}",
         )
-        self._require(
-            "logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} tokens"
-        )
+        self._require_at_most("logit_bias", MAX_LOGIT_BIAS, "tokens")
         self._require(
             "logit_bias",
             all(token >= 0 and -100 <= value <= 100 for token, value in self.logit_bias),
@@ -91,10 +90,9 @@ class SamplingParams:
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._require("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
-        self._require(
-            "stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"
-        )
+        self._require_at_most("stop", MAX_STOP_STRINGS, "strings")
         self._require("stop", all(self.stop), "no empty string")
+        self._require_at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")
         self._require(
             "stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "ids of 0 or more"
         )
@@ -114,3 +112,8 @@ class SamplingParams:
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ParameterError(name, f"expected {expected}, found {getattr(self, name)!r}")
+
+    def _require_at_most(self, name: str, limit: int, what: str) -> None:
+        count = len(getattr(self, name))
+        if count > limit:
+            raise ParameterError(name, f"expected at most {limit} {what}, found {count}")

@@ -13,9 +13,11 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.meta
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from formats.errors import InputError, one_line
+from qserve.chat_prompt import ChatPrompt, control_pattern
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import ParameterError, SamplingParams
 
@@ -70,6 +72,7 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         self.special_token_ids = frozenset(token for token, info in added if info.special)
         self.special_token_ids |= frozenset(self._tokenizer.all_special_ids)
+        self._find_control_tokens(added)
         self._before = self.encode("a", add_special_tokens=False)
         self._num_before = len(self.decode(self._before))
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -91,13 +94,32 @@ class Tokenizer:
         try:
             if self._backend is None:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            # Of the backend's methods this one alone releases the interpreter lock.
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            return encoding.ids
+            return self._encode_with(self._backend, text, add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise TextError("text", "is not valid Unicode", "remove lone surrogates") from error
+
+    @staticmethod
+    def _encode_with(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+        # Of the backend's methods this one alone releases the interpreter lock.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Text to token ids of which none is a control token, whatever the text holds."""
+        ids = self._encode_plain(text)
+        if not self.control_ids.isdisjoint(ids) and self.control_pattern is not None:
+            # A model whose ordinary vocabulary has them: their texts are cut in two.
+            cuts = [match.start() + 1 for match in self.control_pattern.finditer(text)]
+            edges = zip([0, *cuts], [*cuts, len(text)], strict=True)
+            ids = [token for a, b in edges for token in self._encode_plain(text[a:b])]
+        if not self.control_ids.isdisjoint(ids):
+            raise TextError("text", "holds a control token of the model", "remove it")
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if self._plain_backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._encode_with(self._plain_backend, text, False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Token ids to text, without clean-up of spaces. Ids outside the vocabulary give none."""
@@ -159,6 +181,23 @@ class Tokenizer:
                 "messages", f"the model's chat template refuses them: {one_line(error)}"
             ) from error
 
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The rendered conversation, in which no message can make a control token."""
+        return ChatPrompt.render(
+            self,
+            lambda each: self.render_chat(
+                each, add_generation_prompt, continue_final_message, template_kwargs
+            ),
+            messages,
+            template_kwargs,
+        )
+
     def encode_chat(
         self,
         messages: list[dict[str, Any]],
@@ -166,11 +205,21 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the rendered conversation; the template itself writes the special tokens."""
-        text = self.render_chat(
+        """Token ids of `chat_prompt`; the template itself writes the special tokens."""
+        return self.chat_prompt(
             messages, add_generation_prompt, continue_final_message, template_kwargs
-        )
-        return self.encode(text, add_special_tokens=False)
+        ).encode(self)
+
+    def _find_control_tokens(self, added: Iterable[tuple[int, Any]]) -> None:
+        """What messages must not make: the special tokens, but the one for unknown characters."""
+        texts = {info.content for _, info in added if info.special}
+        texts |= {str(text) for text in self._tokenizer.all_special_tokens}
+        self.control_ids = self.special_token_ids - {self._tokenizer.unk_token_id}
+        self.control_pattern = control_pattern(texts)
+        self._plain_backend = None
+        if self._backend is not None:
+            self._plain_backend = Backend.from_str(self._backend.to_str())
+            self._plain_backend.encode_special_tokens = True
 
 
 class IncrementalDetokenizer:

@@ -6,21 +6,19 @@ Knows tokens and events, no text and no HTTP.
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 
 from formats.errors import InputError
+from qserve.child_process import start_child
 from qserve.config import EngineConfig
 from qserve.engine import messages
 from qserve.engine.messages import (
     Abort,
     Add,
+    Beat,
     EngineDied,
     Events,
     FromEngine,
@@ -35,6 +33,8 @@ from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
+CLOSED = "the engine was closed"
+WATCH_SECONDS = 1.0  # between two looks at whether it still answers
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,14 @@ WatchEngine = Callable[[EngineReport], None]
 
 def ignore(arrived: RequestEvent | EngineReport) -> None:
     """A watch that sees nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When an engine counts as dead, in seconds."""
+
+    silence: float = 60.0  # without any message; it sends one every second
+    step: float = 600.0  # that one step takes
 
 
 class RefusedError(InputError):
@@ -109,47 +117,44 @@ class EngineClient:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         watch: WatchEngine,
+        limits: Limits,
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
         self._watch = watch
+        self._limits = limits
+        self._heard = True  # a message has come since the last look
+        self._busy_seconds = 0.0  # that the engine's present step has taken
+        self._adding = asyncio.Lock()
         self._outputs: dict[str, _Output] = {}
-        self._read_task: asyncio.Task | None = None
+        self._tasks: list[asyncio.Task] = []
         self._dead = asyncio.Event()
         self._cause_of_death = ""
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, engine: str = ENGINE, watch: WatchEngine = ignore
+        cls,
+        config: EngineConfig,
+        *,
+        engine: str = ENGINE,
+        watch: WatchEngine = ignore,
+        limits: Limits | None = None,
     ) -> "EngineClient":
         """Start the process and wait for its model to load. Raises InputError if it cannot.
 
         `watch` gets what the engine tells of itself; the last report, of a dead one, is all zero.
         """
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        with theirs, _closed_on_error(writer):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                # Without -P a folder named formats/ where the user stands would hide our own.
-                "-P",
-                "-m",
-                "qserve.engine.process",
-                f"--fd={theirs.fileno()}",
-                f"--engine={engine}",
-                pass_fds=(theirs.fileno(),),
-                env=_environment(),
-                # Ctrl-C in the terminal goes to the server, which ends the engine in good order.
-                start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        client = cls(process, reader, writer, watch)
+        process, reader, writer = await start_child("qserve.engine.process", f"--engine={engine}")
+        client = cls(process, reader, writer, watch, limits or Limits())
         try:
             writer.write(messages.encode(Start(config=config)))
             await client._wait_until_ready()
         except BaseException:
             await client.close()
             raise
-        client._read_task = asyncio.create_task(client._read())
+        client._tasks = [
+            asyncio.create_task(client._read()),
+            asyncio.create_task(client._watch_over()),
+        ]
         return client
 
     @property
@@ -194,10 +199,7 @@ class EngineClient:
                 client=client,
                 group=group,
             )
-            self._writer.write(messages.encode(add))
-            # A lost connection is reported by the reader, to all requests at once.
-            with contextlib.suppress(ConnectionError):
-                await self._writer.drain()
+            await self._send(add)
             finished = False
             while not finished:
                 event = await output.take()
@@ -211,6 +213,15 @@ class EngineClient:
         finally:
             self.abort(request_id)
 
+    async def _send(self, add: Add) -> None:
+        # One in each turn of the loop: 128 outputs of a long prompt take as many milliseconds.
+        async with self._adding:
+            self._writer.write(messages.encode(add))
+            # A lost connection is reported by the reader, to all requests at once.
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+            await asyncio.sleep(0)
+
     def abort(self, request_id: str) -> None:
         """Drop a request that has not finished; an unknown id is ignored."""
         if self._outputs.pop(request_id, None) is not None and self.is_alive:
@@ -218,9 +229,9 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the process: it leaves when the socket closes; else it is told to, then killed."""
-        if self._read_task is not None:
-            self._read_task.cancel()
-        self._die("the engine was closed")
+        for task in self._tasks:
+            task.cancel()
+        self._die(CLOSED)
         self._writer.close()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -257,26 +268,52 @@ class EngineClient:
         try:
             while not cause:
                 message = await messages.read(self._reader, FromEngine)
+                self._heard = True
                 if isinstance(message, Events):
                     self._watch(message.report)
+                    self._busy_seconds = 0.0
                     for event in message.events:
                         if event.request_id in self._outputs:
                             self._outputs[event.request_id].put(event)
                 elif isinstance(message, Refused) and message.request_id in self._outputs:
                     refusal = RefusedError(message.subject, message.problem, message.remedy)
                     self._outputs[message.request_id].refuse(refusal)
+                elif isinstance(message, Beat):
+                    self._busy_seconds = message.busy_seconds
                 elif isinstance(message, EngineDied):
                     cause = message.message
         except (asyncio.IncompleteReadError, ConnectionError):
             cause = f"the engine process ended with exit code {await self._process.wait()}"
-        except messages.MessageError as error:
-            cause = str(error)
-        logger.error("The engine died: %s", cause)
+        except Exception as error:
+            # Whatever it is: nobody reads the engine's answers any more.
+            logger.exception("The engine's messages cannot be read")
+            cause = f"{type(error).__name__}: {error}"
         self._die(cause)
+
+    async def _watch_over(self) -> None:
+        """Kill an engine that gives no sign of life, or whose step does not end.
+
+        Looks are counted, not seconds: when this process was stopped, the engine is not to blame.
+        """
+        limits, num_silent, cause = self._limits, 0, ""
+        while not cause:
+            await asyncio.sleep(WATCH_SECONDS)
+            num_silent = 0 if self._heard else num_silent + 1
+            self._heard = False
+            if num_silent * WATCH_SECONDS >= limits.silence:
+                cause = f"the engine process gave no sign of life for {limits.silence:g} s"
+            elif self._busy_seconds > limits.step:
+                cause = f"one step of the engine took more than {limits.step:g} s"
+        self._die(cause)
+        # It would not see a request to end, or a closed socket: it is stopped, or stuck.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     def _die(self, cause: str) -> None:
         if not self.is_alive:
             return
+        if cause != CLOSED:
+            logger.error("The engine died: %s", cause)
         self._cause_of_death = cause
         self._dead.set()
         self._watch(EngineReport())
@@ -290,19 +327,3 @@ class EngineClient:
             finish_reason="error",
             error=self._cause_of_death,
         )
-
-
-@contextlib.contextmanager
-def _closed_on_error(writer: asyncio.StreamWriter) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        writer.close()
-        raise
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with which the engine imports the same packages as we do."""
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}

@@ -1,7 +1,6 @@
-"""What the server and the engine process say to each other, and the frames it travels in.
+"""What the server and the engine process say to each other. Travels in frames (qserve/frames.py).
 
-A frame is the payload's length as 4 bytes, little end first, then the payload: one message in
-MessagePack. Both ends decode into the types below and nothing else, so no bytes from a socket ever
+Both ends decode MessagePack into the types below and nothing else, so no bytes from a socket ever
 become code. Knows no processes.
 """
 
@@ -10,17 +9,12 @@ import socket
 
 import msgspec
 
+from qserve import frames
 from qserve.config import EngineConfig
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
+from qserve.frames import MessageError
 from qserve.sampling_params import SamplingParams
-
-HEADER_BYTES = 4
-MAX_PAYLOAD_BYTES = 64 * 2**20  # a prompt of a million tokens is about 5 MB
-
-
-class MessageError(Exception):
-    """The other end sent something that is no message: it is another program or another version."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,13 +73,19 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the engine, last: a step failed, and every request with it."""
+    """From the engine, last: it cannot go on, and every request ends with it."""
 
     message: str
 
 
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the engine, every second: the process runs."""
+
+    busy_seconds: float  # that the present step has taken so far; 0: nothing to do
+
+
 ToEngine = Start | Add | Abort
-FromEngine = Ready | StartFailed | Events | Refused | EngineDied
+FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {
@@ -96,12 +96,7 @@ _decoders = {
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """The frame of a message. Raises MessageError when it is too large for any reader."""
-    payload = _encoder.encode(message)
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise MessageError(
-            f"a message of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}, cannot be sent"
-        )
-    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+    return frames.frame(_encoder.encode(message))
 
 
 def decode(payload: bytes, direction: object) -> ToEngine | FromEngine:
@@ -112,32 +107,11 @@ def decode(payload: bytes, direction: object) -> ToEngine | FromEngine:
         raise MessageError(f"not a message: {error}") from error
 
 
-def payload_size(header: bytes) -> int:
-    """The payload's length that a header states. Raises MessageError above the limit."""
-    size = int.from_bytes(header, "little")
-    if size > MAX_PAYLOAD_BYTES:
-        raise MessageError(f"a frame claims {size} bytes, more than {MAX_PAYLOAD_BYTES}")
-    return size
-
-
 def receive(connection: socket.socket, direction: object) -> ToEngine | FromEngine:
     """Wait for the next message. Raises EOFError when the other end is gone, MessageError."""
-    size = payload_size(_receive_exactly(connection, HEADER_BYTES))
-    return decode(_receive_exactly(connection, size), direction)
+    return decode(frames.receive(connection), direction)
 
 
 async def read(reader: asyncio.StreamReader, direction: object) -> ToEngine | FromEngine:
     """`receive` for asyncio."""
-    size = payload_size(await reader.readexactly(HEADER_BYTES))
-    return decode(await reader.readexactly(size), direction)
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        count = connection.recv_into(view[filled:])
-        if count == 0:
-            raise EOFError("the other end closed the connection")
-        filled += count
-    return bytes(data)
+    return decode(await frames.read(reader), direction)

@@ -1,10 +1,12 @@
 """The engine process: `python -m qserve.engine.process --fd N`, N a connected Unix socket.
 
-The client starts it and it ends when the client is gone. One thread reads messages into a queue;
-the main thread alone touches the engine. Knows no text and no HTTP.
+The client starts it and it ends when the client is gone. One thread reads messages into a queue,
+one sends a sign of life every second; the main thread alone touches the engine. An error in any of
+them ends the process. Knows no text and no HTTP.
 """
 
 import argparse
+import gc
 import importlib
 import logging
 import os
@@ -13,29 +15,60 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from formats.errors import InputError
 from qserve.engine import messages
 from qserve.engine.messages import (
     Abort,
     Add,
+    Beat,
     EngineDied,
     Events,
+    FromEngine,
     Ready,
     Refused,
     Start,
     StartFailed,
 )
 from qserve.engine.request import RequestEvent
+from qserve.log_limit import limit_logging
 
 ENGINE = "qserve.engine.engine:Engine"
 EXIT_GRACE = 2.0  # seconds that a step or a load may still run after the client is gone
+BEAT_SECONDS = 1.0
+LAST_WORD_SECONDS = 1.0  # that an error waits for the line, which another thread may hold for good
 
 logger = logging.getLogger(__name__)
 
 
 class ClientGone(Exception):
     """There is nobody to work for any more."""
+
+
+class _Line:
+    """The socket to the client, which several threads write to."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+        self.busy_since: float | None = None  # when the main thread began what it does now
+
+    def send(self, message: FromEngine) -> None:
+        data = messages.encode(message)
+        with self._lock:
+            self.connection.sendall(data)
+
+    def send_last(self, message: EngineDied | StartFailed) -> None:
+        """Tell the client if that can be done soon; nothing is sent after it."""
+        if not self._lock.acquire(timeout=LAST_WORD_SECONDS):
+            return
+        try:
+            self.connection.settimeout(LAST_WORD_SECONDS)
+            self.connection.sendall(messages.encode(message))
+            self.connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            logger.warning("The client was gone before it could be told: %s", message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,29 +78,50 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # tests give their own
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    connection = socket.socket(fileno=arguments.fd)
+    limit_logging()
+    line = _Line(socket.socket(fileno=arguments.fd))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    _start_thread(_read, line, inbox)
     try:
-        engine = _start(arguments.engine, connection, inbox)
+        engine = _start(arguments.engine, line, inbox)
         if engine is None:
             return 1
+        _start_thread(_beat, line)
+        gc.freeze()  # what is loaded stays; else every full collection looks at it
         while True:
-            _take_messages(engine, connection, inbox)
-            _step(engine, connection)
+            _take_messages(engine, line, inbox)
+            line.busy_since = time.perf_counter()
+            _send(line, engine.step(), engine)
     except (ClientGone, ConnectionError):
         return 0
     except Exception as error:
-        logger.exception("The engine failed")
-        _send_last(connection, EngineDied(message=_one_line(error)))
+        _fail(line, error)
         return 1
 
 
-def _read(connection: socket.socket, inbox: queue.SimpleQueue) -> None:
+def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) -> None:
+    """Run `work` in a thread whose error ends the process, as an error of the main thread does.
+
+    The others would wait for what it did, and the server for an answer.
+    """
+
+    def run() -> None:
+        try:
+            work(line, *arguments)
+        except BaseException as error:
+            try:
+                _fail(line, error)
+            finally:
+                os._exit(1)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _read(line: _Line, inbox: queue.SimpleQueue) -> None:
     """Feed the queue; None means that the client is gone."""
     try:
         while True:
-            inbox.put(messages.receive(connection, messages.ToEngine))
+            inbox.put(messages.receive(line.connection, messages.ToEngine))
     except (EOFError, OSError):
         pass
     except messages.MessageError:
@@ -78,7 +132,19 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue) -> None:
     os._exit(1)
 
 
-def _start(engine_path: str, connection: socket.socket, inbox: queue.SimpleQueue) -> object | None:
+def _beat(line: _Line) -> None:
+    """Tell that the process runs, and for how long its present step has."""
+    try:
+        while True:
+            since = line.busy_since
+            busy = 0.0 if since is None else time.perf_counter() - since
+            line.send(Beat(busy_seconds=busy))
+            time.sleep(BEAT_SECONDS)
+    except OSError:
+        return  # the reader sees it too
+
+
+def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | None:
     """The engine that the first message asks for, or None after saying why there is none."""
     message = inbox.get()
     if not isinstance(message, Start):
@@ -92,21 +158,24 @@ def _start(engine_path: str, connection: socket.socket, inbox: queue.SimpleQueue
         logger.exception("The engine could not be started")
         failure = StartFailed(subject=message.config.model, problem=_one_line(error))
     else:
-        ready = Ready(
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-            report=engine.report(),
+        line.send(
+            Ready(
+                max_model_len=engine.max_model_len,
+                vocab_size=engine.vocab_size,
+                report=engine.report(),
+            )
         )
-        connection.sendall(messages.encode(ready))
         return engine
-    _send_last(connection, failure)
+    line.send_last(failure)
     return None
 
 
-def _take_messages(engine: object, connection: socket.socket, inbox: queue.SimpleQueue) -> None:
+def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> None:
     """Handle all messages that have come; wait for one when there is nothing to compute."""
     while not (inbox.empty() and engine.has_work()):
+        line.busy_since = None
         message = inbox.get()
+        line.busy_since = time.perf_counter()
         if isinstance(message, Add):
             try:
                 engine.add_request(
@@ -124,32 +193,28 @@ def _take_messages(engine: object, connection: socket.socket, inbox: queue.Simpl
                     problem=error.problem,
                     remedy=error.remedy,
                 )
-                connection.sendall(messages.encode(refusal))
+                line.send(refusal)
         elif isinstance(message, Abort):
             engine.abort(message.request_id)
             if not engine.has_work():
-                _send(connection, [], engine)  # no step will come to tell it
+                _send(line, [], engine)  # no step will come to tell it
         else:
             raise ClientGone
 
 
-def _step(engine: object, connection: socket.socket) -> None:
-    _send(connection, engine.step(), engine)
+def _send(line: _Line, events: list[RequestEvent], engine: object) -> None:
+    line.send(Events(events=events, report=engine.report()))
 
 
-def _send(connection: socket.socket, events: list[RequestEvent], engine: object) -> None:
-    connection.sendall(messages.encode(Events(events=events, report=engine.report())))
-
-
-def _send_last(connection: socket.socket, message: EngineDied | StartFailed) -> None:
+def _fail(line: _Line, error: BaseException) -> None:
+    """Say why the engine ends, to the log and the client."""
     try:
-        connection.sendall(messages.encode(message))
-        connection.shutdown(socket.SHUT_WR)
-    except OSError:
-        logger.warning("The client was gone before it could be told: %s", message)
+        logger.error("The engine failed", exc_info=error)
+    finally:  # where memory is short the log may fail
+        line.send_last(EngineDied(message=_one_line(error)))
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     """The error for a client: its type and first line, without a traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -44,10 +44,14 @@ class ApiError(Exception):
             self.headers["Retry-After"] = str(RETRY_SECONDS)
 
     @property
+    def short_message(self) -> str:
+        return _shorten(self.message, MAX_MESSAGE)
+
+    @property
     def envelope(self) -> dict[str, dict]:
         return {
             "error": {
-                "message": _shorten(self.message, MAX_MESSAGE),
+                "message": self.short_message,
                 "type": TYPES.get(self.status, "invalid_request_error"),
                 "param": None if self.param is None else _shorten(self.param, MAX_PARAM),
                 "code": self.status,
@@ -63,8 +67,19 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-def engine_dead() -> ApiError:
-    return ApiError(503, "The engine has ended; the server is stopping.")
+def engine_dead(is_restarting: bool) -> ApiError:
+    what = "is being started again. Try again later." if is_restarting else "server is stopping."
+    return ApiError(503, f"The engine has ended; {'it' if is_restarting else 'the'} {what}")
+
+
+def generation_failed() -> ApiError:
+    """Of one request, on an engine that works: the same request would fail again."""
+    return ApiError(
+        500,
+        "The generation failed: the model gave no usable probabilities for this request, and would"
+        " give none again. The server's log says more; `qserve inspect` looks for broken weights.",
+        headers={"x-should-retry": "false"},  # OpenAI's clients repeat a 500 otherwise
+    )
 
 
 def as_api_error(error: Exception) -> ApiError:

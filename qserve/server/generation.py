@@ -1,6 +1,7 @@
 """Runs a job: one engine request for each choice, their text as it comes. Knows no HTTP.
 
-Leaving a generator early, for whatever reason, aborts its requests in the engine.
+`client` says whose the job is. Leaving a generator early, for whatever reason, aborts its requests
+in the engine.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.server.errors import ApiError, engine_dead
+from qserve.server.errors import ApiError, engine_dead, generation_failed
 from qserve.server.job import Job
 from qserve.server.service import Service
 from qserve.text import TextDelta, TextStream
@@ -42,28 +43,29 @@ class Output:
             self.text = "".join(self.pieces)
 
 
-async def run(service: Service, job: Job) -> list[Output]:
+async def run(service: Service, client: str, job: Job) -> list[Output]:
     """All choices, finished. Raises ApiError, and RefusedError if the engine refuses one."""
     outputs = [Output() for _ in range(job.num_choices)]
-    async with aclosing(deltas(service, job)) as stream:
+    async with aclosing(deltas(service, client, job)) as stream:
         async for index, delta in stream:
             outputs[index].add(delta)
     return outputs
 
 
-async def deltas(service: Service, job: Job) -> Deltas:
+async def deltas(service: Service, client: str, job: Job) -> Deltas:
     """The deltas of all choices in the order they come. Raises as `run` does."""
-    with service.admission.admit(job.num_choices, job.num_engine_tokens):
+    with service.admission.admit(client, job.num_choices, job.num_engine_tokens):
         if job.num_choices == 1:
-            async with aclosing(_choice(service, job, 0)) as stream:
+            async with aclosing(_choice(service, client, job, 0)) as stream:
                 async for item in stream:
                     yield item
             return
         # Holds one delta of each choice at most; behind it the engine's events merge.
         inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
-        tasks = [asyncio.create_task(_feed(inbox, service, job, i)) for i in range(job.num_choices)]
+        tasks: list[asyncio.Task] = []
+        starting = asyncio.create_task(_start(tasks, inbox, service, client, job))
         try:
-            num_running = len(tasks)
+            num_running = job.num_choices
             while num_running:
                 item = await inbox.get()
                 if isinstance(item, Exception):
@@ -73,15 +75,25 @@ async def deltas(service: Service, job: Job) -> Deltas:
                 else:
                     yield item
         finally:
+            starting.cancel()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
-async def _feed(inbox: asyncio.Queue, service: Service, job: Job, index: int) -> None:
+async def _start(
+    tasks: list[asyncio.Task], inbox: asyncio.Queue, service: Service, client: str, job: Job
+) -> None:
+    """Start the choices, each in its own turn of the event loop: there may be a thousand."""
+    for index in range(job.num_choices):
+        tasks.append(asyncio.create_task(_feed(inbox, service, client, job, index)))
+        await asyncio.sleep(0)
+
+
+async def _feed(inbox: asyncio.Queue, service: Service, client: str, job: Job, index: int) -> None:
     """Put one choice's deltas into the inbox, then None, or the error that ended it."""
     try:
-        async with aclosing(_choice(service, job, index)) as stream:
+        async with aclosing(_choice(service, client, job, index)) as stream:
             async for item in stream:
                 await inbox.put(item)
     except Exception as error:
@@ -90,13 +102,13 @@ async def _feed(inbox: asyncio.Queue, service: Service, job: Job, index: int) ->
         await inbox.put(None)
 
 
-async def _choice(service: Service, job: Job, index: int) -> Deltas:
+async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas:
     prompt, params = job.choice(index)
     stream = TextStream(service.tokenizer, params, prompt)
     request_id = f"{job.request_id}-{index}"
     with service.metrics.output(job.arrived, len(prompt)) as meter:
         events = service.client.generate(
-            request_id, prompt, params, meter.take, group=job.request_id
+            request_id, prompt, params, meter.take, client, group=job.request_id
         )
         async with aclosing(events):
             async for event in events:
@@ -114,5 +126,5 @@ async def _choice(service: Service, job: Job, index: int) -> Deltas:
 def _failure(service: Service, event: RequestEvent) -> ApiError:
     logger.error("Request %s failed: %s", event.request_id, event.error)
     if not service.client.is_alive:
-        return engine_dead()
-    return ApiError(500, "The generation failed.")
+        return engine_dead(service.client.is_restarting)
+    return generation_failed()

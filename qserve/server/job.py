@@ -4,6 +4,7 @@ Making one blocks (parsing, the chat template, tokenizing), so routes do it in a
 """
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from qserve.sampling_params import SamplingParams
@@ -15,7 +16,7 @@ from qserve.server.protocol import (
     parse,
 )
 from qserve.server.sampling import sampling_params
-from qserve.server.service import Service
+from qserve.server.served_model import ServedModel
 
 MAX_CHOICES = 1024  # outputs of one request, over all its prompts
 
@@ -55,54 +56,68 @@ class Job:
         return self.echoed[index // self.params[0].n] if self.echoed else ""
 
 
-def completion_job(service: Service, body: bytes, arrived: float) -> Job:
+def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/completions. Raises ApiError and InputError."""
     request = parse(body, CompletionRequest)
-    _check(service, request, len(request.prompt))
+    _check(model, request, len(request.prompt))
     special = request.add_special_tokens is not False
     prompts = [
-        _encode(service, prompt, special) if isinstance(prompt, str) else prompt
+        _encode(model, prompt, special) if isinstance(prompt, str) else prompt
         for prompt in request.prompt
     ]
     skip = request.skip_special_tokens is not False
     echoed = [
-        prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip)
+        prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip)
         for prompt in request.prompt
         if request.echo
     ]
-    return _job(service, "cmpl", request, prompts, echoed, arrived)
+    return _job(model, "cmpl", request, prompts, echoed, arrived)
 
 
-def chat_job(service: Service, body: bytes, arrived: float) -> Job:
+def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
-    _check(service, request, 1)
+    _check(model, request, 1)
     continues = bool(request.continue_final_message)
-    text = service.tokenizer.render_chat(
-        [message.for_template for message in request.messages],
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-        template_kwargs=request.chat_template_kwargs,
-    )
-    return _job(service, "chatcmpl", request, [_encode(service, text, False)], [], arrived)
+    settings = {
+        "add_generation_prompt": not continues and request.add_generation_prompt is not False,
+        "continue_final_message": continues,
+        "template_kwargs": request.chat_template_kwargs,
+    }
+    messages = [message.for_template for message in request.messages]
+    if model.chat_special_tokens:
+        text = model.tokenizer.render_chat(messages, **settings)
+        prompt = _encode(model, text, False)
+    else:
+        chat = model.tokenizer.chat_prompt(messages, **settings)
+        _check_length(model, chat.text)
+        prompt = chat.encode(model.tokenizer)
+    return _job(model, "chatcmpl", request, [prompt], [], arrived)
 
 
-def _check(service: Service, request: GenerationRequest, num_prompts: int) -> None:
+# the body's job, by the name of its route
+JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, float], Job]] = {
+    "completions": completion_job,
+    "chat": chat_job,
+}
+
+
+def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> None:
     """What can be refused before any prompt is encoded."""
-    service.check_model(request.model)
-    params = sampling_params(request, service.defaults, service.client.max_model_len)
+    model.check_name(request.model)
+    params = sampling_params(request, model.defaults, model.max_model_len)
     if num_prompts * params.n > MAX_CHOICES:
         raise ApiError(
             400,
             f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {params.n}.",
             "n",
         )
-    _check_vocabulary(service, params.stop_token_ids, "stop_token_ids")
-    _check_vocabulary(service, [token for token, _ in params.logit_bias], "logit_bias")
+    _check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
+    _check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
 
 
 def _job(
-    service: Service,
+    model: ServedModel,
     prefix: str,
     request: GenerationRequest,
     prompts: list[list[int]],
@@ -111,13 +126,13 @@ def _job(
 ) -> Job:
     params = []
     for prompt in prompts:
-        room = service.client.max_model_len - len(prompt)
+        room = model.max_model_len - len(prompt)
         if room < 1:
-            raise _too_long(service, str(len(prompt)))
+            raise _too_long(model, str(len(prompt)))
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
-        _check_vocabulary(service, prompt, "prompt")
-        params.append(sampling_params(request, service.defaults, room))
+        _check_vocabulary(model, prompt, "prompt")
+        params.append(sampling_params(request, model.defaults, room))
     return Job(
         request_id=f"{prefix}-{uuid.uuid4().hex}",
         prompts=prompts,
@@ -129,16 +144,20 @@ def _job(
     )
 
 
-def _encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode a prompt, unless its length alone says that it cannot fit: tokenizing takes time."""
-    at_least = len(text) // service.tokenizer.max_token_chars
-    if at_least >= service.client.max_model_len:
-        raise _too_long(service, f"at least {at_least}")
-    return service.tokenizer.encode(text, add_special_tokens)
+def _encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
+    _check_length(model, text)
+    return model.tokenizer.encode(text, add_special_tokens)
 
 
-def _too_long(service: Service, length: str) -> ApiError:
-    limit = service.client.max_model_len
+def _check_length(model: ServedModel, text: str) -> None:
+    """Refuse a text whose length alone says that it cannot fit: tokenizing takes time."""
+    at_least = len(text) // model.tokenizer.max_token_chars
+    if at_least >= model.max_model_len:
+        raise _too_long(model, f"at least {at_least}")
+
+
+def _too_long(model: ServedModel, length: str) -> ApiError:
+    limit = model.max_model_len
     return ApiError(
         400,
         f"This model's maximum context length is {limit} tokens. However, your prompt contains "
@@ -147,8 +166,10 @@ def _too_long(service: Service, length: str) -> ApiError:
     )
 
 
-def _check_vocabulary(service: Service, token_ids: list[int] | tuple[int, ...], name: str) -> None:
-    size = service.client.vocab_size
+def _check_vocabulary(
+    model: ServedModel, token_ids: list[int] | tuple[int, ...], name: str
+) -> None:
+    size = model.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
         wrong = next(token for token in token_ids if not 0 <= token < size)
         raise ApiError(400, f"{name}: expected token ids of 0 to {size - 1}, found {wrong}.", name)

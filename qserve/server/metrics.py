@@ -4,6 +4,7 @@ Names are vLLM's where the meaning is, with our prefix. Labels hold the served m
 of the table, statuses and reasons of ours: none can grow with what clients send.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -45,6 +46,7 @@ ADMITTED = {
     "num_prompt_tokens_admitted": "Their prompts' tokens, which --max-num-queued-tokens limits.",
 }
 COUNTERS = {
+    "engine_restarts": "Times that the engine was started again after its end.",
     "num_preemptions": "Times that an output gave its KV pages back, to be computed again.",
     "prompt_tokens": "Prompt tokens of outputs that got a token, once for each output.",
     "generation_tokens": "Tokens that the engine made.",
@@ -58,6 +60,8 @@ REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
     *(10, 20, 40, 80, 160, 640, 2560),
 )
+LAG_INTERVAL = 0.05
+LAG_SECONDS = (*(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5), 10)
 STEP_TOKENS = tuple(2**i for i in range(15))
 HISTOGRAMS = {
     "time_to_first_token_seconds": (
@@ -70,6 +74,10 @@ HISTOGRAMS = {
         REQUEST_SECONDS,
     ),
     "request_queue_time_seconds": ("From the server to an output's first step.", REQUEST_SECONDS),
+    "event_loop_lag_seconds": (
+        "How late the HTTP server's event loop runs what is due, sampled 20 times a second.",
+        LAG_SECONDS,
+    ),
     "iteration_tokens_total": ("Tokens that an engine step computed.", STEP_TOKENS),
 }
 
@@ -112,6 +120,17 @@ class Metrics:
         """Show what is admitted, whenever the page is made."""
         for index, (name, text) in enumerate(ADMITTED.items()):
             self._make(Gauge, name, text).set_function(lambda i=index: admission.held[i])
+
+    async def watch_loop(self) -> None:
+        """Sample how late the event loop is, until it is cancelled."""
+        while True:
+            due = time.perf_counter() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            lag = max(0.0, time.perf_counter() - due)
+            self._histograms["event_loop_lag_seconds"].observe(lag)
+
+    def count_restart(self) -> None:
+        self._counters["engine_restarts"].inc()
 
     def take_report(self, report: EngineReport) -> None:
         """Take what the engine tells after a step."""

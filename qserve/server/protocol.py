@@ -9,12 +9,18 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
+from qserve.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from qserve.server import unsupported
 from qserve.server.errors import ApiError
 
 MAX_PROMPTS = 1024
-# Making 3 million lists (8 MB of "[],") holds the interpreter, and so every stream, for a second.
-MAX_BRACKETS = 250_000
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
+MAX_STOP_CHARS = 1024  # of one stop string: text is held back and searched for it
+MAX_NAME_CHARS = 256
+MAX_TEMPLATE_SETTINGS = 64
+# A role goes into the template as it is, so it is one of these.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
 CONTENT_FORMS = "text, or a list of parts of type text"
 PROMPT_FORMS = "text, token ids, or a list of either"
@@ -74,6 +80,25 @@ def _text_only(kind: str) -> str:
     return kind
 
 
+def _role(role: str) -> str:
+    if role not in ROLES:
+        raise PydanticCustomError("role", f"expected one of {', '.join(ROLES)}")
+    return role
+
+
+def _at_most(limit: int, what: str) -> BeforeValidator:
+    """Checks a length before the items are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str | list | dict) and len(value) > limit:
+            raise PydanticCustomError(
+                "length", f"expected at most {limit} {what}, found {len(value)}"
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 class _Body(BaseModel):
     # Unknown fields are kept, so that those of the tables in unsupported.py can be found.
     model_config = ConfigDict(strict=True, extra="allow")
@@ -89,10 +114,12 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    role: str
+    role: Annotated[str, AfterValidator(_role)]
     # None is refused later: in a message with tool calls it is not what is at fault.
-    content: Annotated[list[TextPart] | None, ONE_ERROR, BeforeValidator(_as_parts)] = None
-    name: str | None = None
+    content: Annotated[
+        list[TextPart] | None, ONE_ERROR, _at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
+    ] = None
+    name: Annotated[str | None, _at_most(MAX_NAME_CHARS, "characters")] = None
 
     @property
     def for_template(self) -> dict[str, str]:
@@ -114,14 +141,21 @@ class GenerationRequest(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = None  # SamplingParams checks its length
     seed: int | None = None
     max_tokens: int | None = None
     # The chat's newer name for it. Completions have it nowhere else, where who sends it gets 16.
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
-    stop: Annotated[list[str] | None, ONE_ERROR, BeforeValidator(_as_list)] = None
-    stop_token_ids: Annotated[list[int] | None, ONE_ERROR] = None
+    stop: Annotated[
+        list[Annotated[str, _at_most(MAX_STOP_CHARS, "characters")]] | None,
+        ONE_ERROR,
+        _at_most(MAX_STOP_STRINGS, "strings"),
+        BeforeValidator(_as_list),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, ONE_ERROR, _at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
+        None
+    )
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -146,22 +180,22 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], ONE_ERROR]
+    messages: Annotated[list[Message], ONE_ERROR, _at_most(MAX_MESSAGES, "messages")]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # numbers, texts and flags alone: a template's own loops are then all that takes time
-    chat_template_kwargs: dict[str, TemplateSetting] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, TemplateSetting] | None, _at_most(MAX_TEMPLATE_SETTINGS, "settings")
+    ] = None
 
 
 Request = TypeVar("Request", CompletionRequest, ChatCompletionRequest)
 
 
-def parse(body: bytes, kind: type[Request]) -> Request:
+def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
     """Read a body. Raises ApiError(400) that names the field at fault."""
-    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
-        raise ApiError(400, f"expected at most {MAX_BRACKETS} brackets in a body.")
     try:
         request = kind.model_validate_json(body)
     except PydanticError as error:

@@ -1,17 +1,18 @@
-"""The routes. Each is a few lines: read, make a job in a thread, run it, reply."""
+"""The routes. Each is a few lines: read, prepare a job, run it, reply."""
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from qserve.server import generation
-from qserve.server.connection import EventStream, read_body, while_connected
+from qserve.server.body import Body
+from qserve.server.client_key import client_key
 from qserve.server.errors import engine_dead, json_response
-from qserve.server.job import Job, chat_job, completion_job
+from qserve.server.event_stream import EventStream, while_connected
+from qserve.server.job import Job
 from qserve.server.replies import ChatReply, CompletionReply, Reply, model_card
 from qserve.server.service import Service
 
@@ -21,7 +22,8 @@ router = APIRouter()
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 while the engine lives, else 503."""
-    return Response() if _service(request).client.is_alive else engine_dead().response
+    client = _service(request).client
+    return Response() if client.is_alive else engine_dead(client.is_restarting).response
 
 
 @router.get("/metrics")
@@ -39,41 +41,42 @@ async def models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     service = _service(request)
-    service.check_model(name)
+    service.model.check_name(name)
     return json_response(_card(service))
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    return await _answer(request, completion_job, CompletionReply)
+    return await _answer(request, "completions", CompletionReply)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    return await _answer(request, chat_job, ChatReply)
+    return await _answer(request, "chat", ChatReply)
 
 
-async def _answer(
-    request: Request, make_job: Callable[[Service, bytes, float], Job], kind: type[Reply]
-) -> Response:
-    service = _service(request)
-    body = await read_body(request, service.max_body_bytes)
-    arrived = time.perf_counter()
-    if not service.client.is_alive:
-        raise engine_dead()
-    job = await asyncio.to_thread(make_job, service, body, arrived)
+async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
+    service, client = _service(request), client_key(request.scope)
+    with Body(request, client, service) as body:
+        content = await body.read()
+        arrived = time.perf_counter()
+        if not service.client.is_alive:
+            raise engine_dead(service.client.is_restarting)
+        job = await service.preparation.job(client, service.model, route, content, arrived)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
-        return EventStream(_chunks(service, job, reply))
-    outputs = await while_connected(request.receive, generation.run(service, job))
+        return EventStream(_chunks(service, client, job, reply))
+    outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: with log probabilities of many outputs it takes seconds.
-    return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
+    return await service.preparation.run(client, lambda: json_response(reply.whole(outputs)))
 
 
-async def _chunks(service: Service, job: Job, reply: Reply) -> AsyncGenerator[dict, None]:
+async def _chunks(
+    service: Service, client: str, job: Job, reply: Reply
+) -> AsyncGenerator[dict, None]:
     opened: set[int] = set()
     num_tokens = 0
-    async with aclosing(generation.deltas(service, job)) as deltas:
+    async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
             num_tokens += len(delta.token_ids)
             if index not in opened:

@@ -1,5 +1,6 @@
 """Service: what every route needs of the running server."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -8,8 +9,10 @@ from typing import Protocol
 from qserve.engine.request import RequestEvent
 from qserve.sampling_params import SamplingParams
 from qserve.server.admission import Admission
-from qserve.server.errors import ApiError
+from qserve.server.budget import Budget
 from qserve.server.metrics import Metrics
+from qserve.server.preparation import Preparation
+from qserve.server.served_model import ServedModel
 from qserve.text import Tokenizer
 
 
@@ -22,12 +25,16 @@ class Client(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
+    @property
+    def is_restarting(self) -> bool: ...
+
     def generate(
         self,
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
         watch: Callable[[RequestEvent], None],
+        client: str,
         *,
         group: str,
     ) -> AsyncIterator[RequestEvent]: ...
@@ -41,16 +48,22 @@ class Service:
     tokenizer: Tokenizer
     model_name: str
     defaults: dict[str, float]  # sampling fields that the model's folder sets
+    chat_special_tokens: bool
     max_body_bytes: int
+    bodies: Budget  # bytes of bodies that are being received or prepared
     admission: Admission
+    preparation: Preparation
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError(404) for a model that is not served; no name means the one that is."""
-        if name is not None and name != self.model_name:
-            raise ApiError(
-                404,
-                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
-                "model",
-            )
+    @property
+    def model(self) -> ServedModel:
+        return ServedModel(
+            name=self.model_name,
+            tokenizer=self.tokenizer,
+            defaults=self.defaults,
+            max_model_len=self.client.max_model_len,
+            vocab_size=self.client.vocab_size,
+            chat_special_tokens=self.chat_special_tokens,
+        )

@@ -9,10 +9,12 @@ import signal
 import time
 
 from formats.errors import InputError
+from qserve.engine import messages
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
+OUT_OF_MEMORY = 105
 VOCAB_SIZE = 8192
 NUM_PAGES = 77
 
@@ -22,7 +24,8 @@ class FakeEngine:
     vocab_size = VOCAB_SIZE
 
     def __init__(self, config) -> None:
-        if config.model == "unusable" or config.max_model_len == 1:
+        broken = os.environ.get("FAKE_ENGINE_UNUSABLE")
+        if broken or config.model == "unusable" or config.max_model_len == 1:
             raise InputError("unusable/config.json", "no such architecture", "use another")
         if config.model == "broken":
             raise RuntimeError("out of memory\nand a long explanation")
@@ -32,8 +35,15 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if config.model == "slow":
             time.sleep(60)
+        if os.environ.get("FAKE_ENGINE_BREAKS_READER"):
+            messages.receive = self._no_room
         self._running = {}
         self._journal(f"pid {os.getpid()}")
+
+    @staticmethod
+    def _no_room(connection, direction):
+        connection.recv(1)
+        raise MemoryError("no room")
 
     def _journal(self, line: str) -> None:
         path = os.environ.get("FAKE_ENGINE_JOURNAL")
@@ -66,6 +76,8 @@ class FakeEngine:
             prompt, count, params = state
             if prompt[0] == STEP_FAILS and count == 2:
                 raise RuntimeError("CUDA error: illegal address\nat 0xdeadbeef")
+            if prompt[0] == OUT_OF_MEMORY and count == 2:
+                raise MemoryError
             if prompt[0] == PROCESS_DIES and count == 2:
                 os._exit(9)
             if prompt[0] == STEP_HANGS:

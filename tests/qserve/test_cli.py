@@ -55,6 +55,8 @@ FLAGS = {
     | {
         *("--host", "--port", "--served-model-name", "--api-key"),
         *("--max-num-queued-reqs", "--max-num-queued-tokens"),
+        *("--max-body-bytes", "--max-connections", "--chat-special-tokens"),
+        *("--engine-timeout", "--engine-step-timeout", "--restart-engine"),
     },
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import InputError
+from qserve import frames
 from qserve.config import EngineConfig
 from qserve.engine import messages
 from qserve.engine.client import EngineClient, RefusedError, _Output
@@ -21,9 +22,15 @@ from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
-REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS = 100, 101, 102, 103  # of fake_engine
+REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, OUT_OF_MEMORY = (
+    100,
+    101,
+    102,
+    103,
+    105,
+)  # of fake_engine
+GUARD = 120.0  # seconds, against hanging
 FAKE = "fake_engine:FakeEngine"
-PATIENCE = 120  # seconds: a limit for what hangs, far from what a busy machine needs
 ENDLESS = SamplingParams(max_tokens=100_000)
 REPORT = EngineReport(
     num_running=2,
@@ -57,8 +64,8 @@ def tokens(events: list[RequestEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
-async def until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE
+async def until(condition, timeout: float = GUARD) -> None:
+    deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.01)
@@ -94,7 +101,7 @@ def is_running(pid: int) -> bool:
 )
 def test_messages_to_the_engine_survive_the_trip(message):
     frame = messages.encode(message)
-    assert messages.payload_size(frame[:4]) == len(frame) - 4
+    assert frames.payload_size(frame[:4]) == len(frame) - 4
     assert messages.decode(frame[4:], messages.ToEngine) == message
     with pytest.raises(messages.MessageError):
         messages.decode(frame[4:], messages.FromEngine)
@@ -167,8 +174,8 @@ def test_parameters_are_checked_again_on_arrival():
 
 def test_frame_above_the_limit_is_refused_on_both_sides(monkeypatch):
     with pytest.raises(messages.MessageError, match="claims"):
-        messages.payload_size(b"\xff\xff\xff\xff")
-    monkeypatch.setattr(messages, "MAX_PAYLOAD_BYTES", 1000)
+        frames.payload_size(b"\xff\xff\xff\xff")
+    monkeypatch.setattr(frames, "MAX_PAYLOAD_BYTES", 1000)
     with pytest.raises(messages.MessageError, match="cannot be sent"):
         messages.encode(messages.Abort(request_id="r" * 2000))
 
@@ -281,17 +288,21 @@ def test_refused_request_raises_and_leaves_the_others_alone():
 
 @pytest.mark.parametrize(
     ("token", "cause"),
-    [(STEP_FAILS, "RuntimeError: CUDA error: illegal address"), (PROCESS_DIES, "exit code 9")],
+    [
+        (STEP_FAILS, "RuntimeError: CUDA error: illegal address"),
+        (PROCESS_DIES, "exit code 9"),
+        (OUT_OF_MEMORY, "MemoryError"),
+    ],
 )
 def test_dead_engine_ends_every_stream(token, cause, capfd):
     async def scenario():
         client = await start()
         runs = [collect(client, f"r{n}", [first], ENDLESS) for n, first in enumerate((1, token, 2))]
-        for events in await asyncio.wait_for(asyncio.gather(*runs), PATIENCE):
+        for events in await asyncio.wait_for(asyncio.gather(*runs), GUARD):
             assert events[-1].finish_reason == "error" and cause in events[-1].error
             assert "\n" not in events[-1].error and "0xdead" not in events[-1].error
         assert not client.is_alive
-        assert cause in await asyncio.wait_for(client.wait_until_dead(), PATIENCE)
+        assert cause in await asyncio.wait_for(client.wait_until_dead(), GUARD)
         await client.close()
         return client._process.returncode
 
@@ -423,7 +434,7 @@ def test_process_ends_when_the_client_vanishes(when):
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         else:
             connection.close()
-        assert process.wait(timeout=PATIENCE) == 0
+        assert process.wait(timeout=GUARD) == 0
 
 
 def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
@@ -437,7 +448,7 @@ def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
             time.sleep(0.01)
         time.sleep(0.1)
         connection.close()
-        assert process.wait(timeout=PATIENCE) == 1
+        assert process.wait(timeout=GUARD) == 1
 
 
 def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path):

@@ -13,7 +13,8 @@ import uvicorn
 from qserve.config import ServerConfig
 from qserve.engine.client import RefusedError
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.server.app import build_app
+from qserve.server.app import build_app, uvicorn_config
+from qserve.server.http_protocol import Connections
 from qserve.text import Tokenizer
 
 END = 2  # the bundled tokenizer's end token
@@ -34,9 +35,12 @@ class ScriptedClient:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.is_alive = True
+        self.is_restarting = False
+        self.clients: list[str] = []
         self.text = "Hello there, general reader."
         self.endless = False
         self.delay = 0.0  # seconds before each token
+        self.gate: threading.Semaphore | None = None  # each token waits for it
         self.fails_at: int | None = None  # the token before which the request fails
         self.dies_at: int | None = None  # the same, and the engine with it
         self.breaks_at: int | None = None  # the same, by an exception of the client's own
@@ -45,7 +49,8 @@ class ScriptedClient:
         self.running: set[str] = set()
         self.aborted: list[str] = []
 
-    async def generate(self, request_id, prompt_token_ids, params, watch, *, group):
+    async def generate(self, request_id, prompt_token_ids, params, watch, client, *, group):
+        self.clients.append(client)
         if self.refuses:
             raise RefusedError(f"request {request_id}", "can never run")
         self.requests.append((request_id, prompt_token_ids, params))
@@ -56,6 +61,8 @@ class ScriptedClient:
         try:
             for count, token in enumerate(script, start=1):
                 await asyncio.sleep(self.delay)
+                if self.gate is not None:
+                    await asyncio.to_thread(self.gate.acquire)
                 if count - 1 == self.breaks_at:
                     raise RuntimeError("secret detail at 0xdeadbeef")
                 if count - 1 in (self.fails_at, self.dies_at):
@@ -178,12 +185,12 @@ def error():
 
 @pytest.fixture
 def run_live():
-    """run_live(server) -> the port on which it runs until the test ends."""
+    """run_live(server, limit=1000) -> the port on which it runs until the test ends."""
     running = []
 
-    def run(server: Server) -> int:
-        config = uvicorn.Config(server.app, port=0, log_level="critical", lifespan="off")
-        web = uvicorn.Server(config)
+    def run(server: Server, limit: int = 1000) -> int:
+        server.connections = Connections(limit=limit)
+        web = uvicorn.Server(uvicorn_config(server.app, server.connections, port=0))
         thread = threading.Thread(target=web.run, daemon=True)
         thread.start()
         running.append((web, thread))

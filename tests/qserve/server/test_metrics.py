@@ -143,8 +143,10 @@ def test_output_left_after_its_end_is_no_abort(server, read):
 
     async def leave_at_the_end() -> None:
         service = server.app.state.service
-        job = completion_job(service, b'{"prompt": "a", "max_tokens": 3}', time.perf_counter())
-        async with aclosing(generation.deltas(service, job)) as deltas:
+        job = completion_job(
+            service.model, b'{"prompt": "a", "max_tokens": 3}', time.perf_counter()
+        )
+        async with aclosing(generation.deltas(service, "", job)) as deltas:
             async for _, delta in deltas:
                 if delta.finish_reason:
                     break
@@ -221,7 +223,9 @@ def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
 
     server.client.is_alive = True
     monkeypatch.setattr(type(server.tokenizer), "render_chat", explode)
-    server.post("/v1/chat/completions", {"messages": [{"role": "u", "content": "a"}]}, headers=key)
+    server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, headers=key
+    )
     samples = parse(server.get("/metrics", headers=key).text)
     name = "http_requests_total "
     assert {k.removeprefix(name): v for k, v in samples.items() if k.startswith(name)} == {

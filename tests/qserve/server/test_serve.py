@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -18,13 +20,20 @@ from qserve.server.app import SHUTDOWN_GRACE
 
 HERE = Path(__file__).resolve().parent
 STEP_FAILS, PROCESS_DIES, STEP_IS_SLOW = 101, 102, 104  # of fake_engine
+GUARD = 60  # seconds, against hanging
 PROGRAM = """
 import sys
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.server import app
 app.SHUTDOWN_GRACE = float(sys.argv[5])
-config = ServerConfig(host=sys.argv[2], port=int(sys.argv[3]), served_model_name="tiny")
+if sys.argv[6] == "0":  # it takes seconds to load
+    app._start_worker = lambda *arguments: None
+settings = dict(each.split("=") for each in sys.argv[7:])
+settings = {name: (float if "timeout" in name else int)(value) for name, value in settings.items()}
+config = ServerConfig(
+    host=sys.argv[2], port=int(sys.argv[3]), served_model_name="tiny", **settings
+)
 try:
     engine_config = EngineConfig(model=sys.argv[1], max_model_len=int(sys.argv[4]))
     sys.exit(app.serve(engine_config, config, engine="fake_engine:FakeEngine"))
@@ -38,18 +47,35 @@ def start(tmp_path, docs_5m):
     """Start a server; the processes that a test leaves are killed."""
     started = []
 
-    def run(model=docs_5m, host="127.0.0.1", port=0, max_model_len=2048, grace=SHUTDOWN_GRACE):
+    def run(
+        model=docs_5m,
+        host="127.0.0.1",
+        port=0,
+        max_model_len=2048,
+        grace=SHUTDOWN_GRACE,
+        worker=False,
+        **settings,
+    ):
         path = os.pathsep.join([str(HERE.parent), str(HERE.parents[2])])
         environment = {
             **os.environ,
             "PYTHONPATH": path,
             "FAKE_ENGINE_JOURNAL": str(tmp_path / "journal"),
         }
-        options = map(str, (model, host, port, max_model_len, grace))
+        options = map(str, (model, host, port, max_model_len, grace, int(worker)))
+        soft = settings.pop("descriptors", None)
+        hard = settings.pop("hard_descriptors", soft)
+        options = [*options, *(f"{name}={value}" for name, value in settings.items())]
         command = [sys.executable, "-c", PROGRAM, *options]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+            command,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=soft and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))),
         )
         started.append(process)
         return process
@@ -70,6 +96,10 @@ def engine_pid(tmp_path: Path) -> int:
     return int((tmp_path / "journal").read_text().split()[1])
 
 
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -84,7 +114,7 @@ def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp
     replies = []
     body = {"prompt": [1], "max_tokens": 400}
     thread = threading.Thread(
-        target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body, timeout=GUARD))
     )
     thread.start()
     while "add cmpl" not in (tmp_path / "journal").read_text():
@@ -92,7 +122,7 @@ def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp
     process.send_signal(signal.SIGTERM)
     thread.join()
     assert replies[0].json()["usage"]["completion_tokens"] == 400
-    assert process.wait(10) == 0
+    assert process.wait(GUARD) == 0
     assert not is_running(engine_pid(tmp_path))
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
@@ -106,7 +136,7 @@ def test_interrupt_from_the_terminal_reaches_the_server_alone(start, tmp_path):
     replies = []
     body = {"prompt": [1], "max_tokens": 300}
     thread = threading.Thread(
-        target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        target=lambda: replies.append(httpx.post(f"{url}/v1/completions", json=body, timeout=GUARD))
     )
     thread.start()
     while "add cmpl" not in (tmp_path / "journal").read_text():
@@ -114,11 +144,11 @@ def test_interrupt_from_the_terminal_reaches_the_server_alone(start, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     thread.join()
     assert replies[0].json()["usage"]["completion_tokens"] == 300
-    assert process.wait(10) == 0
+    assert process.wait(GUARD) == 0
 
 
 def test_second_signal_drops_what_runs(start, tmp_path):
-    process = start()
+    process = start(grace=1000)  # which the test would not wait for
     url = url_of(process)
     body = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as reply:
@@ -127,7 +157,7 @@ def test_second_signal_drops_what_runs(start, tmp_path):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(SHUTDOWN_GRACE - 2) == 0, process.stderr.read()
+        assert process.wait(GUARD) == 0, process.stderr.read()
     assert not is_running(engine_pid(tmp_path))
 
 
@@ -137,7 +167,7 @@ def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
     body = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "n": 2}
     wholes = []
     thread = threading.Thread(
-        target=lambda: wholes.append(httpx.post(f"{url}/v1/completions", json=body, timeout=20))
+        target=lambda: wholes.append(httpx.post(f"{url}/v1/completions", json=body, timeout=GUARD))
     )
     thread.start()
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as reply:
@@ -149,7 +179,7 @@ def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
     assert end == "data: [DONE]"
     thread.join()
     assert wholes[0].status_code == 503 and wholes[0].json()["error"]["code"] == 503
-    assert process.wait(10) == 0
+    assert process.wait(GUARD) == 0
     assert "Traceback" not in process.stderr.read()
     assert not is_running(engine_pid(tmp_path))
 
@@ -158,13 +188,13 @@ def test_half_a_body_at_the_end_is_hung_up_on(start, tmp_path):
     process = start(grace=0.3)
     address = httpx.URL(url_of(process))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"
-    with socket.create_connection((address.host, address.port), timeout=10) as client:
+    with socket.create_connection((address.host, address.port), timeout=GUARD) as client:
         client.sendall(head + b"{")
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1000) == b""
-        assert process.wait(10) == 0
+        assert process.wait(GUARD) == 0
     assert "Traceback" not in process.stderr.read()
     assert not is_running(engine_pid(tmp_path))
 
@@ -177,8 +207,104 @@ def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
     reply = httpx.post(f"{url}/v1/completions", json=body)
     assert reply.status_code == 503
     assert reply.json()["error"]["message"] == "The engine has ended; the server is stopping."
-    assert process.wait(10) == 1
+    assert process.wait(GUARD) == 1
     assert "The engine died" in process.stderr.read()
+
+
+def test_stopped_engine_fails_the_requests_and_ends_the_server(start, tmp_path):
+    process = start(engine_timeout=2)
+    url = url_of(process)
+    body = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=GUARD) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        os.kill(engine_pid(tmp_path), signal.SIGSTOP)
+        *_, error, end = (line for line in lines if line)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert end == "data: [DONE]"
+    assert process.wait(GUARD) == 1
+    assert "no sign of life for 2 s" in process.stderr.read()
+    assert not is_running(engine_pid(tmp_path))
+
+
+def test_dead_engine_is_started_again_and_meanwhile_clients_are_told_to_wait(start, tmp_path):
+    process = start(restart_engine=1)
+    url = url_of(process)
+    body = {"prompt": [PROCESS_DIES], "max_tokens": 50}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=GUARD)
+    assert reply.status_code == 503 and "started again" in reply.json()["error"]["message"]
+    health = httpx.get(f"{url}/health")
+    assert health.status_code == 503 and int(health.headers["retry-after"]) > 0
+    while httpx.get(f"{url}/health").status_code == 503:
+        assert process.poll() is None
+        time.sleep(0.05)
+    body = {"prompt": [1], "max_tokens": 5}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    assert "qserve:engine_restarts_total" in httpx.get(f"{url}/metrics").text
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GUARD) == 0
+
+
+def test_signal_while_the_engine_is_started_again_stops_everything(start, tmp_path):
+    process = start(restart_engine=1)
+    url = url_of(process)
+    httpx.post(f"{url}/v1/completions", json={"prompt": [PROCESS_DIES], "max_tokens": 50})
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GUARD) == 0
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_idle_connections_leave_room_for_others(start):
+    """More connections than descriptors: the server answers, and its log stays short."""
+    process = start(descriptors=200)
+    address = httpx.URL(url_of(process))
+    idle = [socket.create_connection((address.host, address.port)) for _ in range(260)]
+    for connection in idle[::2]:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+    for _ in range(5):
+        assert httpx.get(f"{address}/health", timeout=GUARD).status_code == 200
+    for connection in idle:
+        connection.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GUARD) == 0
+    assert len(process.stderr.read()) < 5000
+
+
+def test_descriptors_are_raised_to_the_hard_limit(start):
+    process = start(descriptors=100, hard_descriptors=1000)
+    address = httpx.URL(url_of(process))
+    idle = [socket.create_connection((address.host, address.port)) for _ in range(150)]
+    # a closed one would be readable
+    assert httpx.get(f"{address}/health", timeout=GUARD).status_code == 200
+    assert select.select(idle, [], [], 0.2)[0] == []
+    for connection in idle:
+        connection.close()
+
+
+def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
+    process = start(worker=True)
+    url = url_of(process)
+    prompts = [[5, 6]] * 1000
+    body = {"prompt": prompts, "max_tokens": 1, "user": "x" * 2**15}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=GUARD).json()
+    assert reply["usage"] == {
+        "prompt_tokens": 2000,
+        "completion_tokens": 1000,
+        "total_tokens": 3000,
+    }
+    wrong = httpx.post(f"{url}/v1/completions", json={**body, "top_p": 5}, timeout=GUARD)
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "top_p"
+    other = {**body, "model": "other"}
+    assert httpx.post(f"{url}/v1/completions", json=other, timeout=GUARD).status_code == 404
+    (worker,) = (pid for pid in children(process.pid) if pid != engine_pid(tmp_path))
+    os.kill(worker, signal.SIGKILL)
+    statuses = [
+        httpx.post(f"{url}/v1/completions", json=body, timeout=GUARD).status_code for _ in range(2)
+    ]
+    assert statuses == [503, 200]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GUARD) == 0
+    assert not is_running(worker)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +316,7 @@ def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
 )
 def test_model_that_cannot_be_loaded_is_one_line(start, options, words):
     process = start(**options)
-    assert process.wait(20) == 1
+    assert process.wait(GUARD) == 1
     out, err = process.communicate()
     assert out == "" and err.strip().splitlines()[-1].startswith(words)
     assert "Traceback" not in err
@@ -199,7 +325,7 @@ def test_model_that_cannot_be_loaded_is_one_line(start, options, words):
 def test_port_in_use_is_one_line_at_once(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         process = start(port=other.getsockname()[1])
-        assert process.wait(20) == 1
+        assert process.wait(GUARD) == 1
     err = process.communicate()[1]
     assert "cannot be listened on" in err and "--port" in err and "Traceback" not in err
     assert not (tmp_path / "journal").exists()
@@ -210,11 +336,11 @@ def test_signal_while_loading_stops_everything(start, tmp_path):
     while not (tmp_path / "journal").exists():
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 0
+    assert process.wait(GUARD) == 0
     out, err = process.communicate()
     assert "Traceback" not in err
     pid = engine_pid(tmp_path)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GUARD
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(pid)

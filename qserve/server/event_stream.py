@@ -1,49 +1,20 @@
-"""One HTTP exchange: a body within limits, a client that may leave, server-sent events.
+"""Replies that last: a client that may leave meanwhile, and server-sent events.
 
 Knows no models and no fields.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
-from starlette.requests import ClientDisconnect
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from qserve.server.errors import ApiError, ClientGone, as_api_error
+from qserve.server.errors import ClientGone, as_api_error
 
 Result = TypeVar("Result")
-
-# Of one chunk that waits for the client to read. A stream that nobody reads would hold its place
-# among the running and queued requests for good.
-UNREAD_SECONDS = 120.0
-
-logger = logging.getLogger(__name__)
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a JSON request. Raises ApiError: 415 for another form, 413 above the limit."""
-    kind = request.headers.get("content-type", "application/json")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "expected Content-Type: application/json.")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        # Unpacking would need a limit of its own: a megabyte can hold a gigabyte of zeros.
-        raise ApiError(415, f"expected a body without Content-Encoding, found {encoding}.")
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                # uvicorn reads and drops the rest, so that a client that still sends sees this.
-                raise ApiError(413, f"expected a body of at most {limit} bytes.")
-    except ClientDisconnect:
-        raise ClientGone from None
-    return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -70,7 +41,7 @@ class EventStream(Response):
 
     An error before the first chunk is a plain HTTP error; a later one is an event of its own. Each
     chunk is fetched when the one before it has been written, so a slow reader slows its own stream
-    only. One that reads nothing for UNREAD_SECONDS counts as gone.
+    only.
     """
 
     def __init__(self, chunks: AsyncGenerator[dict, None]) -> None:
@@ -92,20 +63,11 @@ class EventStream(Response):
                 await as_api_error(error).response(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_in_time(send, _event(first))
+            await send(_event(first))
             async for chunk in _errors_as_chunks(chunks):
-                await _send_in_time(send, _event(chunk))
+                await send(_event(chunk))
             await send(_body(b"data: [DONE]\n\n"))
             await send(_body(b"", more=False))
-
-
-async def _send_in_time(send: Send, message: dict) -> None:
-    try:
-        async with asyncio.timeout(UNREAD_SECONDS):
-            await send(message)
-    except TimeoutError:
-        logger.warning("A client read nothing for %.0f s: its stream is dropped", UNREAD_SECONDS)
-        raise ClientGone from None
 
 
 async def _errors_as_chunks(chunks: AsyncGenerator[dict, None]) -> AsyncGenerator[dict, None]:

@@ -1,0 +1,64 @@
+"""The worker process: `python -m qserve.server.worker_process --fd N`. Makes jobs of large bodies.
+
+The server starts it and it ends when the server is gone. Knows no HTTP and no engine.
+"""
+
+import argparse
+import logging
+import socket
+import sys
+
+from qserve import frames
+from qserve.server.errors import as_api_error
+from qserve.server.job import JOBS
+from qserve.server.served_model import ServedModel
+from qserve.server.worker_messages import (
+    Failed,
+    FromWorker,
+    Prepare,
+    Prepared,
+    Setup,
+    ToWorker,
+    decode,
+    encode,
+)
+from qserve.text import Tokenizer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Answer until the server is gone. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="qserve.server.worker_process")
+    parser.add_argument("--fd", type=int, required=True, help="the connected socket")
+    connection = socket.socket(fileno=parser.parse_args(argv).fd)
+    logging.basicConfig(format="%(message)s")
+    try:
+        model = _load(decode(frames.receive(connection), ToWorker))
+        while True:
+            message = decode(frames.receive(connection), ToWorker)
+            body = frames.receive(connection)
+            connection.sendall(encode(_answer(model, message, body)))
+    except (EOFError, ConnectionError):
+        return 0
+
+
+def _load(setup: Setup) -> ServedModel:
+    return ServedModel(
+        name=setup.name,
+        tokenizer=Tokenizer(setup.folder),
+        defaults=setup.defaults,
+        max_model_len=setup.max_model_len,
+        vocab_size=setup.vocab_size,
+        chat_special_tokens=setup.chat_special_tokens,
+    )
+
+
+def _answer(model: ServedModel, message: Prepare, body: bytes) -> FromWorker:
+    try:
+        return Prepared(job=JOBS[message.route](model, body, message.arrived))
+    except Exception as error:
+        found = as_api_error(error)
+        return Failed(status=found.status, message=found.short_message, param=found.param)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""An engine that dies and is started again: what runs fails, what comes later works."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from qserve.config import EngineConfig
+from qserve.engine import supervisor as module
+from qserve.engine.supervisor import EngineSupervisor
+from qserve.sampling_params import SamplingParams
+
+STEP_FAILS, PROCESS_DIES = 101, 102  # of fake_engine
+GUARD = 60  # seconds, against hanging
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+
+
+def run(scenario, restarts: int) -> None:
+    async def whole():
+        engine = await EngineSupervisor.start(
+            EngineConfig(model="fine"),
+            restarts=restarts,
+            engine="fake_engine:FakeEngine",
+            on_restart=lambda: engine.starts.append(1),
+        )
+        engine.starts = []
+        try:
+            await asyncio.wait_for(scenario(engine), GUARD)
+        finally:
+            await engine.close()
+        assert not engine.is_alive and not engine.is_restarting
+
+    asyncio.run(whole())
+
+
+async def last_event(engine, name: str, first: int, count: int = 3):
+    params = SamplingParams(max_tokens=count)
+    return [event async for event in engine.generate(name, [first], params)][-1]
+
+
+async def until_alive(engine) -> None:
+    while not engine.is_alive:
+        assert engine.is_restarting
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("token", [STEP_FAILS, PROCESS_DIES])
+def test_engine_is_started_again_and_then_given_up(token):
+    async def scenario(engine):
+        for count in range(2):
+            # the same name each time: nothing of the dead engine is left
+            event = await last_event(engine, "poison", token)
+            assert event.finish_reason == "error" and engine.is_restarting
+            assert (await last_event(engine, "early", 1)).finish_reason == "error"
+            await until_alive(engine)
+            assert len(engine.starts) == count + 1
+            assert (await last_event(engine, "late", 1)).finish_reason == "length"
+        await last_event(engine, "poison", token)
+        await engine.wait_until_dead()
+        assert not engine.is_alive and not engine.is_restarting and len(engine.starts) == 2
+
+    run(scenario, restarts=2)
+
+
+def test_engine_that_has_lived_long_has_all_its_restarts_again(monkeypatch):
+    monkeypatch.setattr(module, "PROVEN_SECONDS", 0.0)
+
+    async def scenario(engine):
+        for _ in range(3):
+            await last_event(engine, "poison", PROCESS_DIES)
+            await until_alive(engine)
+        assert len(engine.starts) == 3
+
+    run(scenario, restarts=1)
+
+
+def test_engine_that_cannot_start_again_is_given_up(monkeypatch):
+    async def scenario(engine):
+        monkeypatch.setenv("FAKE_ENGINE_UNUSABLE", "yes")
+        os.kill(engine._client._process.pid, signal.SIGKILL)
+        await engine.wait_until_dead()
+        assert len(engine.starts) == 0
+
+    run(scenario, restarts=2)
