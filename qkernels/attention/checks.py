@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from qkernels.attention.cache import PagedKv
 from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
@@ -15,14 +16,14 @@ def check_dense_heads(name: str, pages: torch.Tensor) -> None:
         raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")
 
 
-def check_heads_in_parts(op: str, *heads: LinearOutput) -> None:
+def check_split_k_heads(op: str, *heads: LinearOutput) -> None:
     """Raise KernelError unless q, k and v are all tensors, or all split-K sums of one product."""
-    in_parts = [x.parts for x in heads if isinstance(x, SplitKPartials)]
-    places = {(parts.shape[0], parts.stride(0), parts.stride(-1)) for parts in in_parts}
-    if in_parts and (len(in_parts) < len(heads) or len(places) > 1 or in_parts[0].stride(-1) != 1):
+    split = [x.parts for x in heads if isinstance(x, SplitKPartials)]
+    layouts = {(parts.shape[0], parts.stride(0), parts.stride(-1)) for parts in split}
+    if split and (len(split) < len(heads) or len(layouts) > 1 or split[0].stride(-1) != 1):
         raise KernelError(
             f"{op} q, k, v",
-            "expected tensors, or all in parts of one product",
+            "expected tensors, or all split-K sums of one product",
             "make them by split_heads",
         )
 
@@ -50,8 +51,7 @@ def check_kv_write(
     op: str,
     k_TJD: LinearOutput,
     v_TJD: LinearOutput,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
     parts: bool = False,
 ) -> None:
@@ -59,31 +59,34 @@ def check_kv_write(
     tokens, heads, head_dim = expect_ndim(f"{op} k", k_TJD, 3)
     check_tensor(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)
     dtypes = (k_TJD.dtype, *CODE_DTYPES.values())
-    check_tensor(f"{op} k_pages", k_pages_PBJD, (None, None, heads, head_dim), dtypes, k_TJD)
-    check_tensor(f"{op} v_pages", v_pages_PBJD, k_pages_PBJD.shape, (k_pages_PBJD.dtype,), k_TJD)
+    check_cache(op, k_TJD, cache, heads, head_dim, dtypes)
     check_tensor(f"{op} slots", slots_T, (tokens,), INDEX_DTYPES, k_TJD)
-    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
-        check_dense_heads(f"{op} {name}", pages)
 
 
-def check_scales(
+def check_cache(
     op: str,
     x: LinearOutput,
-    pages_PBJD: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None,
-    v_scales_PBJ: torch.Tensor | None,
+    cache: PagedKv,
+    heads: int | None,
+    head_dim: int,
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Raise KernelError unless 8-bit pages, and only they, have scales."""
-    kv_8bit = pages_PBJD.dtype in CODE_DTYPES.values()
-    for name, scales in (("k_scales", k_scales_PBJ), ("v_scales", v_scales_PBJ)):
+    """Raise KernelError unless keys match values, and 8-bit pages, and only they, have scales."""
+    k_pages, v_pages = cache.k_pages, cache.v_pages
+    check_tensor(f"{op} k_pages", k_pages, (None, None, heads, head_dim), dtypes, x)
+    check_tensor(f"{op} v_pages", v_pages, k_pages.shape, (k_pages.dtype,), x)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        check_dense_heads(f"{op} {name}", pages)
+    kv_8bit = k_pages.dtype in CODE_DTYPES.values()
+    for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
         if (scales is not None) != kv_8bit:
             expected = "one for each slot and KV head" if kv_8bit else "None"
             found = "None" if kv_8bit else "some"
             raise KernelError(
-                f"{op} {name}", f"expected {expected} for {pages_PBJD.dtype} pages, found {found}"
+                f"{op} {name}", f"expected {expected} for {k_pages.dtype} pages, found {found}"
             )
         if kv_8bit:
-            check_tensor(f"{op} {name}", scales, pages_PBJD.shape[:3], (torch.float32,), x)
+            check_tensor(f"{op} {name}", scales, k_pages.shape[:3], (torch.float32,), x)
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:

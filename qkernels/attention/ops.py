@@ -8,15 +8,16 @@ import math
 import torch
 
 from qkernels import dispatch
+from qkernels.attention.cache import PagedKv
 from qkernels.attention.checks import (
     can_use_tma,
-    check_dense_heads,
-    check_heads_in_parts,
+    check_cache,
     check_kv_write,
     check_rope,
-    check_scales,
+    check_split_k_heads,
 )
 from qkernels.attention.config import DECODE_MAX_ROWS
+from qkernels.attention.step import AttentionStep
 from qkernels.checks import check_float, check_limb_rows, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
@@ -44,36 +45,20 @@ def apply_rope(
 def write_kv_(
     k_TJD: torch.Tensor,
     v_TJD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
-    *,
-    static_scales: bool = False,
 ) -> None:
     """Write keys and values into their slots of the pages, in place.
 
     slot = page * B + offset; a token whose slot is -1 is padding and written nowhere. Slots differ.
 
     Pages hold k's dtype, or codes: int8 or float8_e4m3fn, with a float32 scale for each slot and
-    KV head. A row's scale is its largest magnitude over the largest code, and is written beside it;
-    with `static_scales` the scales are there already, and rows are rounded with them. Scales have
-    any strides: one for all slots is `scale.expand(P, B, J)`.
+    KV head. A row's scale is its largest magnitude over the largest code, and is written, too; with
+    `static_scales` the scales are there already, and rows are rounded with them.
     """
     op = "write_kv_"
-    check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T)
-    check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
-    _run_pages(op, k_TJD, k_pages_PBJD)(
-        k_TJD,
-        v_TJD,
-        k_pages_PBJD,
-        v_pages_PBJD,
-        slots_T,
-        k_scales_PBJ,
-        v_scales_PBJ,
-        static_scales=static_scales,
-    )
+    check_kv_write(op, k_TJD, v_TJD, cache, slots_T)
+    _writer(op, k_TJD, cache)(k_TJD, v_TJD, cache, slots_T)
 
 
 def rope_write_kv_(
@@ -82,13 +67,9 @@ def rope_write_kv_(
     v_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     *,
-    static_scales: bool = False,
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -101,27 +82,22 @@ def rope_write_kv_(
     they may be read while it still runs.
     """
     op = "rope_write_kv_"
-    check_heads_in_parts(op, q_THD, k_TJD, v_TJD)
+    check_split_k_heads(op, q_THD, k_TJD, v_TJD)
     check_rope(op, q_THD, k_TJD, cos_sin, positions_T, parts=True)
-    check_kv_write(op, k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T, parts=True)
-    check_scales(op, k_TJD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
+    check_kv_write(op, k_TJD, v_TJD, cache, slots_T, parts=True)
     if (q_norm_D is None) != (k_norm_D is None):
         raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
     if q_norm_D is not None:
         for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
             check_tensor(f"{op} {name}", norm, q_THD.shape[-1:], (q_THD.dtype,), q_THD)
-    return _run_pages(op, q_THD, k_pages_PBJD)(
+    return _writer(op, q_THD, cache)(
         q_THD,
         k_TJD,
         v_TJD,
         cos_sin,
         positions_T,
-        k_pages_PBJD,
-        v_pages_PBJD,
+        cache,
         slots_T,
-        k_scales_PBJ,
-        v_scales_PBJ,
-        static_scales=static_scales,
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
@@ -131,32 +107,20 @@ def rope_write_kv_(
 
 def paged_attention(
     q_THD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
-    block_tables_RX: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    context_lengths_R: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
     *,
     scale: float,
     window: int | None,
-    max_query_len: int,
-    max_context_len: int,
     soft_cap: float | None = None,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     kernel: str | None = None,
 ) -> torch.Tensor | Limbs:
     """Causal attention of every request's query rows over its paged keys: [T, H, D].
 
-    block_tables  [R, X] int32: the pages of each request, in order
-    query_starts  [R + 1] int32: request r has the rows query_starts[r] .. query_starts[r + 1]
-    context_lengths [R] int32: keys that the request's last row sees, itself included
     window        a row sees itself and the window - 1 keys before it; None: all before it
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
-    k_scales, v_scales  [P, B, J] float32: of int8 or float8_e4m3fn pages, as write_kv_ leaves them
-    max_query_len, max_context_len  upper bounds that the host knows, so that nothing is read back
     limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
     inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
                   they may be read while it still runs
@@ -167,76 +131,67 @@ def paged_attention(
     """
     check_float("paged_attention q", q_THD)
     _, heads, head_dim = expect_ndim("paged_attention q", q_THD, 3)
-    pages_shape = (None, None, None, head_dim)
     dtypes = (q_THD.dtype, *CODE_DTYPES.values())
-    check_tensor("paged_attention k_pages", k_pages_PBJD, pages_shape, dtypes, q_THD)
-    v_dtypes = (k_pages_PBJD.dtype,)
-    check_tensor("paged_attention v_pages", v_pages_PBJD, k_pages_PBJD.shape, v_dtypes, q_THD)
-    check_scales("paged_attention", q_THD, k_pages_PBJD, k_scales_PBJ, v_scales_PBJ)
-    for name, pages in (("k_pages", k_pages_PBJD), ("v_pages", v_pages_PBJD)):
-        check_dense_heads(f"paged_attention {name}", pages)
-    if k_pages_PBJD.shape[2] == 0 or heads % k_pages_PBJD.shape[2]:
+    check_cache("paged_attention", q_THD, cache, None, head_dim, dtypes)
+    kv_heads, page_size = cache.num_kv_heads, cache.page_size
+    if kv_heads == 0 or heads % kv_heads:
         raise KernelError(
             "paged_attention q",
-            f"expected heads divisible by the {k_pages_PBJD.shape[2]} KV heads, found {heads}",
+            f"expected heads divisible by the {kv_heads} KV heads, found {heads}",
         )
     if limbs is not None:
         check_limb_rows("paged_attention q", q_THD, heads * head_dim, limbs)
-    requests = context_lengths_R.shape[0]
-    int32 = (torch.int32,)
-    check_tensor("paged_attention block_tables", block_tables_RX, (requests, None), int32, q_THD)
-    check_tensor("paged_attention query_starts", query_starts_R1, (requests + 1,), int32, q_THD)
-    check_tensor("paged_attention context_lengths", context_lengths_R, (requests,), int32, q_THD)
+    requests = step.context_lengths_R.shape[0]
+    for name, shape in (
+        ("block_tables_RX", (requests, None)),
+        ("query_starts_R1", (requests + 1,)),
+        ("context_lengths_R", (requests,)),
+    ):
+        argument = f"paged_attention {name.rpartition('_')[0]}"
+        check_tensor(argument, getattr(step, name), shape, (torch.int32,), q_THD)
     if window is not None and window < 1:
         raise KernelError("paged_attention window", f"expected None or at least 1, found {window}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise KernelError(
             "paged_attention soft_cap", f"expected None or a number above 0, found {soft_cap}"
         )
-    if max_context_len > block_tables_RX.shape[1] * k_pages_PBJD.shape[1]:
+    num_pages = step.block_tables_RX.shape[1]
+    if step.max_context_len > num_pages * page_size:
         raise KernelError(
             "paged_attention max_context_len",
-            f"{max_context_len} keys do not fit in {block_tables_RX.shape[1]} pages"
-            f" of {k_pages_PBJD.shape[1]}",
+            f"{step.max_context_len} keys do not fit in {num_pages} pages of {page_size}",
         )
-    chunk = heads // k_pages_PBJD.shape[2] * max_query_len > DECODE_MAX_ROWS
+    chunk = heads // kv_heads * step.max_query_len > DECODE_MAX_ROWS
     run = dispatch.implementation(
         "paged_attention",
         device=q_THD.device.type,
         dtype=q_THD.dtype,
         requested=kernel,
         head_dim=head_dim,
-        page_size=k_pages_PBJD.shape[1],
-        pages_dtype=k_pages_PBJD.dtype,
+        page_size=page_size,
+        pages_dtype=cache.k_pages.dtype,
         soft_cap=soft_cap is not None,
         chunk=chunk,
-        tma_pages=not chunk or can_use_tma(k_pages_PBJD, v_pages_PBJD),
+        tma_pages=not chunk or can_use_tma(cache.k_pages, cache.v_pages),
     )
     return run(
         q_THD,
-        k_pages_PBJD,
-        v_pages_PBJD,
-        block_tables_RX,
-        query_starts_R1,
-        context_lengths_R,
+        cache,
+        step,
         scale=scale,
         window=window,
-        max_query_len=max_query_len,
-        max_context_len=max_context_len,
         soft_cap=soft_cap,
-        k_scales_PBJ=k_scales_PBJ,
-        v_scales_PBJ=v_scales_PBJ,
         limbs=limbs,
         inputs_ready=inputs_ready,
     )
 
 
-def _run_pages(op: str, x_THD: LinearOutput, pages_PBJD: torch.Tensor):
+def _writer(op: str, x_THD: LinearOutput, cache: PagedKv):
     return dispatch.implementation(
         op,
         device=x_THD.device.type,
         dtype=x_THD.dtype,
         head_dim=x_THD.shape[-1],
-        page_size=pages_PBJD.shape[1],
-        pages_dtype=pages_PBJD.dtype,
+        page_size=cache.page_size,
+        pages_dtype=cache.k_pages.dtype,
     )

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from formats.activation import quantize_input as round_input
 from formats.activation import to_codes
 from formats.scheme import ActivationSpec
+from qkernels.attention.cache import PagedKv
+from qkernels.attention.step import AttentionStep
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.operands.split_k import LinearOutput, reduced
@@ -43,13 +45,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def write_kv_(
     k_TJD: torch.Tensor,
     v_TJD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
-    *,
-    static_scales: bool = False,
 ) -> None:
     """Write each token's key and value into its slot, page * B + offset; slot -1 is padding."""
     if not slots_T.numel():
@@ -60,16 +57,17 @@ def write_kv_(
     tokens_T = torch.arange(slots_T.shape[0], device=slots_T.device)
     source_T = torch.where(valid_T, tokens_T, valid_T.int().argmax())
     slot_T = slots_T[source_T].long().clamp(min=0)
-    index = (slot_T // k_pages_PBJD.shape[1], slot_T % k_pages_PBJD.shape[1])
+    index = (slot_T // cache.page_size, slot_T % cache.page_size)
     for rows, pages, scales_PBJ in (
-        (k_TJD, k_pages_PBJD, k_scales_PBJ),
-        (v_TJD, v_pages_PBJD, v_scales_PBJ),
+        (k_TJD, cache.k_pages, cache.k_scales),
+        (v_TJD, cache.v_pages, cache.v_scales),
     ):
         rows = rows[source_T]
         if scales_PBJ is not None:
             old_TJ = scales_PBJ[index]
-            rows, scales_TJ = _quantize_kv(rows, pages.dtype, old_TJ if static_scales else None)
-            if not static_scales:
+            given_TJ = old_TJ if cache.static_scales else None
+            rows, scales_TJ = _quantize_kv(rows, pages.dtype, given_TJ)
+            if not cache.static_scales:
                 scales_PBJ.index_put_(index, torch.where(valid_T.any(), scales_TJ, old_TJ))
         # as bytes, which every device can choose from
         stored = pages if pages.element_size() > 1 else pages.view(torch.uint8)
@@ -94,13 +92,9 @@ def rope_write_kv_(
     v_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     *,
-    static_scales: bool = False,
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -111,28 +105,18 @@ def rope_write_kv_(
     if q_norm_D is not None:
         q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
     q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T)
-    scales = (k_scales_PBJ, v_scales_PBJ)
-    write_kv_(
-        k_TJD, v_TJD, k_pages_PBJD, v_pages_PBJD, slots_T, *scales, static_scales=static_scales
-    )
+    write_kv_(k_TJD, v_TJD, cache, slots_T)
     return q_THD
 
 
 def paged_attention(
     q_THD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
-    block_tables_RX: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    context_lengths_R: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
     *,
     scale: float,
     window: int | None,
-    max_query_len: int,
-    max_context_len: int,
     soft_cap: float | None = None,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor | Limbs:
@@ -142,15 +126,16 @@ def paged_attention(
     itself and the `window` - 1 keys before it (None: all). Rows that see nothing, or that belong to
     no request, are zero.
     """
-    keys, values = _Pages(k_pages_PBJD, k_scales_PBJ), _Pages(v_pages_PBJD, v_scales_PBJ)
-    starts = query_starts_R1.tolist()
+    keys = _Pages(cache.k_pages, cache.k_scales)
+    values = _Pages(cache.v_pages, cache.v_scales)
+    starts = step.query_starts_R1.tolist()
     counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    lengths = context_lengths_R.tolist()
+    lengths = step.context_lengths_R.tolist()
     out_THD = torch.zeros_like(q_THD)
     decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
     # one gather for rows of similar length wastes least on padding
     decodes.sort(key=lambda r: lengths[r])
-    page_elements = k_pages_PBJD.shape[2] * k_pages_PBJD.shape[3]
+    page_elements = cache.num_kv_heads * cache.k_pages.shape[3]
     while decodes:
         longest = lengths[decodes[-1]] if window is None else min(window, lengths[decodes[-1]])
         size = max(1, GATHER_ELEMENTS // (longest * page_elements))
@@ -160,8 +145,8 @@ def paged_attention(
             q_THD[rows],
             keys,
             values,
-            block_tables_RX[batch],
-            context_lengths_R[batch],
+            step.block_tables_RX[batch],
+            step.context_lengths_R[batch],
             longest,
             scale,
             window,
@@ -174,7 +159,7 @@ def paged_attention(
                 q_THD[rows],
                 keys,
                 values,
-                block_tables_RX[r],
+                step.block_tables_RX[r],
                 lengths[r],
                 scale,
                 window,

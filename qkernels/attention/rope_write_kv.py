@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from formats.activation import MIN_INPUT_SCALE
+from qkernels.attention.cache import PagedKv
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import launch, on_device
@@ -23,17 +24,11 @@ ELEMENTS_PER_PROGRAM = 1024  # 8 per thread
 def write_kv_(
     k_TJD: torch.Tensor,
     v_TJD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
-    *,
-    static_scales: bool = False,
 ) -> None:
     """As ops.write_kv_."""
-    pages = (k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales)
-    _launch(None, k_TJD, v_TJD, None, None, slots_T, pages, (None, None, 0.0))
+    _launch(None, k_TJD, v_TJD, None, None, cache, slots_T)
 
 
 def rope_write_kv_(
@@ -42,22 +37,28 @@ def rope_write_kv_(
     v_TJD: LinearOutput,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     *,
-    static_scales: bool = False,
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """As ops.rope_write_kv_."""
-    pages = (k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales)
-    norms = (q_norm_D, k_norm_D, eps)
-    return _launch(q_THD, k_TJD, v_TJD, cos_sin, positions_T, slots_T, pages, norms, inputs_ready)
+    return _launch(
+        q_THD,
+        k_TJD,
+        v_TJD,
+        cos_sin,
+        positions_T,
+        cache,
+        slots_T,
+        q_norm_D=q_norm_D,
+        k_norm_D=k_norm_D,
+        eps=eps,
+        inputs_ready=inputs_ready,
+    )
 
 
 def _launch(
@@ -66,14 +67,15 @@ def _launch(
     v_TJD: LinearOutput,
     cos_sin: torch.Tensor | None,
     positions_T: torch.Tensor | None,
+    cache: PagedKv,
     slots_T: torch.Tensor,
-    pages: tuple[torch.Tensor | None, ...],
-    norms: tuple[torch.Tensor | None, torch.Tensor | None, float],
+    *,
+    q_norm_D: torch.Tensor | None = None,
+    k_norm_D: torch.Tensor | None = None,
+    eps: float = 0.0,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
     """Write k and v; with q, rotate q and k first. Returns the new q."""
-    k_pages_PBJD, v_pages_PBJD, k_scales_PBJ, v_scales_PBJ, static_scales = pages
-    q_norm_D, k_norm_D, eps = norms
     T, J, D = k_TJD.shape
     H = 0 if q_THD is None else q_THD.shape[1]
     q_out = None
@@ -84,9 +86,7 @@ def _launch(
     k_TJD, v_TJD = _dense_heads(k_TJD), _dense_heads(partials_source(v_TJD)[0])
     if T == 0:
         return q_out
-    smallest, largest = CODE_RANGE.get(k_pages_PBJD.dtype, (0.0, 0.0))
-    scales = (k_scales_PBJ, v_scales_PBJ)
-    scale_strides = [n for s in scales for n in ((0, 0, 0) if s is None else s.stride())]
+    smallest, largest = CODE_RANGE.get(cache.k_pages.dtype, (0.0, 0.0))
     padded_d = power_of_two(D)
     if format.parts:
         # with split-K partial sums, small programs each wait for fewer loads. us of a product of
@@ -108,26 +108,26 @@ def _launch(
             slots_T.contiguous(),
             None if q_norm_D is None else q_norm_D.contiguous(),
             None if k_norm_D is None else k_norm_D.contiguous(),
-            k_pages_PBJD,
-            v_pages_PBJD,
-            k_scales_PBJ,
-            v_scales_PBJ,
+            cache.k_pages,
+            cache.v_pages,
+            cache.k_scales,
+            cache.v_scales,
             q_out,
             *((0, 0) if q_THD is None else q_THD.stride()[:2]),
             *k_TJD.stride()[:2],
             *v_TJD.stride()[:2],
-            *k_pages_PBJD.stride()[:3],
-            *v_pages_PBJD.stride()[:3],
-            *scale_strides,
+            *cache.k_pages.stride()[:3],
+            *cache.v_pages.stride()[:3],
+            *cache.scale_strides,
             eps,
             H=H,
             J=J,
             D=D,
             PADDED_D=padded_d,
             WIDTH=0 if cos_sin is None else cos_sin.shape[1],
-            B=k_pages_PBJD.shape[1],
+            B=cache.page_size,
             HEADS=heads,
-            STATIC=static_scales,
+            STATIC=cache.static_scales,
             INPUTS_READY=inputs_ready,
             SMALLEST=smallest,
             LARGEST=largest,

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from qkernels.attention.cache import PagedKv
 from qkernels.attention.sm90_decode_8bit_load import (
     KEYS_OF_WARP,
     WARPS,
@@ -37,16 +38,14 @@ QUERY_SHRINK = 2.0**-6
 def attend(
     grid: tuple[int, int, int],
     q_THD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
+    cache: PagedKv,
     shared: tuple,
-    scale_strides: tuple[int, ...],
     table_stride: int,
     constants: dict[str, int | bool],
 ) -> None:
     """Launch with the arguments `shared` and `constants` of triton_paged._paged_attention."""
-    k_words = k_pages_PBJD.view(torch.int32)
-    v_bytes = v_pages_PBJD.view(torch.int8)
+    k_words = cache.k_pages.view(torch.int32)
+    v_bytes = cache.v_pages.view(torch.int8)
     blocks, heads, splits = grid
     launch(
         _decode_attention_8bit,
@@ -57,10 +56,10 @@ def attend(
         *shared,
         *(k_words.stride(dim) for dim in (0, 2)),
         *(v_bytes.stride(dim) for dim in (0, 2)),
-        *scale_strides,
+        *cache.scale_strides,
         table_stride,
         **constants,
-        IS_INT=k_pages_PBJD.dtype == torch.int8,
+        IS_INT=cache.k_pages.dtype == torch.int8,
         SHRINK=QUERY_SHRINK,
         W=WARPS,
         N=KEYS_OF_WARP,

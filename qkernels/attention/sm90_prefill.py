@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from qkernels.attention.cache import PagedKv
 from qkernels.attention.config import PREFILL_ROWS, prefill_split
 from qkernels.attention.merge_splits import merge_splits, whole
 from qkernels.attention.sm90_prefill_dequant import NUM_VECTORS, dequantize_pages
@@ -35,6 +36,7 @@ from qkernels.attention.sm90_prefill_structs import (
     Attention,
     SharedMemory,
 )
+from qkernels.attention.step import AttentionStep
 from qkernels.attention.triton_paged import LOG2_E
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count
@@ -50,19 +52,12 @@ REGISTERS, REGISTERS_8BIT = 168, 128
 
 def paged_attention(
     q_THD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
-    block_tables_RX: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    context_lengths_R: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
     *,
     scale: float,
     window: int | None,
-    max_query_len: int,
-    max_context_len: int,
     soft_cap: float | None = None,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: the kernel is launched without PDL
     split: int | None = None,
@@ -72,8 +67,8 @@ def paged_attention(
     Uses a counter of the device's workspace, so calls on one device must follow each other.
     """
     T, H, D = q_THD.shape
-    R = context_lengths_R.shape[0]
-    P, B, J, _ = k_pages_PBJD.shape
+    R = step.context_lengths_R.shape[0]
+    P, B, J, _ = cache.k_pages.shape
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
         return whole(out_THD, limbs)
@@ -84,18 +79,15 @@ def paged_attention(
     group = H // J
     sms = sm_count(q_THD.device)
     if split is None:
-        visible = min(max_context_len, window or max_context_len)
+        visible = min(step.max_context_len, window or step.max_context_len)
         split = prefill_split(max(R, ceil_div(T * group, PREFILL_ROWS)) * J, visible, sms)
     partials = sums = None
     if split > 1:
         partials = out_THD.new_empty((T, H, split, D), dtype=torch.float32)
         sums = out_THD.new_empty((2, T, H, split), dtype=torch.float32)
     padded_d = max(COLUMNS.value, power_of_two(D))
-    kv_8bit = k_scales_PBJ is not None
-    scale_strides = (0,) * 6
-    if kv_8bit:
-        scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
-    uniform = not any((*scale_strides[:2], *scale_strides[3:5]))
+    # strides of page and slot, of both scales
+    uniform = not any((*cache.scale_strides[:2], *cache.scale_strides[3:5]))
     # Request r owns the tiles from query_starts[r] * group // PREFILL_ROWS + r on, at least as many
     # as its rows need, so their number follows from T and R alone.
     num_work_tiles = (T * group // PREFILL_ROWS + R) * J * split
@@ -104,13 +96,13 @@ def paged_attention(
             _prefill_attention,
             (min(num_work_tiles, sms),),
             q_THD,
-            _boxes(k_pages_PBJD, padded_d),
-            _boxes(v_pages_PBJD, padded_d),
-            k_scales_PBJ,
-            v_scales_PBJ,
-            block_tables_RX,
-            query_starts_R1,
-            context_lengths_R,
+            _boxes(cache.k_pages, padded_d),
+            _boxes(cache.v_pages, padded_d),
+            cache.k_scales,
+            cache.v_scales,
+            step.block_tables_RX,
+            step.query_starts_R1,
+            step.context_lengths_R,
             out_THD,
             partials,
             sums,
@@ -123,8 +115,8 @@ def paged_attention(
             window or 0,
             q_THD.stride(0),
             q_THD.stride(1),
-            block_tables_RX.stride(0),
-            *scale_strides,
+            step.block_tables_RX.stride(0),
+            *cache.scale_strides,
             H=H,
             J=J,
             D=D,
@@ -133,14 +125,14 @@ def paged_attention(
             WINDOWED=window is not None,
             SOFT_CAP=soft_cap is not None,
             NUM_SPLITS=split,
-            IS_INT=k_pages_PBJD.dtype == torch.int8,
-            UNIFORM=kv_8bit and uniform,
+            IS_INT=cache.k_pages.dtype == torch.int8,
+            UNIFORM=cache.is_8bit and uniform,
             num_warps=4,
-            maxnreg=REGISTERS_8BIT if kv_8bit else REGISTERS,
+            maxnreg=REGISTERS_8BIT if cache.is_8bit else REGISTERS,
         )
     if split == 1:
         return whole(out_THD, limbs)
-    return merge_splits(partials, sums, query_starts_R1, out_THD, limbs)
+    return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
 
 
 def _boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:

@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.attention.cache import PagedKv
 from qkernels.attention.config import AttentionConfig, default_attention_config
 from qkernels.attention.merge_splits import merge_splits, whole
+from qkernels.attention.step import AttentionStep
 from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
 from qkernels.gpu.config import power_of_two
@@ -33,26 +35,19 @@ LOG2_E = math.log2(math.e)
 
 def paged_attention(
     q_THD: torch.Tensor,
-    k_pages_PBJD: torch.Tensor,
-    v_pages_PBJD: torch.Tensor,
-    block_tables_RX: torch.Tensor,
-    query_starts_R1: torch.Tensor,
-    context_lengths_R: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
     *,
     scale: float,
     window: int | None,
-    max_query_len: int,
-    max_context_len: int,
     soft_cap: float | None = None,
-    k_scales_PBJ: torch.Tensor | None = None,
-    v_scales_PBJ: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     config: AttentionConfig | None = None,
 ) -> torch.Tensor | Limbs:
     """As ops.paged_attention; `config` replaces the tuned or default one."""
     T, H, D = q_THD.shape
-    R, J = context_lengths_R.shape[0], k_pages_PBJD.shape[2]
+    R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
@@ -65,20 +60,20 @@ def paged_attention(
             "heads_per_kv_head": H // J,
             "head_dim": D,
             "element_size": q_THD.element_size(),
-            "max_query_len": max_query_len,
-            "max_context_len": max_context_len,
+            "max_query_len": step.max_query_len,
+            "max_context_len": step.max_context_len,
             "window": window,
         }
         row = None  # tables have configs for pages of the queries' own dtype only
-        if k_scales_PBJ is None:
+        if not cache.is_8bit:
             row = tuning_table_of(q_THD.device).find(TUNED, **problem)
         config = row.config if row else None
     if config is None:
         config = default_attention_config(
             **problem,
-            page_element_size=k_pages_PBJD.element_size(),
+            page_element_size=cache.k_pages.element_size(),
             sm_count=sm_count(q_THD.device),
-            gluon=gluon_refuses(q_THD, k_pages_PBJD, v_pages_PBJD) is None,
+            gluon=gluon_refuses(q_THD, cache) is None,
         )
     partials = sums = None
     if config.split > 1:
@@ -87,16 +82,13 @@ def paged_attention(
     # Request r owns the blocks from query_starts[r] // block_q + r on, at least as many as its rows
     # need, so the grid follows from T and R alone.
     grid = (T // config.block_q + R, J, config.split)
-    strides = (*k_pages_PBJD.stride()[:3], *v_pages_PBJD.stride()[:3])
-    scale_strides = (0,) * 6
-    if k_scales_PBJ is not None:
-        scale_strides = (*k_scales_PBJ.stride(), *v_scales_PBJ.stride())
+    strides = (*cache.k_pages.stride()[:3], *cache.v_pages.stride()[:3])
     shared = (
-        block_tables_RX,
-        query_starts_R1,
-        context_lengths_R,
-        k_scales_PBJ,
-        v_scales_PBJ,
+        step.block_tables_RX,
+        step.query_starts_R1,
+        step.context_lengths_R,
+        cache.k_scales,
+        cache.v_scales,
         out_THD,
         partials,
         sums,
@@ -112,7 +104,7 @@ def paged_attention(
         "GROUP": H // J,
         "PADDED_GROUP": config.block_m // config.block_q,
         "D": D,
-        "B": k_pages_PBJD.shape[1],
+        "B": cache.page_size,
         "WINDOW": window or 0,
         "SOFT_CAP": soft_cap is not None,
         "SPLIT": config.split,
@@ -124,11 +116,9 @@ def paged_attention(
             sm90_decode_8bit.attend(
                 grid,
                 q_THD,
-                k_pages_PBJD,
-                v_pages_PBJD,
+                cache,
                 shared,
-                scale_strides,
-                block_tables_RX.stride(0),
+                step.block_tables_RX.stride(0),
                 constants,
             )
         else:
@@ -136,12 +126,12 @@ def paged_attention(
                 _paged_attention,
                 grid,
                 q_THD,
-                k_pages_PBJD,
-                v_pages_PBJD,
+                cache.k_pages,
+                cache.v_pages,
                 *shared,
                 *strides,
-                *scale_strides,
-                block_tables_RX.stride(0),
+                *cache.scale_strides,
+                step.block_tables_RX.stride(0),
                 **constants,
                 PADDED_D=max(16, power_of_two(D)),
                 ALIGNMENT=alignment(*strides),
@@ -155,21 +145,19 @@ def paged_attention(
             )
     if config.split == 1:
         return whole(out_THD, limbs)
-    return merge_splits(partials, sums, query_starts_R1, out_THD, limbs)
+    return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
 
 
-def gluon_refuses(
-    q_THD: torch.Tensor, k_pages_PBJD: torch.Tensor, v_pages_PBJD: torch.Tensor
-) -> str | None:
+def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
     """Why sm90_decode_8bit.py cannot run; None: it can."""
     D = q_THD.shape[2]
-    if k_pages_PBJD.element_size() != 1:
+    if not cache.is_8bit:
         return "takes 8-bit KV"
     if q_THD.dtype != torch.bfloat16:
         return f"takes bfloat16 queries, not {q_THD.dtype}"
     if D not in (64, 128):
         return f"takes heads of 64 or 128, not {D}"
-    for pages in (k_pages_PBJD, v_pages_PBJD):
+    for pages in (cache.k_pages, cache.v_pages):
         if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
             return "takes pages whose rows start at multiples of 16 bytes"
     return gpu_device.lacks_arch(q_THD.device, "sm_90")

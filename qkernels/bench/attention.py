@@ -1,5 +1,6 @@
 """Attention over paged keys, 16-bit and 8-bit. Heads are Llama-3-8B's."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -7,6 +8,8 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
+from qkernels.attention.cache import PagedKv
+from qkernels.attention.step import AttentionStep
 from qkernels.attention.tuned import TUNED
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
@@ -84,20 +87,18 @@ def _paged_attention(
             "max_context_len": context,
             "window": None,
         }
-        call = functools.partial(
-            ops.paged_attention,
-            q,
-            k_pages,
-            v_pages,
-            query_starts_R1=starts,
-            context_lengths_R=lengths,
-            scale=HEAD_DIM**-0.5,
-            window=None,
-            max_query_len=rows,
-            max_context_len=context,
-            k_scales_PBJ=k_scales,
-            v_scales_PBJ=v_scales,
-        )
+        cache = PagedKv(k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+        steps = [
+            AttentionStep(
+                block_tables_RX=table,
+                query_starts_R1=starts,
+                context_lengths_R=lengths,
+                max_query_len=rows,
+                max_context_len=context,
+            )
+            for table in tables
+        ]
+        call = functools.partial(ops.paged_attention, q, cache, scale=HEAD_DIM**-0.5, window=None)
 
         def dense(pages, scales, table=tables[0], m=m):
             found = pages[table]
@@ -136,7 +137,7 @@ def _paged_attention(
             m=m,
             num_bytes=num_bytes + 4 * m * rows * H * D,
             operations=4 * m * seen * H * D,
-            calls=[functools.partial(call, block_tables_RX=table) for table in tables],
+            calls=[functools.partial(call, step=step) for step in steps],
             want=want.transpose(1, 2).reshape(m * rows, H, D),
             allowed_error=1e-2,
             baselines=others,
@@ -157,21 +158,24 @@ def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Ite
             copies_needed(num_bytes), m, H + 2 * J, D, device="cuda", dtype=torch.bfloat16
         )
         P = 4 * m // PAGE + 64
-        pages = [torch.zeros(P, PAGE, J, D, device="cuda").to(dtype) for _ in range(2)]
-        scales = (None, None)
+        k_pages, v_pages = (torch.zeros(P, PAGE, J, D, device="cuda").to(dtype) for _ in range(2))
+        cache = PagedKv(k_pages=k_pages, v_pages=v_pages)
         if codes:
-            scales = [torch.zeros(P, J, PAGE, device="cuda").transpose(1, 2) for _ in range(2)]
+            k_scales, v_scales = (
+                torch.zeros(P, J, PAGE, device="cuda").transpose(1, 2) for _ in range(2)
+            )
+            cache = dataclasses.replace(cache, k_scales=k_scales, v_scales=v_scales)
         slots = torch.randperm(P * PAGE, device="cuda")[:m]
         positions = torch.randint(0, 8192, (m,), device="cuda")
 
-        def fused(x, positions=positions, pages=pages, slots=slots, scales=scales):
+        def fused(x, positions=positions, cache=cache, slots=slots):
             q, k, v = x.split([H, J, J], dim=1)
-            return ops.rope_write_kv_(q, k, v, cos_sin, positions, *pages, slots, *scales)
+            return ops.rope_write_kv_(q, k, v, cos_sin, positions, cache, slots)
 
-        def apart(x, positions=positions, pages=pages, slots=slots, scales=scales):
+        def apart(x, positions=positions, cache=cache, slots=slots):
             q, k, v = x.split([H, J, J], dim=1)
             q, k = ops.apply_rope(q, k, cos_sin, positions)
-            ops.write_kv_(k, v, *pages, slots, *scales)
+            ops.write_kv_(k, v, cache, slots)
             return q
 
         q = qkv[0, :, :H].double()

@@ -9,6 +9,7 @@ from operator import itemgetter
 import torch
 
 from qkernels import ops
+from qkernels.attention.cache import PagedKv
 from qkernels.attention.reference import apply_rope
 from qkernels.bench.linear import GROUP, LINEAR_SHAPES, w4a16_weights
 from qkernels.bench.measure import (
@@ -57,11 +58,14 @@ def _rope(M: int, N: int) -> tuple[Read, Read]:
     H = N // D - 2 * J
     cos_sin = torch.rand(M, D, device="cuda")
     positions, slots = (torch.arange(M, device="cuda") * step for step in (1, 16))
-    pages = [torch.zeros(M, 16, J, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    k_pages, v_pages = (
+        torch.zeros(M, 16, J, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    cache = PagedKv(k_pages=k_pages, v_pages=v_pages)
 
     def run(y: LinearOutput) -> torch.Tensor:
         heads = split_heads(y, (H, J, J), D)
-        return ops.rope_write_kv_(*heads, cos_sin, positions, *pages, slots, inputs_ready=True)
+        return ops.rope_write_kv_(*heads, cos_sin, positions, cache, slots, inputs_ready=True)
 
     def exact(y: torch.Tensor) -> torch.Tensor:
         q, k, _ = split_heads(y, (H, J, J), D)

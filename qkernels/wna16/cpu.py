@@ -16,7 +16,7 @@ from qkernels.linear.prepared import PreparedWeight
 def prepare_weight(
     packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Torch's private order of the codes, and the scales in bfloat16."""
+    """The codes as torch packs them, and the scales in bfloat16."""
     packed = packed if device is None else packed.to(device)
     spec = packed.spec
     codes_NK = packed.codes()
@@ -50,7 +50,7 @@ def run(
 
 
 def dequantize(weight: PreparedWeight) -> torch.Tensor:
-    """The weight [N, K]: torch's order of the codes is private, so the identity is multiplied."""
+    """The weight [N, K]. Only torch knows its packed order, so the identity is multiplied."""
     identity_KK = torch.eye(weight.in_features, dtype=weight.dtype)
     return _product(identity_KK, weight).t()
 

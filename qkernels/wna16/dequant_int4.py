@@ -26,13 +26,13 @@ def _ptx(is_float16, bit, scaled):
     if is_float16:
         factor = {0: "0x3C003C00", 4: "0x2C002C00"}[bit]  # 1, 1 / 16
         codes = f"mov.b32 x, 0x64006400; lop3.b32 c, $1, {mask}, x, 0xEA;"
-        less, scale = "fma.rn.f16x2", "mul.f16x2 $0, c, $3;"
+        fma, scale = "fma.rn.f16x2", "mul.f16x2 $0, c, $3;"
     else:
         factor = {0: "0x7F007F00", 4: "0x7D007D00"}[bit]  # 2^127, 2^123
         codes = f"and.b32 c, $1, {mask};"
-        less, scale = "fma.rn.bf16x2", "mul.bf16x2 x, c, $4; fma.rn.bf16x2 $0, c, $3, x;"
+        fma, scale = "fma.rn.bf16x2", "mul.bf16x2 x, c, $4; fma.rn.bf16x2 $0, c, $3, x;"
     to, scale = ("c", scale) if scaled else ("$0", "")
-    return f"{{ .reg .b32 c, f, x; {codes} mov.b32 f, {factor}; {less} {to}, c, f, $2; {scale} }}"
+    return f"{{ .reg .b32 c, f, x; {codes} mov.b32 f, {factor}; {fma} {to}, c, f, $2; {scale} }}"
 
 
 @gluon.jit

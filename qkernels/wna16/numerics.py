@@ -15,7 +15,7 @@ class WeightNumerics:
 
     bits: int
     steps_per_group: int
-    offset: int  # of symmetric weights, in place of the tensor `offsets`: see prepack.py
+    offset: int  # what is subtracted from an unpacked code of a symmetric weight (prepack.py)
     has_offsets: bool
     has_bias: bool
 

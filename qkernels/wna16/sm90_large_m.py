@@ -11,7 +11,6 @@ Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile or of half
 """
 
 import functools
-from dataclasses import replace
 
 import torch
 from triton.experimental import gluon
@@ -86,7 +85,7 @@ def run(
             N,
             K,
             tiles // config.blocks * config.blocks if config.tail_split else tiles,
-            CONFIG=_without_grid(config),
+            CONFIG=_compiled(config),
             NUMERICS=numerics,
             num_warps=4,
             maxnreg=config.registers,
@@ -96,9 +95,9 @@ def run(
 
 
 @functools.cache
-def _without_grid(config: LargeMConfig) -> LargeMConfig:
-    """As a constexpr: the same compiled kernel runs with any number of blocks."""
-    return replace(config, blocks=0)
+def _compiled(config: LargeMConfig) -> LargeMConfig:
+    """Cached, because making the object takes host time in each launch."""
+    return config.compiled
 
 
 @aggregate

@@ -81,7 +81,7 @@ _NORM_OUTPUT_TIME = 1 / 12500
 # RoPE has many blocks: split * (the first + block_m * N * the second).
 _ROPE_SPLIT_TIME = 0.08
 _ROPE_SUM_TIME = 1 / 1.25e6
-_UNREDUCED_GAIN = 0.45  # of a kernel whose splits do not meet
+_UNREDUCED_GAIN = 0.45  # what the kernel saves when it does not reduce its splits
 _MAX_SPLIT = 16
 
 # With fewer K steps, dependents that are launched first take room from this kernel's own blocks.

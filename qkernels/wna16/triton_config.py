@@ -13,8 +13,8 @@ from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
 # Above this many rows the weight is dequantized to a scratch buffer for cuBLAS. At 1024 rows of qkv
-# / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, dequantizing and cuBLAS 82 / 58 / 421
-# / 204. At 2048 rows the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40 us.
+# / o / gate_up / down the kernel takes 78 / 52 / 407 / 190 us, dequantizing and cuBLAS 82 / 58 /
+# 421 / 204. At 2048 rows the kernel takes twice as long, dequantizing the same 18 / 11 / 80 / 40.
 MAX_FUSED_ROWS = 1024
 
 

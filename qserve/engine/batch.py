@@ -9,6 +9,7 @@ import torch
 
 from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import to_device
+from qserve.model.blocks.attention import StepInputs
 
 ARRAYS = (
     "token_ids_T",
@@ -22,18 +23,11 @@ ARRAYS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(StepInputs):
     """The arrays of StepInput as tensors. Every token is known when the model reads them."""
 
     token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
-    block_tables_RX: torch.Tensor
-    query_starts_R1: torch.Tensor
-    context_lengths_R: torch.Tensor
     logits_rows_S: torch.Tensor
-    max_query_len: int
-    max_context_len: int
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device) -> "Batch":

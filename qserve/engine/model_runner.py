@@ -12,6 +12,7 @@ import torch
 
 from formats.errors import InputError
 from qkernels import ops
+from qkernels.attention.cache import PagedKv
 from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
@@ -21,7 +22,6 @@ from qserve.engine.sampler import TokenHistory
 from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import HostCopy, to_device
 from qserve.engine.warm_up import warm_up_steps
-from qserve.model.blocks.attention import LayerCache
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
 
@@ -68,7 +68,7 @@ class ModelRunner:
         self.config = config
         self.device = device
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
-        self.caches: list[LayerCache] = []
+        self.caches: list[PagedKv] = []
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
         self._graphs: StepGraphs | None = None

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from qserve.model.blocks.attention import LayerCache, StepInputs
+from qkernels.attention.cache import PagedKv
+from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
@@ -47,7 +48,7 @@ class Decoder(torch.nn.Module):
         yield from products_of(self.head, None)
 
     def forward(
-        self, token_ids_T: torch.Tensor, step: StepInputs, caches: list[LayerCache]
+        self, token_ids_T: torch.Tensor, step: StepInputs, caches: list[PagedKv]
     ) -> torch.Tensor:
         """Hidden states [T, C] after the final norm; writes the tokens' keys and values."""
         x_TC, residual_TC = self.embedding(token_ids_T), None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, InputError
-from qserve.model.blocks.attention import Attention, LayerCache
+from qkernels.attention.cache import PagedKv
+from qserve.model.blocks.attention import Attention
 from qserve.model.decoder import Decoder
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -63,21 +64,21 @@ def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvForma
 
 def new_cache(
     attention: Attention, kv_format: KvFormat, shape: tuple[int, ...], device: torch.device
-) -> LayerCache:
+) -> PagedKv:
     """One layer's pages of `shape` [P, B, J, D], zeros."""
     keys, values = (torch.zeros(shape, dtype=kv_format.dtype, device=device) for _ in range(2))
     if not kv_format.is_coded:
-        return LayerCache(keys=keys, values=values)
+        return PagedKv(k_pages=keys, v_pages=values)
     P, B, J, _ = shape
     if kv_format.static_scales:
         scales = [scale.expand(P, B, J) for scale in (attention.k_scale, attention.v_scale)]
     else:  # the scales of one head stand together: a kernel reads them at once
         scales = [torch.zeros(P, J, B, device=device).transpose(1, 2) for _ in range(2)]
-    return LayerCache(
-        keys=keys,
-        values=values,
-        key_scales=scales[0],
-        value_scales=scales[1],
+    return PagedKv(
+        k_pages=keys,
+        v_pages=values,
+        k_scales=scales[0],
+        v_scales=scales[1],
         static_scales=kv_format.static_scales,
     )
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from qkernels import ops
+from qkernels.attention.cache import PagedKv
+from qkernels.attention.step import AttentionStep
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import LinearOutput, split_heads
@@ -15,30 +16,12 @@ from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
 
 
-class StepInputs(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs(AttentionStep):
     """What attention needs to know of a step (engine/batch.py makes it)."""
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    block_tables_RX: torch.Tensor
-    query_starts_R1: torch.Tensor
-    context_lengths_R: torch.Tensor
-    max_query_len: int
-    max_context_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCache:
-    """One layer's KV pages, each [P, B, J, D]: pages, tokens of a page, KV heads, head dim.
-
-    8-bit pages have scales, float32 [P, B, J].
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None = None
-    value_scales: torch.Tensor | None = None
-    static_scales: bool = False  # one for all slots, never written
 
 
 class Attention(torch.nn.Module):
@@ -83,7 +66,7 @@ class Attention(torch.nn.Module):
         return self.qkv_proj.plan(rows, "rope")
 
     def forward(
-        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: LayerCache
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
         """Attend from the step's tokens [T, C] to all of their requests'; writes their keys.
 
@@ -97,12 +80,8 @@ class Attention(torch.nn.Module):
             v,
             self.rotary.cos_sin,
             step.positions_T,
-            cache.keys,
-            cache.values,
+            cache,
             step.slots_T,
-            cache.key_scales,
-            cache.value_scales,
-            static_scales=cache.static_scales,
             q_norm_D=self.q_norm,
             k_norm_D=self.k_norm,
             eps=self.eps,
@@ -112,17 +91,10 @@ class Attention(torch.nn.Module):
         limbs = output.input if isinstance(output.input, LimbForm) else None
         out = ops.paged_attention(
             q,
-            cache.keys,
-            cache.values,
-            step.block_tables_RX,
-            step.query_starts_R1,
-            step.context_lengths_R,
+            cache,
+            step,
             scale=self.scale,
             window=self.window,
-            max_query_len=step.max_query_len,
-            max_context_len=step.max_context_len,
-            k_scales_PBJ=cache.key_scales,
-            v_scales_PBJ=cache.value_scales,
             limbs=limbs,
             inputs_ready=True,
             kernel=self.kernel,

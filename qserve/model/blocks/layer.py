@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 
+from qkernels.attention.cache import PagedKv
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.split_k import LinearOutput
-from qserve.model.blocks.attention import Attention, LayerCache, StepInputs
+from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import RmsNorm
 
@@ -42,7 +43,7 @@ class Layer(torch.nn.Module):
         x_TC: LinearOutput,
         residual_TC: torch.Tensor | None,
         step: StepInputs,
-        cache: LayerCache,
+        cache: PagedKv,
     ) -> tuple[LinearOutput, torch.Tensor]:
         """Returns what this layer adds, and the residual it is to be added to."""
         plan = self.attention.plan(x_TC.shape[0])

@@ -22,6 +22,7 @@ from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials, split_heads
 from qkernels.sampling.settings import SampleRow, SampleSettings
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.flat_attention import paged_kv, run_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -97,8 +98,9 @@ def attention(
     scales = {}
     if pages is not None:
         one = torch.ones(()).expand(P, page, J) if static else torch.ones(P, J, page).mT
-        scales = {"k_scales_PBJ": one, "v_scales_PBJ": one}
-    ops.paged_attention(
+        scales = {"k_scales": one, "v_scales": one}
+    run_attention(
+        ops,
         empty(sum(counts), J * group, D, dtype=dtype),
         k_pages,
         v_pages,
@@ -127,19 +129,18 @@ def kv_write(
     k_pages, v_pages = (empty(P, B, J, D, dtype=pages or BF16) for _ in range(2))
     slots = torch.arange(tokens)
     scales = [] if pages is None else [torch.ones(P, B, J) for _ in range(2)]
+    cache = paged_kv(k_pages, v_pages, *scales)
     heads = empty(tokens, (H + 2 * J) * D)
     if splits:
         parts = empty(splits, tokens, (H + 2 * J) * D, dtype=FP32)
         heads = SplitKPartials(parts=parts, dtype=BF16)
     q, k, v = split_heads(heads, (H, J, J), D)
     if not rotate:
-        ops.write_kv_(k, v, k_pages, v_pages, slots, *scales)
+        ops.write_kv_(k, v, cache, slots)
         return
     norms = {"q_norm_D": empty(D), "k_norm_D": empty(D), "eps": 1e-5} if norm else {}
     cos_sin = empty(64, D, dtype=FP32)
-    ops.rope_write_kv_(
-        q, k, v, cos_sin, slots, k_pages, v_pages, slots, *scales, **norms, inputs_ready=True
-    )
+    ops.rope_write_kv_(q, k, v, cos_sin, slots, cache, slots, **norms, inputs_ready=True)
 
 
 def norm(C: int, splits: int = 0, rounding: ActivationSpec | None = None, M: int = 1) -> None:

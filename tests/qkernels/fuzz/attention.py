@@ -6,6 +6,7 @@ import torch
 
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import triton_paged as paged_attention
+from tests.qkernels.flat_attention import run_attention
 from tests.qkernels.fuzz.fuzzer import FuzzedOp
 from tests.qkernels.fuzz.values import BOOLS, DEVICE, EPS, FLOAT, assert_near, generator, rows
 
@@ -43,7 +44,7 @@ def fuzz_paged_attention(
     if codes:  # of size 1 after the scale, which is NaN where nothing was written
         step = {"int8": 40, "float8_e4m3fn": 8}[codes]
         written = torch.where(pages.isnan().any((2, 4)), torch.nan, 1 / step).to(DEVICE)
-        scales = {"k_scales_PBJ": written.clone(), "v_scales_PBJ": written}
+        scales = {"k_scales": written.clone(), "v_scales": written}
         pages = (pages.nan_to_num(1) * step).clamp(-128, 127)
         pages = pages.round() if codes == "int8" else pages
     pages = pages.to(getattr(torch, codes or dtype)).to(DEVICE)
@@ -61,9 +62,9 @@ def fuzz_paged_attention(
         **scales,
     }
     arguments = (tables.to(DEVICE), starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
-    got = paged_attention.paged_attention(q, k_pages, v_pages, *arguments, **shared)
+    got = run_attention(paged_attention, q, k_pages, v_pages, *arguments, **shared)
     twin = (q, k_pages, v_pages) if codes else (q, k_pages.float(), v_pages.float())
-    want = attention_reference.paged_attention(q.float(), *twin[1:], *arguments, **shared)
+    want = run_attention(attention_reference, q.float(), *twin[1:], *arguments, **shared)
     # the kernel rounds probabilities to the pages' dtype; values are of size 1
     bound = EPS[dtype] * want.abs() + (2 * EPS[dtype] if dtype != "float32" else 1e-5)
     assert_near("paged_attention", want, got, bound)

@@ -10,6 +10,7 @@ from qkernels.rowwise import norm_act
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
 from qkernels.sampling.settings import SampleRow, SampleSettings
+from tests.qkernels.flat_attention import paged_kv
 from tests.qkernels.fuzz.fuzzer import FuzzedOp
 from tests.qkernels.fuzz.values import (
     BOOLS,
@@ -80,8 +81,8 @@ def fuzz_write_kv(*, T, J, D, B, codes, index, interleaved, dtype, seed):
     want = [*pages.clone().unbind(1), *(each.clone() for each in scales)]
     got = [*pages.to(DEVICE).unbind(1), *(each.to(DEVICE) for each in scales)]
     kv_host = kv.cpu()
-    attention_reference.write_kv_(kv_host[:, :J], kv_host[:, J:], *want[:2], slots, *want[2:])
-    kv_cache.write_kv_(kv[:, :J], kv[:, J:], *got[:2], slots.to(DEVICE), *got[2:])
+    attention_reference.write_kv_(kv_host[:, :J], kv_host[:, J:], paged_kv(*want), slots)
+    kv_cache.write_kv_(kv[:, :J], kv[:, J:], paged_kv(*got), slots.to(DEVICE))
     for name, a, b in zip(("keys", "values", "k scales", "v scales"), got, want, strict=False):
         assert torch.equal(a.cpu().float(), b.float()), f"{name} differ from the reference's"
 

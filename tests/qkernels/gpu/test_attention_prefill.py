@@ -5,6 +5,7 @@ import torch
 
 from qkernels import dispatch, ops
 from qkernels.gpu.workspace import workspace
+from tests.qkernels.flat_attention import run_attention
 
 pytestmark = pytest.mark.hopper
 
@@ -86,7 +87,7 @@ def coded_problem(problem):
             index = tables[r, t // k.shape[1]].long(), t % k.shape[1]
             both = zip(pages, scales, strict=True)
             own.append([p[index].double() * s[index].double()[..., None] for p, s in both])
-        scales = {"k_scales_PBJ": scales[0], "v_scales_PBJ": scales[1]}
+        scales = {"k_scales": scales[0], "v_scales": scales[1]}
         return (q, *pages, tables, starts, lengths), scales, own
 
     return make
@@ -123,8 +124,8 @@ def check(problem, coded_problem, assert_close, tolerance, poison):
             )
             changes |= scales
         maxima = {"max_query_len": max(counts), "max_context_len": max(lengths)}
-        got = attention_hopper.paged_attention(*arguments, **shared, **maxima, **changes)
-        again = attention_hopper.paged_attention(*arguments, **shared, **maxima, **changes)
+        got = run_attention(attention_hopper, *arguments, **shared, **maxima, **changes)
+        again = run_attention(attention_hopper, *arguments, **shared, **maxima, **changes)
         assert torch.equal(got, again), "equal inputs, equal bits"
         assert not workspace(got.device)[1].any(), "the counter is left at zero"
         rows = arguments[0].split(counts)
@@ -175,11 +176,11 @@ def test_pages_before_the_window_are_not_read(problem, half):
 
     (q, k, v, tables, starts, lengths), _ = problem([64], [2000], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}
-    want = attention_hopper.paged_attention(q, k, v, tables, starts, lengths, **shared)
+    want = run_attention(attention_hopper, q, k, v, tables, starts, lengths, **shared)
     freed = tables[0, : (2000 - 64 - 100) // 16].long()
     k[freed], v[freed] = float("nan"), float("nan")
     tables[0, : len(freed)] = -7
-    got = attention_hopper.paged_attention(q, k, v, tables, starts, lengths, **shared)
+    got = run_attention(attention_hopper, q, k, v, tables, starts, lengths, **shared)
     assert torch.isfinite(got).all() and torch.equal(got, want)
 
 
@@ -230,8 +231,13 @@ def test_scores_that_float32_hardly_holds(problem, half):
     from qkernels.attention import sm90_prefill as attention_hopper
 
     arguments, own = problem([200], [700], 8, 2, 128, 16, half)
-    got = attention_hopper.paged_attention(
-        *arguments, scale=100.0, window=None, max_query_len=200, max_context_len=700
+    got = run_attention(
+        attention_hopper,
+        *arguments,
+        scale=100.0,
+        window=None,
+        max_query_len=200,
+        max_context_len=700,
     )
     (k, v), q = own[0], arguments[0]
     want = exact(q, k, v, 700, 100.0, None, None)
@@ -253,10 +259,10 @@ def test_a_captured_chunk_follows_its_inputs(problem, half):
         return q, k, v, wide, starts, lengths
 
     frozen = padded(small)
-    want = [ops.paged_attention(*padded(case), **shared) for case in (small, large)]
+    want = [run_attention(ops, *padded(case), **shared) for case in (small, large)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.paged_attention(*frozen, **shared)
+        out = run_attention(ops, *frozen, **shared)
     for case, expected in zip((small, large, small), (*want, want[0]), strict=True):
         for place, tensor in zip(frozen, padded(case), strict=True):
             place.copy_(tensor)
@@ -273,8 +279,8 @@ def test_queries_whose_rows_are_not_multiples_of_16_bytes(problem, half, first, 
     wide = torch.zeros(41, 8, 131, dtype=half, device="cuda")
     wide[..., first:last] = q
     shared = {"scale": 0.1, "window": None, "max_query_len": 40, "max_context_len": 300}
-    want = attention_hopper.paged_attention(q, *rest, **shared)
-    got = attention_hopper.paged_attention(wide[..., first:last], *rest, **shared)
+    want = run_attention(attention_hopper, q, *rest, **shared)
+    got = run_attention(attention_hopper, wide[..., first:last], *rest, **shared)
     assert torch.equal(got, want)
 
 
@@ -289,14 +295,14 @@ def test_ops_takes_it_for_chunks_and_the_portable_kernel_for_the_rest(problem, h
     monkeypatch.setattr(dispatch, "implementation", spy)
     arguments, own = problem([40, 1], [300, 99], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": None, "max_context_len": 300}
-    got = ops.paged_attention(*arguments, **shared, max_query_len=40)
+    got = run_attention(ops, *arguments, **shared, max_query_len=40)
     want = exact(arguments[0][:40], *own[0], 300, 0.1, None, None)
     assert ((got[:40].double() - want).norm() / want.norm()) < 5e-3
     q, k, v, *rest = arguments
     odd = torch.zeros(len(k), 16, 2, 132, dtype=half, device="cuda")[..., :128]  # 264 bytes a row
-    ops.paged_attention(q, odd, odd, *rest, **shared, max_query_len=40)
+    run_attention(ops, q, odd, odd, *rest, **shared, max_query_len=40)
     decode, _ = problem([1, 1], [300, 99], 8, 2, 128, 16, half)
-    ops.paged_attention(*decode, **shared, max_query_len=1)
+    run_attention(ops, *decode, **shared, max_query_len=1)
     assert taken == ["sm90_prefill", "triton", "triton"]
 
 
@@ -337,14 +343,14 @@ def test_8_bit_pages_before_the_window_are_not_read(coded_problem, half, codes):
 
     arguments, scales, _ = coded_problem(codes, [64], [2000], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}
-    want = attention_hopper.paged_attention(*arguments, **shared, **scales)
+    want = run_attention(attention_hopper, *arguments, **shared, **scales)
     tables = arguments[3]
     freed = tables[0, : (2000 - 64 - 100) // 16].long()
     for pages, scale in zip(arguments[1:3], scales.values(), strict=True):
         pages.view(torch.int8)[freed] = 127  # NaN in float8
         scale[freed] = float("nan")
     tables[0, : len(freed)] = -7
-    got = attention_hopper.paged_attention(*arguments, **shared, **scales)
+    got = run_attention(attention_hopper, *arguments, **shared, **scales)
     assert torch.isfinite(got).all() and torch.equal(got, want)
 
 
@@ -444,8 +450,8 @@ def test_a_captured_chunk_over_8_bit_pages_follows_its_inputs(coded_problem, cod
         return [q.clone(), *pages, wide, starts, lengths, *scales]
 
     def attend(q, k, v, tables, starts, lengths, k_scales, v_scales):
-        scales = {"k_scales_PBJ": k_scales, "v_scales_PBJ": v_scales}
-        return ops.paged_attention(q, k, v, tables, starts, lengths, **shared, **scales)
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        return run_attention(ops, q, k, v, tables, starts, lengths, **shared, **scales)
 
     inputs = [padded(case) for case in cases]
     want = [attend(*case) for case in inputs]

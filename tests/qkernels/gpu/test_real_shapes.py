@@ -12,6 +12,7 @@ from qkernels import QuantLinear, ops, reference
 from qkernels.attention import reference as attention_reference
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS
+from tests.qkernels.flat_attention import paged_kv, run_attention
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
 
@@ -187,11 +188,11 @@ def test_attention_shapes(assert_close, tolerance, dtype, poison, H, J, D, count
         "max_query_len": max(counts),
         "max_context_len": max(lengths),
     }
-    got = ops.paged_attention(*inputs, **shared)
+    got = run_attention(ops, *inputs, **shared)
     exact = [t.float() if t.is_floating_point() else t for t in inputs]
     # the other backends may round float32 to tf32
     with sdpa_kernel(SDPBackend.MATH):
-        want = attention_reference.paged_attention(*exact, **shared)
+        want = run_attention(attention_reference, *exact, **shared)
     assert_close("attention", want, got, tolerance(dtype))
 
 
@@ -227,17 +228,17 @@ def test_attention_shapes_in_8_bits(
         "scale": D**-0.5,
         "window": window,
         "soft_cap": soft_cap,
-        "k_scales_PBJ": scales[0],
-        "v_scales_PBJ": scales[1],
+        "k_scales": scales[0],
+        "v_scales": scales[1],
         "max_query_len": max(counts),
         "max_context_len": max(lengths),
     }
     inputs = (*pages, tables, starts, lengths_R)
-    got = ops.paged_attention(q, *inputs, **shared)
+    got = run_attention(ops, q, *inputs, **shared)
     with sdpa_kernel(SDPBackend.MATH):
-        want = attention_reference.paged_attention(q.float(), *inputs, **shared)
+        want = run_attention(attention_reference, q.float(), *inputs, **shared)
     assert_close("attention", want, got, tolerance(dtype) + (5e-6 if soft_cap else 0))
-    assert torch.equal(got, ops.paged_attention(q, *inputs, **shared)), "equal inputs, equal bits"
+    assert torch.equal(got, run_attention(ops, q, *inputs, **shared)), "equal inputs, equal bits"
 
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
@@ -259,10 +260,10 @@ def test_a_captured_decode_step_of_an_8_bit_cache(half, codes, static):
 
     def step(module, pages, scales):
         q, k, v = x.view(R, -1, D).split([H, J, J], dim=1)
-        q = module.rope_write_kv_(
-            q, k, v, cos_sin, positions, *pages, slots, *scales, static_scales=static
-        )
-        return module.paged_attention(
+        cache = paged_kv(*pages, *scales, static_scales=static)
+        q = module.rope_write_kv_(q, k, v, cos_sin, positions, cache, slots)
+        return run_attention(
+            module,
             q,
             *pages,
             tables,
@@ -272,8 +273,8 @@ def test_a_captured_decode_step_of_an_8_bit_cache(half, codes, static):
             window=None,
             max_query_len=1,
             max_context_len=B * X,
-            k_scales_PBJ=scales[0],
-            v_scales_PBJ=scales[1],
+            k_scales=scales[0],
+            v_scales=scales[1],
         )
 
     step(ops, pages, scales)
@@ -311,8 +312,9 @@ def test_a_captured_decode_step_follows_its_inputs(half):
         q, k, v = x.view(R, -1, D).split([H, J, J], dim=1)
         q, k = module.rms_norm(q, norm, 1e-5), module.rms_norm(k, norm, 1e-5)
         q, k = module.apply_rope(q, k, cos_sin, positions)
-        module.write_kv_(k, v, k_pages, v_pages, slots)
-        out = module.paged_attention(
+        module.write_kv_(k, v, paged_kv(k_pages, v_pages), slots)
+        out = run_attention(
+            module,
             q,
             k_pages,
             v_pages,

@@ -12,6 +12,7 @@ from qkernels.wna16.sm90_small_m_config import (
     default_small_m_config,
     split_k_config,
 )
+from tests.qkernels.flat_attention import paged_kv
 from tests.qkernels.gpu.products import check_product, random_x
 from tests.qkernels.plans import multiply
 
@@ -104,7 +105,9 @@ def test_parts_for_the_next_operation(make_weight, half, consumer, M):
             y = ops.add_rms_norm(y, residual, norm, 1e-5)[0][:, :512]
         else:
             heads = split_heads(y, (12, 2, 2), 64)
-            y = ops.rope_write_kv_(*heads, cos_sin, places, *pages, places, inputs_ready=True)
+            y = ops.rope_write_kv_(
+                *heads, cos_sin, places, paged_kv(*pages), places, inputs_ready=True
+            )
             y = torch.cat([y[:, :4].flatten(1), *(p.view(-1, 128)[:M] for p in pages)], 1)
         return y, ops.linear(y, second)
 

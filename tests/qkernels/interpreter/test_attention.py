@@ -12,6 +12,7 @@ from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs
+from tests.qkernels.flat_attention import paged_kv, run_attention
 
 
 def exact(q, k, v, count, length, scale, window, soft_cap):
@@ -95,7 +96,8 @@ def check(assert_close, tolerance, device, poison):
         shared = {"window": window, "max_query_len": max(counts), "max_context_len": max(lengths)}
         inputs = (qkv.to(device)[:, :H], k_pages, v_pages)
         bodies = [False]  # also the one in Gluon, where it can
-        if paged_attention.gluon_refuses(*inputs) is None:
+        cache = paged_kv(k_pages, v_pages, k_scales, v_scales)
+        if paged_attention.gluon_refuses(inputs[0], cache) is None:
             bodies.append(True)
         results = []
         for gluon in bodies:
@@ -111,15 +113,16 @@ def check(assert_close, tolerance, device, poison):
                 **shared,
             )
             results.append(
-                paged_attention.paged_attention(
+                run_attention(
+                    paged_attention,
                     *inputs,
                     tables.to(device),
                     starts.to(device),
                     torch.tensor(lengths, dtype=torch.int32, device=device),
                     scale=D**-0.5,
                     soft_cap=soft_cap,
-                    k_scales_PBJ=k_scales,
-                    v_scales_PBJ=v_scales,
+                    k_scales=k_scales,
+                    v_scales=v_scales,
                     **shared,
                     limbs=limbs,
                     inputs_ready=inputs_ready,

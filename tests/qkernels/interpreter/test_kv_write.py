@@ -6,6 +6,7 @@ import torch
 from qkernels import reference
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import rope_write_kv as kv_cache
+from tests.qkernels.flat_attention import paged_kv
 
 P, B, J, H = 4, 16, 2, 6
 CODES = [torch.int8, torch.float8_e4m3fn]
@@ -42,7 +43,7 @@ def slots_on(device, dtype=torch.int64):
 
 def write(module, kv, pages, slots, **settings):
     k, v = kv[:, :J], kv[:, J:]
-    module.write_kv_(k, v, *pages[:2], slots, *pages[2:], **settings)
+    module.write_kv_(k, v, paged_kv(*pages, **settings), slots)
 
 
 def same(got, want):
@@ -109,12 +110,10 @@ def test_rope_and_write(
     # on the CPU, whose division is exact; a GPU's by a constant is not
     got, want = make_pages(D, codes), [t.cpu() for t in make_pages(D, codes)]
     inputs = (q, k, v, cos_sin, positions)
-    q_got = kv_cache.rope_write_kv_(
-        *inputs, *got[:2], slots, *got[2:], **norms, inputs_ready=normed
-    )
+    q_got = kv_cache.rope_write_kv_(*inputs, paged_kv(*got), slots, **norms, inputs_ready=normed)
     norms = {n: x.cpu() if torch.is_tensor(x) else x for n, x in norms.items()}
     inputs = [x.cpu() for x in inputs]
-    q_want = attention_reference.rope_write_kv_(*inputs, *want[:2], slots.cpu(), *want[2:], **norms)
+    q_want = attention_reference.rope_write_kv_(*inputs, paged_kv(*want), slots.cpu(), **norms)
     got = [t.cpu() for t in got]
     assert_close("q", q_want, q_got, tolerance(dtype))
     if codes is None:
@@ -135,6 +134,10 @@ def test_no_tokens(randn, make_pages, device):
     qkv, pages = randn(0, H + 2 * J, 32), make_pages(32)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     q = kv_cache.rope_write_kv_(
-        *qkv.split([H, J, J], dim=1), torch.zeros(4, 32, device=device), empty, *pages, empty
+        *qkv.split([H, J, J], dim=1),
+        torch.zeros(4, 32, device=device),
+        empty,
+        paged_kv(*pages),
+        empty,
     )
     assert q.shape == (0, H, 32) and (pages[0] == 1).all()

@@ -8,6 +8,7 @@ from qkernels.attention import rope_write_kv as kv_cache
 from qkernels.operands.split_k import SplitKPartials, split_heads
 from qkernels.rowwise import norm_act
 from qkernels.rowwise import norm_act_quantize as fused_quant
+from tests.qkernels.flat_attention import paged_kv
 
 P, B, J, H = 4, 16, 2, 6
 ROUNDINGS = [ActivationSpec(), ActivationSpec(type="float")]
@@ -79,7 +80,9 @@ def test_rope_and_write(random_parts, device, dtype, poison, D, width, tokens, n
     def run(heads):
         pages = [torch.ones(P, B, J, D, device=device).to(codes or dtype) for _ in range(2)]
         scales = [] if codes is None else [torch.ones(P, B, J, device=device) for _ in range(2)]
-        q = kv_cache.rope_write_kv_(*heads, cos_sin, positions, *pages, slots, *scales, **norms)
+        q = kv_cache.rope_write_kv_(
+            *heads, cos_sin, positions, paged_kv(*pages, *scales), slots, **norms
+        )
         return q, *pages, *scales
 
     got, want = run(split_heads(qkv, (H, J, J), D)), run(split_heads(qkv.total(), (H, J, J), D))

@@ -17,6 +17,7 @@ from qkernels.wna16 import gemm
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.tuned import TUNED as WNA16
+from tests.qkernels.flat_attention import run_attention
 from tests.qkernels.plans import multiply
 
 
@@ -79,7 +80,7 @@ def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
     arguments = (q, k, v, table, starts, lengths)
     options = {"scale": 0.2, "window": None, "max_query_len": 1, "max_context_len": 48}
-    want = paged_attention.paged_attention(*arguments, **options)
+    want = run_attention(paged_attention, *arguments, **options)
     monkeypatch.setattr(paged_attention, "default_attention_config", no_default)
     problem = {
         "num_requests": 1,
@@ -93,5 +94,5 @@ def test_paged_attention(device, half, monkeypatch, assert_close, tolerance):
     }
     tile = AttentionConfig(block_m=16, block_q=8, keys=16, split=2, warps=4, stages=2)
     with tuning_table.tuning_table_of(q.device).trying(row(ATTENTION, problem, tile)):
-        got = paged_attention.paged_attention(*arguments, **options)
+        got = run_attention(paged_attention, *arguments, **options)
     assert_close("paged_attention", want, got, tolerance(half))

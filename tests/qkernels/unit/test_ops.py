@@ -12,6 +12,7 @@ from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
 from formats.weights import round_to_nearest, with_activation
 from qkernels import dispatch, explain, ops
 from qkernels.errors import KernelError
+from tests.qkernels.flat_attention import paged_kv, run_attention
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
 
@@ -113,7 +114,8 @@ def test_attention_asks_for_the_row_of_chunks_by_rows_and_strides(monkeypatch):
     q = zeros(3, 32, 16)
     for max_query_len, pages in ((2, None), (3, None), (3, strided), (3, shifted), (3, narrow)):
         changes = {} if pages is None else {"k_pages": ATTENTION["k_pages"], "v_pages": pages}
-        ops.paged_attention(
+        run_attention(
+            ops,
             *(ATTENTION | {"q": q} | changes).values(),
             scale=1.0,
             window=None,
@@ -159,15 +161,16 @@ ATTENTION = {
 
 
 def attend(window=None, max_context_len=4, soft_cap=None, k_scales=None, v_scales=None, **changes):
-    return ops.paged_attention(
+    return run_attention(
+        ops,
         *(ATTENTION | changes).values(),
         scale=1.0,
         window=window,
         max_query_len=2,
         max_context_len=max_context_len,
         soft_cap=soft_cap,
-        k_scales_PBJ=k_scales,
-        v_scales_PBJ=v_scales,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
 
 
@@ -194,10 +197,10 @@ def write(codes=False, **changes):
         **pages,
         **changes,
     }
-    names = ("q", "k", "v", "cos_sin", "positions", "k_pages", "v_pages", "slots")
-    names += ("k_scales", "v_scales")
+    cache = paged_kv(*(arguments[name] for name in ("k_pages", "v_pages", "k_scales", "v_scales")))
     norms = {f"{name}_D": arguments[name] for name in ("q_norm", "k_norm")}
-    return ops.rope_write_kv_(*(arguments[name] for name in names), **norms)
+    heads = (arguments[name] for name in ("q", "k", "v", "cos_sin", "positions"))
+    return ops.rope_write_kv_(*heads, cache, arguments["slots"], **norms)
 
 
 def test_attention_arguments_fit():
@@ -250,13 +253,19 @@ def test_attention_arguments_fit():
         ),
         (
             lambda: ops.write_kv_(
-                zeros(2, 1, 8), zeros(2, 1, 8), zeros(4, 16, 2, 8), zeros(4, 16, 2, 8), zeros(2)
+                zeros(2, 1, 8),
+                zeros(2, 1, 8),
+                paged_kv(zeros(4, 16, 2, 8), zeros(4, 16, 2, 8)),
+                zeros(2),
             ),
             "k_pages",
         ),
         (
             lambda: ops.write_kv_(
-                zeros(2, 1, 8), zeros(2, 1, 8), zeros(4, 16, 1, 8), zeros(4, 16, 1, 8), zeros(2)
+                zeros(2, 1, 8),
+                zeros(2, 1, 8),
+                paged_kv(zeros(4, 16, 1, 8), zeros(4, 16, 1, 8)),
+                zeros(2),
             ),
             "slots",
         ),

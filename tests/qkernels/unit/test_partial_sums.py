@@ -12,6 +12,7 @@ from qkernels.errors import KernelError
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import SplitKPartials, reduced, split_heads
+from tests.qkernels.flat_attention import paged_kv
 
 H, J, D = 4, 2, 8
 
@@ -65,7 +66,7 @@ def rope(q, k, v):
     pages = [torch.zeros(2, 16, J, D, dtype=v.dtype) for _ in range(2)]
     cos_sin = torch.rand(9, D, generator=torch.Generator().manual_seed(1))
     positions, slots = torch.arange(5), torch.arange(5) * 3
-    return (ops.rope_write_kv_(q, k, v, cos_sin, positions, *pages, slots), *pages)
+    return (ops.rope_write_kv_(q, k, v, cos_sin, positions, paged_kv(*pages), slots), *pages)
 
 
 def test_every_reader_adds_them():
@@ -105,7 +106,7 @@ def test_forms_are_made_of_parts():
         lambda x: ops.silu_and_mul_into(x, LimbForm(bits=4)),
         lambda x: ops.quantize_input_asymmetric(x),
         lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
-        lambda x: ops.write_kv_(x, x, x.parts, x.parts, torch.arange(5)),
+        lambda x: ops.write_kv_(x, x, paged_kv(x.parts, x.parts), torch.arange(5)),
         lambda x: ops.linear(x, weight_of(16)),
     ],
 )
@@ -121,13 +122,13 @@ def test_heads_of_different_products_are_refused():
         parts=v.parts.transpose(2, 3).contiguous().transpose(2, 3), dtype=v.dtype
     )
     for wrong in ((q, reduced(k), v), (reduced(q), reduced(k), v), (q, k, strided)):
-        with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
+        with pytest.raises(KernelError, match="q, k, v: .*split-K sums of one product"):
             rope(*wrong)
     apart = torch.zeros(3, 5, D, 2 * (H + 2 * J)).transpose(2, 3)[:, :, ::2]
     heads = [SplitKPartials(parts=x, dtype=v.dtype) for x in apart.split([H, J, J], 2)]
-    with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
+    with pytest.raises(KernelError, match="q, k, v: .*split-K sums of one product"):
         rope(*heads)
-    with pytest.raises(KernelError, match="q, k, v: .*parts of one product"):
+    with pytest.raises(KernelError, match="q, k, v: .*split-K sums of one product"):
         rope(q, k, split_heads(other, (H, J, J), D)[2])
 
 

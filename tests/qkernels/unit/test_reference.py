@@ -10,6 +10,7 @@ from qkernels.attention import reference as attention_reference
 from qkernels.linear import dense
 from qkernels.linear import reference as linear_reference
 from qkernels.rowwise import reference as rowwise_reference
+from tests.qkernels.flat_attention import paged_kv, run_attention
 
 HALF = torch.bfloat16
 
@@ -89,7 +90,7 @@ def test_padding_is_written_nowhere(slots):
         if slot >= 0:
             want[slot // 16, 0, slot % 16], want[slot // 16, 1, slot % 16] = k[token], v[token]
     # pages inside a larger tensor: not one flat run of slots
-    attention_reference.write_kv_(k, v, pages[:, 0], pages[:, 1], torch.tensor(slots))
+    attention_reference.write_kv_(k, v, paged_kv(*pages.unbind(1)), torch.tensor(slots))
     assert torch.equal(pages, want)
 
 
@@ -139,7 +140,8 @@ def test_paged_attention(assert_close, monkeypatch, counts, lengths, window):
     monkeypatch.setattr(attention_reference, "GATHER_ELEMENTS", 2 * 8 * 45)
     kv, inputs = attention_case(counts, lengths, 4, 2, 8, 16)
     q, starts = inputs[0], inputs[4].tolist()
-    got = attention_reference.paged_attention(
+    got = run_attention(
+        attention_reference,
         *inputs,
         scale=8**-0.5,
         window=window,
@@ -157,9 +159,11 @@ def test_paged_attention_in_16_bits_computes_in_float32(assert_close):
     kv, inputs = attention_case([1, 7], [30, 20], 2, 1, 8, 16)
     shared = {"scale": 0.3, "window": None, "max_query_len": 7, "max_context_len": 30}
     half = [t.to(HALF) if t.is_floating_point() else t for t in inputs]
-    got = attention_reference.paged_attention(*half, **shared)
-    want = attention_reference.paged_attention(
-        *(t.float() if t.is_floating_point() else t for t in half), **shared
+    got = run_attention(attention_reference, *half, **shared)
+    want = run_attention(
+        attention_reference,
+        *(t.float() if t.is_floating_point() else t for t in half),
+        **shared,
     )
     assert torch.equal(got, want.to(HALF))
 
@@ -174,7 +178,7 @@ def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
     scales = [torch.full((4, 16, 2), float("nan")) for _ in range(2)]
     tables = torch.tensor([[3, 1, 0]] * 2, dtype=torch.int32)
     slots = tables[0].long().repeat_interleave(16)[:40] * 16 + torch.arange(40) % 16
-    attention_reference.write_kv_(keys, values, *pages, slots, *scales)
+    attention_reference.write_kv_(keys, values, paged_kv(*pages, *scales), slots)
     restored = [
         (p.float() * s[..., None]).flatten(0, 1)[slots] for p, s in zip(pages, scales, strict=True)
     ]
@@ -185,7 +189,8 @@ def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
         assert ((x - y).abs() <= step * x.abs().amax(-1, keepdim=True)).all()
     q = randn(sum(counts), 4, 16, seed=2)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    got = attention_reference.paged_attention(
+    got = run_attention(
+        attention_reference,
         q,
         *pages,
         tables,
@@ -196,8 +201,8 @@ def test_paged_attention_of_codes(assert_close, codes, soft_cap, counts):
         max_query_len=max(counts),
         max_context_len=40,
         soft_cap=soft_cap,
-        k_scales_PBJ=scales[0],
-        v_scales_PBJ=scales[1],
+        k_scales=scales[0],
+        v_scales=scales[1],
     )
     k, v = (x.double().repeat_interleave(2, 1) for x in restored)
     for r, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -223,7 +228,7 @@ def test_rope_and_write_is_what_its_parts_are():
         v,
         cos_sin,
         positions,
-        *pages[:2],
+        paged_kv(*pages[:2]),
         slots,
         q_norm_D=norms[0],
         k_norm_D=norms[1],
@@ -231,6 +236,6 @@ def test_rope_and_write_is_what_its_parts_are():
     )
     normed = [rowwise_reference.rms_norm(x, n, 1e-3) for x, n in zip((q, k), norms, strict=True)]
     want, keys = attention_reference.apply_rope(*normed, cos_sin, positions)
-    attention_reference.write_kv_(keys, v, *pages[2:], slots)
+    attention_reference.write_kv_(keys, v, paged_kv(*pages[2:]), slots)
     assert torch.equal(got, want) and torch.equal(pages[0], pages[2])
     assert pages[0].any() and torch.equal(pages[1], pages[3])

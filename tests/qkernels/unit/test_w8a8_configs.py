@@ -1,4 +1,4 @@
-"""Default W8A8 configs: what each must satisfy, and the measured ones by value."""
+"""Default W8A8 configs: near the best measured, and always able to run."""
 
 from dataclasses import replace
 
@@ -10,55 +10,116 @@ from qkernels.w8a8.config import default_sm90_config, default_w8a8_triton_config
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 H200_SMS = 132
+SLACK = 1.03  # a choice that was measured this close to the best is as good
 
-
-# shape -> M -> (block_m, block_n, split): the settings whose times stand in w8a8/config.py
-MEASURED_INT8 = {
-    "qkv": {16: (16, 64, 1), 64: (64, 64, 1), 128: (128, 64, 1), 1024: (128, 256, 1)},
-    "o": {1: (16, 64, 1), 256: (128, 64, 1), 512: (128, 128, 1), 4096: (128, 256, 1)},
-    "gate_up": {1: (16, 128, 1), 64: (64, 128, 1), 128: (128, 256, 1), 4096: (128, 256, 1)},
-    "down": {1: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 2), 128: (128, 64, 4)},
-}
-
-
-@pytest.mark.parametrize("shape, M", [(s, M) for s in MEASURED_INT8 for M in MEASURED_INT8[s]])
-def test_the_measured_triton_configs(shape, M):
-    tile = default_w8a8_triton_config(M, *SHAPES[shape], H200_SMS)
-    assert (tile.block_m, tile.block_n, tile.split) == MEASURED_INT8[shape][M]
-
-
-# (consumers, outputs or rows of x of each, block_b, split, blocks per SM, weight is A)
-MEASURED_SM90 = {
+# shape -> M -> (block_m, block_n, split) -> us on an H200, x rounded, cold weights, in one CUDA
+# graph
+TRITON = {
     "qkv": {
-        **{1: (2, 64, 16, 1, 1, True), 16: (1, 64, 16, 1, 1, True), 64: (1, 48, 64, 1, 1, True)},
-        **{128: (1, 48, 128, 1, 1, True), 256: (2, 64, 128, 1, 1, True)},
-        **{1024: (3, 64, 256, 1, 1, True), 4096: (2, 128, 128, 1, 1, False)},
+        1: {(16, 64, 1): 10.3},
+        64: {(64, 64, 1): 11.4},
+        128: {(128, 64, 1): 14.5},
+        1024: {(128, 256, 1): 63.9},
     },
     "o": {
-        **{1: (1, 64, 16, 4, 2, True), 32: (1, 64, 32, 1, 1, True)},
-        **{128: (1, 32, 128, 1, 1, True), 256: (1, 64, 128, 1, 1, True)},
+        1: {(16, 64, 1): 9.0},
+        256: {(128, 64, 1): 15.1},
+        512: {(128, 128, 1): 21.9},
+        4096: {(128, 256, 1): 132},
     },
     "gate_up": {
-        **{1: (2, 64, 16, 1, 2, True), 32: (1, 64, 32, 1, 2, True), 64: (2, 64, 64, 1, 1, True)},
-        **{128: (2, 64, 128, 1, 1, True), 256: (2, 64, 256, 1, 1, True)},
-        **{1024: (2, 128, 128, 1, 1, False)},
+        1: {(16, 128, 1): 31.9},
+        64: {(64, 128, 1): 35.7},
+        128: {(128, 256, 1): 40.0},
+        4096: {(128, 256, 1): 797},
     },
     "down": {
-        **{1: (1, 64, 16, 4, 2, True), 64: (1, 64, 64, 1, 1, True)},
-        **{128: (1, 64, 128, 2, 1, True), 256: (1, 64, 128, 1, 1, True)},
-        **{1024: (2, 128, 128, 1, 1, False)},
+        1: {(16, 64, 4): 20.5},
+        32: {(32, 64, 4): 23.6},
+        64: {(64, 64, 2): 26.4},
+        128: {(128, 64, 4): 34.3},
+    },
+}
+
+# shape -> M -> (consumers, rows stored by each, block_b, split, blocks per SM, weight is A) -> us,
+# as above up to 128 rows; from 256 rows on without the rounding
+SM90 = {
+    "qkv": {
+        1: {(2, 64, 16, 1, 1, True): 9.6, (1, 64, 16, 1, 1, True): 10.7},
+        16: {(2, 64, 16, 1, 1, True): 10.0, (1, 64, 16, 1, 1, True): 9.7},
+        32: {(2, 64, 32, 1, 1, True): 10.3, (1, 64, 32, 1, 1, True): 9.2},
+        64: {(2, 64, 64, 1, 1, True): 11.0, (1, 64, 64, 1, 1, True): 9.8}
+        | {(1, 48, 64, 1, 1, True): 9.5},
+        128: {(1, 64, 128, 1, 1, True): 11.1, (1, 48, 128, 1, 1, True): 10.5},
+        256: {(1, 64, 128, 1, 1, True): 15.7, (2, 64, 128, 1, 1, True): 14.1}
+        | {(2, 64, 256, 1, 1, True): 22.9},
+        1024: {(2, 64, 128, 1, 1, True): 37.5, (2, 64, 256, 1, 1, True): 45.0}
+        | {(2, 128, 128, 1, 1, False): 44.5, (3, 64, 256, 1, 1, True): 35.4},
+    },
+    "o": {
+        1: {(2, 64, 16, 1, 1, True): 8.4, (1, 64, 16, 1, 1, True): 8.1}
+        | {(1, 64, 16, 4, 2, True): 7.7},
+        16: {(2, 64, 16, 1, 1, True): 8.5, (1, 64, 16, 1, 1, True): 9.2}
+        | {(1, 64, 16, 4, 2, True): 7.8},
+        32: {(2, 64, 32, 1, 1, True): 8.7, (1, 64, 32, 1, 1, True): 8.3},
+        64: {(2, 64, 64, 1, 1, True): 9.2, (1, 64, 64, 1, 1, True): 7.9}
+        | {(1, 32, 64, 1, 1, True): 8.4},
+        128: {(1, 64, 128, 1, 1, True): 10.5, (1, 64, 128, 2, 1, True): 9.6}
+        | {(1, 32, 128, 1, 1, True): 9.3},
+        256: {(1, 64, 128, 1, 1, True): 9.8, (2, 64, 128, 1, 1, True): 12.8}
+        | {(2, 64, 256, 1, 1, True): 22.3},
+    },
+    "gate_up": {
+        1: {(2, 64, 16, 1, 1, True): 33.5, (1, 64, 16, 1, 1, True): 34.6}
+        | {(2, 64, 16, 1, 2, True): 31.8},
+        16: {(2, 64, 16, 1, 1, True): 33.3, (2, 64, 16, 1, 2, True): 32.0},
+        32: {(2, 64, 32, 1, 1, True): 32.6, (1, 64, 32, 1, 2, True): 32.0},
+        64: {(2, 64, 64, 1, 1, True): 33.3, (1, 64, 64, 1, 1, True): 34.9}
+        | {(1, 64, 64, 1, 2, True): 33.6},
+        128: {(1, 64, 128, 1, 1, True): 39.4, (2, 64, 128, 1, 1, True): 37.5},
+        256: {(1, 64, 128, 1, 1, True): 58.7, (2, 64, 128, 1, 1, True): 54.3}
+        | {(2, 64, 256, 1, 1, True): 52.3},
+        1024: {(2, 64, 128, 1, 1, True): 168, (2, 64, 256, 1, 1, True): 164}
+        | {(2, 128, 128, 1, 1, False): 157, (3, 64, 256, 1, 1, True): 180},
+    },
+    "down": {
+        1: {(1, 64, 16, 1, 1, True): 19.4, (1, 64, 16, 4, 2, True): 19.6},
+        16: {(2, 64, 16, 1, 1, True): 20.8, (1, 64, 16, 1, 1, True): 20.1}
+        | {(1, 64, 16, 4, 2, True): 20.2},
+        32: {(2, 64, 32, 1, 1, True): 22.4, (1, 64, 32, 1, 1, True): 20.5},
+        64: {(2, 64, 64, 1, 1, True): 25.1, (1, 64, 64, 1, 1, True): 20.5},
+        128: {(1, 64, 128, 2, 1, True): 23.4},
+        256: {(1, 64, 128, 1, 1, True): 28.2, (2, 64, 128, 1, 1, True): 37.4},
+        1024: {(2, 64, 128, 1, 1, True): 78.6, (2, 64, 256, 1, 1, True): 73.3}
+        | {(2, 128, 128, 1, 1, False): 72.7, (3, 64, 256, 1, 1, True): 109},
     },
 }
 
 
-@pytest.mark.parametrize(
-    "shape, M", [(shape, M) for shape in MEASURED_SM90 for M in MEASURED_SM90[shape]]
-)
-def test_the_measured_sm90_configs(shape, M):
-    tile = default_sm90_config(M, *SHAPES[shape], H200_SMS)
-    found = (tile.num_consumers, tile.stored_rows, tile.block_b, tile.split, tile.blocks_per_sm)
-    assert (*found, tile.weight_is_a) == MEASURED_SM90[shape][M]
-    assert tile.reduce_scatter == (tile.split == 2)
+def check_near_best(config, key, times):
+    """A choice that is not in the table must be measured first."""
+    assert key in times, f"no time of {config}, only of {times}"
+    assert times[key] <= SLACK * min(times.values()), f"{config}, of {times}"
+
+
+@pytest.mark.parametrize("shape, M", [(shape, M) for shape in TRITON for M in TRITON[shape]])
+def test_the_triton_choice_is_near_the_best_measured(shape, M):
+    config = default_w8a8_triton_config(M, *SHAPES[shape], H200_SMS)
+    check_near_best(config, (config.block_m, config.block_n, config.split), TRITON[shape][M])
+
+
+@pytest.mark.parametrize("shape, M", [(shape, M) for shape in SM90 for M in SM90[shape]])
+def test_the_sm90_choice_is_near_the_best_measured(shape, M):
+    config = default_sm90_config(M, *SHAPES[shape], H200_SMS)
+    size = config.num_consumers, config.stored_rows, config.block_b
+    key = (*size, config.split, config.blocks_per_sm, config.weight_is_a)
+    check_near_best(config, key, SM90[shape][M])
+
+
+def test_two_splits_share_the_reduction():
+    """down at 128 rows takes 23.4 us with a reduce-scatter, 25.5 where the last arriver reduces."""
+    config = default_sm90_config(128, *SHAPES["down"], H200_SMS)
+    assert config.split == 2 and config.reduce_scatter
 
 
 def test_idle_rows_are_for_free_sms_where_that_was_measured():

@@ -43,7 +43,7 @@ def test_logits_use_no_page_that_another_owns(make_engine, monkeypatch):
     kept = []
     pool.grow_(kept, 4 * 20)
     for cache in engine.runner.caches:
-        cache.keys[kept] = cache.values[kept] = 7.0
+        cache.k_pages[kept] = cache.v_pages[kept] = 7.0
     logits = engine.workers.logits
 
     def watched(step):
@@ -56,7 +56,7 @@ def test_logits_use_no_page_that_another_owns(make_engine, monkeypatch):
     assert torch.equal(engine.logits([5, 6, 7, 8, 9]), want)
     assert len(used) == 2
     assert all(
-        (c.keys[kept] == 7).all() and (c.values[kept] == 7).all() for c in engine.runner.caches
+        (c.k_pages[kept] == 7).all() and (c.v_pages[kept] == 7).all() for c in engine.runner.caches
     )
     pool.check_integrity([kept])
     with pytest.raises(InputError, match="expected 1 to 120 tokens, found 121"):

@@ -50,7 +50,7 @@ def largest_keys_and_values(docs_5m):
     llm = make(docs_5m)
     llm.logits(tokens(llm))
     caches = llm.engine.runner.caches
-    return [(float(c.keys.abs().max()), float(c.values.abs().max())) for c in caches]
+    return [(float(c.k_pages.abs().max()), float(c.v_pages.abs().max())) for c in caches]
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +103,14 @@ def test_auto_takes_the_checkpoints_scales(calibrated, kind, name):
     found = llm.engine.runner.kv_format
     assert found == kv_format.KvFormat(dtype=kv_format.CODE_DTYPES[name], static_scales=True)
     scale = llm.engine.runner.decoder.layers[1].attention.k_scale
-    assert (llm.engine.runner.caches[1].key_scales == scale).all()
+    assert (llm.engine.runner.caches[1].k_scales == scale).all()
     # the same weights, keys and values rounded on write
     own = make(folder, kv_cache_dtype="fp8" if name == "int8" else "int8")
     assert not own.engine.runner.kv_format.static_scales, "those scales are for the other codes"
     want = own.logits(tokens(own))
     moved = change(llm, want)
     assert moved < LIMITS["int8"] + LIMITS["fp8"], moved
-    assert (llm.engine.runner.caches[1].key_scales == scale).all(), "never written"
+    assert (llm.engine.runner.caches[1].k_scales == scale).all(), "never written"
     wrong = change(make(calibrated(kind, factor=1 / 16)), want)
     print(f"{name}: static scales move logits by {moved:.4f}, wrong ones by {wrong:.3f}")
     assert wrong > 3 * (LIMITS["int8"] + LIMITS["fp8"])
@@ -185,7 +185,7 @@ def test_nearly_twice_as_many_tokens_fit(docs_5m, name, scale_bytes):
     assert pages[1] == pytest.approx(ratio * pages[0], abs=1)
     for llm in (half, coded):  # the tensors take what the arithmetic says
         caches = llm.engine.runner.caches
-        parts = [t for c in caches for t in (c.keys, c.values, c.key_scales, c.value_scales)]
+        parts = [t for c in caches for t in (c.k_pages, c.v_pages, c.k_scales, c.v_scales)]
         taken = sum(t.numel() * t.itemsize for t in parts if t is not None)
         assert taken == llm.engine.runner.bytes_per_page * llm.engine.scheduler.pool.num_pages
 
