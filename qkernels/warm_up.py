@@ -13,6 +13,7 @@ from qkernels.gpu.pdl import PDL_MAX_ROWS
 from qkernels.linear.ops import plan_linear
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.limbs import LimbForm, limb_tiles
 from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
 
@@ -34,35 +35,48 @@ def plan_boundaries(
 ) -> list[int]:
     """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
     return _first_of_each(
-        range(1, max_rows + 1), lambda M: compiled(plan_linear(weight, M, consumer))
+        range(1, max_rows + 1), lambda M: compiled(plan_linear(weight, M, consumer), M)
     )
 
 
-def compiled(plan: GemmPlan) -> object:
-    """What decides which machine code a plan runs. Two plans with equal results share a kernel."""
+def compiled(plan: GemmPlan, M: int) -> object:
+    """What decides which machine code M rows run. Equal results share a kernel."""
     config = getattr(plan.config, "compiled", plan.config)
-    return plan.variant, config, plan.operand, plan.output
+    tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
+    return plan.variant, config, plan.operand, tiles, plan.output
 
 
 def decode_boundaries(
     *,
     max_requests: int,
+    max_tokens: int,
     max_context_len: int,
-    query_len: int = 1,
     page_size: int,
-    **heads: object,
-) -> list[tuple[int, int]]:
-    """(requests, keys) that together launch every decode kernel for up to so many.
+    heads_per_kv_head: int,
+    **fixed: object,
+) -> list[tuple[int, int, int]]:
+    """(requests, tokens of each, keys) that together launch every decode kernel.
 
-    `heads`: the other arguments of default_attention_config.
+    The kernels for decode steps also take chunks of a few tokens. `fixed`: the other arguments of
+    default_attention_config.
     """
     lengths = sorted({*_powers(page_size, max_context_len), max_context_len})
-    cases = [(R, keys) for R in range(1, max_requests + 1) for keys in lengths]
+    counts = _powers(1, DECODE_MAX_ROWS // heads_per_kv_head)
+    cases = [
+        (R, count, keys)
+        for count in counts
+        for R in range(1, min(max_requests, max_tokens // count) + 1)
+        for keys in lengths
+    ]
 
-    def config(case: tuple[int, int]) -> object:
-        R, keys = case
+    def config(case: tuple[int, int, int]) -> object:
+        R, count, keys = case
         return default_attention_config(
-            num_requests=R, max_query_len=query_len, max_context_len=keys, **heads
+            num_requests=R,
+            max_query_len=count,
+            max_context_len=keys,
+            heads_per_kv_head=heads_per_kv_head,
+            **fixed,
         )
 
     return _first_of_each(cases, config)

@@ -64,9 +64,14 @@ class Limbs:
         return self.words.shape[0] * K_STEP
 
 
+def limb_tiles(M: int) -> int:
+    """Tiles of 8 columns that M rows take."""
+    return ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS)
+
+
 def empty_limbs(form: LimbForm, M: int, K: int, device: torch.device) -> Limbs:
     """Memory for M rows of K inputs, K divisible by 128: one allocation, 16-byte aligned parts."""
-    steps, tiles = K // K_STEP, ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS)
+    steps, tiles = K // K_STEP, limb_tiles(M)
     columns = steps * tiles * LIMBS_COLUMNS
     words_of_column = K_STEP // 4
     memory = torch.empty(columns * (words_of_column + 2), dtype=torch.int32, device=device)

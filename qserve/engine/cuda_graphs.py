@@ -51,6 +51,11 @@ def graph_keys(max_num_seqs: int, max_num_tokens: int) -> list[GraphKey]:
     return sorted([*decodes, *chunks], key=lambda key: (key.num_tokens, key.num_requests))
 
 
+def fits_a_graph(num_tokens: int, max_query_len: int) -> bool:
+    """Whether steps of so many tokens are captured, where graphs are."""
+    return max_query_len == 1 or num_tokens <= CHUNK_SIZES[-1]
+
+
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     """The first of `keys` that holds a step, or None."""
     is_chunk = step.max_query_len > 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.warm_up import decode_boundaries, prefill_boundaries, row_boundaries
 from qserve.config import EngineConfig
+from qserve.engine.cuda_graphs import fits_a_graph
 from qserve.engine.step_input import StepInput
 from qserve.model.decoder import Decoder
 
@@ -53,10 +54,9 @@ def warm_up_steps(
             **heads,
         ):
             yield step(1, tokens, keys)
-        if not config.enforce_eager:
-            continue
-        for requests, keys in decode_boundaries(
+        for requests, count, keys in decode_boundaries(
             max_requests=max_num_seqs,
+            max_tokens=max_tokens,
             max_context_len=max_model_len,
             page_size=config.block_size,
             window=window,
@@ -67,4 +67,5 @@ def warm_up_steps(
             gluon=page_bytes < element_size and lacks_arch(device, "sm_90") is None,
             **heads,
         ):
-            yield step(requests, 1, keys)
+            if config.enforce_eager or not fits_a_graph(requests * count, count):
+                yield step(requests, count, keys)

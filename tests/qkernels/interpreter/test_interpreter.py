@@ -1,4 +1,4 @@
-"""Run the kernel tests in Triton's interpreter, each file in a process of its own."""
+"""Run the kernel tests in Triton's interpreter, in processes of their own."""
 
 import os
 import subprocess
@@ -16,16 +16,18 @@ FILES = sorted(
     for path in (*HERE.glob("test_*.py"), TESTS / "fuzz" / "test_kernels.py")
     if path != Path(__file__)
 )
+NUM_PROCESSES = 4  # each takes some seconds to start
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel tests run compiled here")
-@pytest.mark.parametrize("file", FILES)
-def test_kernels_in_the_interpreter(file, pytestconfig):
+@pytest.mark.parametrize("part", range(NUM_PROCESSES))
+def test_kernels_in_the_interpreter(part, pytestconfig):
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-x", "-p", "no:cacheprovider"]
+    files = [str(TESTS / file) for file in FILES[part::NUM_PROCESSES]]
+    command = [sys.executable, "-m", "pytest", *files, "-x", "-p", "no:cacheprovider"]
     if pytestconfig.getoption("--exhaustive"):
         command.append("--exhaustive")
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -10,6 +10,7 @@ from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
 from qkernels.sampling.settings import INVALID_TOKEN, SampleRow, SampleSettings
 
+exhaustive = pytest.mark.exhaustive
 ON_GPU = torch.cuda.is_available()
 SIZES = (33, 1000, 5001, 128256, 151936) if ON_GPU else (33, 2100)
 
@@ -103,7 +104,15 @@ def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
     assert (tokens[2:] < following).all()
 
 
-@pytest.mark.parametrize("vocabulary, top_p", [(100, 0.4999), (300, 0.4999), (64, 0.5), (256, 0.5)])
+@pytest.mark.parametrize(
+    "vocabulary, top_p",
+    [
+        (100, 0.4999),
+        pytest.param(300, 0.4999, marks=exhaustive),
+        pytest.param(64, 0.5, marks=exhaustive),
+        (256, 0.5),
+    ],
+)
 def test_top_p_cuts_inside_equal_values(device, vocabulary, top_p):
     """Half of equal probabilities, or a little less: the lower half of the tokens."""
     half = vocabulary // 2
@@ -116,7 +125,7 @@ def test_top_p_cuts_inside_equal_values(device, vocabulary, top_p):
     assert (tokens[2:] < half).all()
 
 
-@pytest.mark.parametrize("top_k, kept", [(1000, 640), (600, 480)])
+@pytest.mark.parametrize("top_k, kept", [pytest.param(1000, 640, marks=exhaustive), (600, 480)])
 def test_top_p_is_of_what_top_k_left(device, top_k, kept):
     """800 equal candidates and 500 impossible ones: 80 % of the first `top_k` of them."""
     seeds = [*seeds_that_draw(kept - 1, range(kept)), *seeds_that_draw(kept, range(kept + 1))]
@@ -136,7 +145,7 @@ def test_positive_and_negative_zero_are_equal(device):
     assert set(sampling.sample_(logits, settings).tokens_S.tolist()) == {3, 60}
 
 
-@pytest.mark.parametrize("vocabulary", [70, 2100])
+@pytest.mark.parametrize("vocabulary", [pytest.param(70, marks=exhaustive), 2100])
 def test_penalties_and_bias(device, half, vocabulary):
     torch.manual_seed(3)
     history = torch.randint(-8, 8, (6, vocabulary), dtype=torch.int32).clamp(min=0)
