@@ -30,10 +30,11 @@ class Turns:
         while self._waiting:
             client = next(iter(self._waiting))
             places = self._waiting.pop(client)
-            place = places.popleft()
+            while places and places[0].done():  # gave up waiting
+                places.popleft()
             if places:
-                self._waiting[client] = places  # behind all others
-            if not place.done():
-                place.set_result(None)
+                places.popleft().set_result(None)
+                if places:
+                    self._waiting[client] = places  # behind all others
                 return
         self._num_free += 1
