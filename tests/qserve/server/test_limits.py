@@ -187,18 +187,36 @@ def test_clients_take_turns():
             await turns.take(client)
             order.append(client)
             await asyncio.sleep(0)
-            turns.give_back()
+            turns.give_back(client)
 
         await turns.take("first")
         tasks = [asyncio.create_task(work(client)) for client in "aaaabbc"]
         await asyncio.sleep(0)
         tasks[1].cancel()
-        turns.give_back()
+        turns.give_back("first")
         await asyncio.gather(*tasks, return_exceptions=True)
         assert turns._num_free == 1 and not turns._waiting
         return order
 
     assert asyncio.run(scenario()) == list("abcaba")
+
+
+def test_one_client_never_holds_the_last_place():
+    async def scenario() -> None:
+        turns = Turns(3)
+        await turns.take("a")
+        await turns.take("a")
+        third = asyncio.create_task(turns.take("a"))
+        await asyncio.sleep(0)
+        assert not third.done()
+        await asyncio.wait_for(turns.take("b"), 60)
+        turns.give_back("b")
+        await asyncio.sleep(0)
+        assert not third.done()
+        turns.give_back("a")
+        await asyncio.wait_for(third, 60)
+
+    asyncio.run(scenario())
 
 
 def test_turn_of_a_client_that_leaves_at_that_moment_is_handed_on():
@@ -208,11 +226,11 @@ def test_turn_of_a_client_that_leaves_at_that_moment_is_handed_on():
         leaving = asyncio.create_task(turns.take("b"))
         next_one = asyncio.create_task(turns.take("c"))
         await asyncio.sleep(0)
-        turns.give_back()
+        turns.give_back("a")
         leaving.cancel()
         await asyncio.wait_for(next_one, 60)
-        turns.give_back()
-        assert turns._num_free == 1
+        turns.give_back("c")
+        assert turns._num_free == 1 and not turns._held and not turns._waiting
 
     asyncio.run(scenario())
 
