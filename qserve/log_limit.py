@@ -1,18 +1,21 @@
 """LogLimit: lines that a client can cause do not fill the disk. Knows no loggers by name."""
 
 import logging
+import re
 import threading
 import time
 
 WINDOW_SECONDS = 10.0
 LINES = 10  # of one kind in a window
 KINDS = 1000  # kept at once: a message's template is a kind, and a program has few
+NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 class LogLimit(logging.Filter):
     """Lets LINES lines of each kind through in WINDOW_SECONDS; the next one says how many were not.
 
-    Lines of one kind come from one place: logger and template of the message are the same.
+    Lines of one kind come from one place: logger and template of the message are the same, but for
+    numbers and addresses that somebody put into the template.
     """
 
     def __init__(self, lines: int = LINES, seconds: float = WINDOW_SECONDS) -> None:
@@ -22,7 +25,8 @@ class LogLimit(logging.Filter):
         self._kinds: dict[tuple, list] = {}  # kind: [start of its window, lines, those left out]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        kind, now = (record.name, record.levelno, str(record.msg)[:200]), time.monotonic()
+        template = NUMBER.sub("#", str(record.msg)[:200])
+        kind, now = (record.name, record.levelno, template), time.monotonic()
         with self._lock:
             if len(self._kinds) > KINDS:
                 self._kinds.clear()

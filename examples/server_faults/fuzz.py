@@ -66,7 +66,7 @@ async def run(port: int, count: int, seed: int) -> Found:
             rng = random.Random(f"{seed} {number}")
             kind, data = _request(rng)
             # A request that is not whole is waited for; the client ends it.
-            reply = await exchange(port, data, 60.0 if kind != "raw" else 2.0)
+            reply = await exchange(port, data, 60.0 if kind != "raw" else 0.5)
             _judge(found, f"{kind} {seed} {number}", kind, reply)
 
     await asyncio.gather(*(worker() for _ in range(NUM_AT_ONCE)))

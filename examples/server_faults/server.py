@@ -1,6 +1,7 @@
 """A qserve server in its own process, whose faults a case can cause, and its figures."""
 
 import asyncio
+import json
 import os
 import re
 import resource
@@ -15,10 +16,10 @@ from faulty_engine import engine_pid
 from http_client import ask
 
 PROGRAM = """
-import sys
+import json, sys
 from qserve.config import EngineConfig, ServerConfig
 from qserve.server.app import serve
-engine, server = eval(sys.argv[1]), eval(sys.argv[2])
+engine, server = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 sys.exit(serve(EngineConfig(**engine), ServerConfig(**server), engine=sys.argv[3]))
 """
 ENGINE = "faulty_engine:FaultyEngine"
@@ -40,7 +41,7 @@ class Server:
     ) -> "Server":
         log = Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
         path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
-        settings = [repr({"model": model, **engine}), repr({"port": 0, **server})]
+        settings = [json.dumps({"model": model, **engine}), json.dumps({"port": 0, **server})]
 
         def limit() -> None:
             if descriptors:

@@ -130,7 +130,7 @@ class EngineSupervisor:
             self._client = await EngineClient.start(self._config, **self._options)
             if self._on_restart is not None:
                 self._on_restart()
-        except InputError as error:
+        except (InputError, OSError) as error:
             logger.error("The engine could not be started again: %s", error)
         finally:
             self._is_starting = False

@@ -14,7 +14,7 @@ from qserve.server.served_model import ServedModel
 from qserve.server.turns import Turns
 
 LARGE_BYTES = 2**15  # 32 KiB make 2,000 short messages, which take 15 ms to prepare
-NUM_THREADS = 2
+NUM_THREADS = 3  # one client can have two
 
 Result = TypeVar("Result")
 
@@ -55,5 +55,5 @@ async def _in_turn(turns: Turns, client: str, start: Callable[[], Awaitable[Resu
     """Run work when it is the client's turn. A client that leaves keeps the place until it ends."""
     await turns.take(client)
     task = asyncio.ensure_future(start())
-    task.add_done_callback(lambda _: turns.give_back())
+    task.add_done_callback(lambda _: turns.give_back(client))
     return await asyncio.shield(task)

@@ -20,8 +20,14 @@ def test_lines_of_one_kind_are_left_out_and_counted():
     assert next_one.getMessage() == "client 7 read nothing (and 97 more such lines before)"
 
 
+def test_addresses_in_a_line_do_not_make_it_another_kind():
+    limit = LogLimit(lines=3, seconds=1e9)
+    lines = [record(f"Fatal error on <Transport fd={i} at {hex(i)}>") for i in range(50)]
+    assert sum(limit.filter(line) for line in lines) == 3
+
+
 def test_kinds_without_end_take_no_memory():
     limit = LogLimit()
     for index in range(3 * KINDS):
-        limit.filter(record(f"line {index}"))
+        limit.filter(record(f"line {chr(20_000 + index)}"))
     assert len(limit._kinds) <= KINDS + 1

@@ -90,3 +90,15 @@ def test_engine_that_cannot_start_again_is_given_up(monkeypatch):
         assert len(engine.starts) == 0
 
     run(scenario, restarts=2)
+
+
+def test_system_that_starts_no_process_is_no_reason_to_hang(monkeypatch):
+    async def scenario(engine):
+        async def start(*arguments, **options):
+            raise OSError("out of memory")
+
+        monkeypatch.setattr(module.EngineClient, "start", start)
+        os.kill(engine._client._process.pid, signal.SIGKILL)
+        await engine.wait_until_dead()
+
+    run(scenario, restarts=2)

@@ -1,0 +1,171 @@
+"""Connections at their limits, and bytes that are no HTTP: an answer where there can be one."""
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from qserve.server import http_protocol
+from qserve.server.http_protocol import max_connections
+
+GUARD = 60.0  # seconds, against hanging
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def connect(port: int, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=GUARD)
+    connection.sendall(data)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def envelope(answer: bytes, status: int) -> dict:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"content-type: application/json" in head.lower()
+    assert f"content-length: {len(body)}".encode() in head.lower()
+    error = json.loads(body)["error"]
+    assert error["code"] == status and len(answer) < 4096
+    return error
+
+
+def status_of(port: int) -> bytes:
+    with connect(port, GET.replace(b"x\r\n", b"x\r\nConnection: close\r\n")) as connection:
+        return read_all(connection)[9:12]
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+        (b"GET\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),  # no host
+        (b"GET /health HTTP/x\r\nHost: x\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000, 431),
+        (POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (POST + b"Content-Length: -1\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    ],
+)
+def test_bytes_that_are_no_request_get_the_envelope(server, live, data, status):
+    with connect(live, data) as connection:
+        envelope(read_all(connection), status)
+    assert status_of(live) == b"200"
+
+
+@pytest.mark.parametrize("first", [b"Content-Length: 15\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_two_statements_of_the_length_are_refused_and_the_connection_ends(server, live, first):
+    second = b"Content-Length: 15\r\nTransfer-Encoding: chunked\r\n".replace(first, b"")
+    data = POST + first + second + b'\r\nf\r\n{"prompt": "a"}\r\n0\r\n\r\n'
+    with connect(live, data + GET) as connection:
+        assert "found both" in envelope(read_all(connection), 400)["message"]
+    assert not server.client.requests
+
+
+def test_chunks_of_a_few_bytes_are_refused(server, live):
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "' + b"a" * 100_000 + b'"}')
+    with connect(live, POST + b"Transfer-Encoding: chunked\r\n\r\n" + body) as connection:
+        assert "larger chunks" in envelope(read_all(connection), 400)["message"]
+
+
+def test_chunks_of_a_sensible_size_are_a_body(server, live):
+    body = b'{"prompt": "Once", "user": "' + b"u" * 50_000 + b'"}'
+    pieces = [body[start : start + 1000] for start in range(0, len(body), 1000)]
+    chunked = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in [*pieces, b""])
+    head = POST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    with connect(live, head + chunked) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_refusal_in_the_middle_of_a_long_body_reaches_the_client(server, live):
+    body = b'{"prompt": [' + b"[]," * 2_500_000 + b"1]}"
+    head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(live, head + body) as connection:
+        assert "lists and objects" in envelope(read_all(connection), 400)["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", POST + b"Content-Length: 9\r\n"])
+def test_silent_connection_is_closed(server, live, monkeypatch, sent):
+    monkeypatch.setattr(http_protocol, "IDLE_SECONDS", 0.2)
+    with connect(live, sent) as connection:
+        answer = read_all(connection)
+    if sent:
+        envelope(answer, 408)
+    else:
+        assert answer == b""
+
+
+def test_connection_that_says_a_byte_now_and_then_is_closed(server, live, monkeypatch):
+    monkeypatch.setattr(http_protocol, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.1)
+    with connect(live) as connection, pytest.raises(ConnectionError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(int(GUARD / 0.05)):
+            connection.sendall(b"A")
+            time.sleep(0.05)
+
+
+def test_body_that_does_not_come_is_given_up(server, live, monkeypatch):
+    monkeypatch.setattr("qserve.server.body.BODY_SECONDS", 0.2)
+    with connect(live, POST + b"Connection: close\r\nContent-Length: 99\r\n\r\n{") as connection:
+        envelope(read_all(connection), 408)
+    assert server.app.state.service.bodies.held == 0
+
+
+def test_at_the_limit_the_longest_silent_connection_makes_room(server, run_live):
+    port = run_live(server, limit=4)
+    idle = [connect(port, b"GET /") for _ in range(4)]
+    half = connect(port, POST + b"Content-Length: 99\r\n\r\n{")  # the first idle one goes
+    for _ in range(5):
+        assert status_of(port) == b"200"
+    with contextlib.suppress(ConnectionResetError):
+        assert idle[0].recv(10) == b""
+    for connection in [*idle, half]:
+        connection.close()
+    assert status_of(port) == b"200"
+
+
+def test_beyond_the_limit_there_is_a_503_while_all_connections_work(server, run_live):
+    port = run_live(server, limit=3)
+    server.client.endless, server.client.delay = True, 0.01
+    body = b'{"prompt": "a", "stream": true, "max_tokens": 250, "ignore_eos": true}'
+    stream = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    working = [connect(port, stream) for _ in range(3)]
+    for connection in working:
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    with connect(port, GET) as connection:
+        answer = read_all(connection)
+    assert "connections" in envelope(answer, 503)["message"] and b"\r\nretry-after: " in answer
+    many = [connect(port) for _ in range(2 * http_protocol.NUM_REFUSED)]
+    assert working[0].recv(12)
+    for connection in [*many, *working]:
+        connection.close()
+    deadline = time.monotonic() + GUARD
+    while status_of(port) != b"200":
+        assert time.monotonic() < deadline
+    assert server.connections.num_refused == 0
+
+
+def test_several_requests_on_one_connection_are_answered_in_order(server, live):
+    last = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with connect(live, GET + GET + last) as connection:
+        assert read_all(connection).count(b"HTTP/1.1 200") == 3
+
+
+def test_connections_leave_descriptors_for_the_rest():
+    assert max_connections(None, 1024) == 1024 - 64 - 32
+    assert max_connections(100, 1024) == 100
+    assert max_connections(5000, 1024) == 1024 - 64 - 32
+    assert max_connections(None, 20) == 16
+    assert max_connections(None, -1) > 10**6
