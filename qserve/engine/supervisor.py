@@ -92,9 +92,10 @@ class EngineSupervisor:
         params: SamplingParams,
         watch: Watch = ignore,
         client: str = "",
+        group: str = "",
     ) -> AsyncIterator[RequestEvent]:
         """Run one request on the engine that there is now, as EngineClient.generate does."""
-        events = self._client.generate(request_id, prompt_token_ids, params, watch, client)
+        events = self._client.generate(request_id, prompt_token_ids, params, watch, client, group)
         async with aclosing(events):
             async for event in events:
                 yield event

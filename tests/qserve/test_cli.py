@@ -20,6 +20,7 @@ ENGINE_FLAGS = {
     "--device",
     "--dtype",
     "--enforce-eager",
+    "--kernel",
     "--gpu-memory-utilization",
     "--kv-cache-dtype",
     "--load-format",

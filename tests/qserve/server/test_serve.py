@@ -118,6 +118,7 @@ def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp
     )
     thread.start()
     while "add cmpl" not in (tmp_path / "journal").read_text():
+        assert thread.is_alive(), replies
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     thread.join()
