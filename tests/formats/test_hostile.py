@@ -7,7 +7,6 @@ the sources.
 import contextlib
 import json
 import os
-import time
 import tracemalloc
 
 import pytest
@@ -20,6 +19,7 @@ from formats.errors import CheckpointError, InputError
 from formats.inspect import inspect_checkpoint
 from formats.layouts import LAYOUTS, decode_linear, quantized_modules, tensor_names
 from formats.quant_config import BLOCK, QuantConfig
+from tests.formats.limits import cpu_seconds
 
 MEGABYTE = 2**20
 
@@ -28,13 +28,9 @@ MEGABYTE = 2**20
 def refused(match: str | None = None, megabytes: float = 40):
     """The block raises an InputError within a second of work and a bounded memory."""
     tracemalloc.start()
-    began, worked = time.perf_counter(), time.process_time()
     try:
-        with pytest.raises(InputError, match=match) as caught:
+        with cpu_seconds(1), pytest.raises(InputError, match=match) as caught:
             yield
-        # of this process: other processes may have the core meanwhile
-        assert time.process_time() - worked < 1
-        assert time.perf_counter() - began < 20, "it waited for something"
         assert tracemalloc.get_traced_memory()[1] < megabytes * MEGABYTE
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
     finally:
@@ -241,15 +237,14 @@ def test_pattern_that_backtracks_ends_soon(key, pattern):
     block = {**GPTQ, "dynamic": {f"-:{pattern}": {}}}
     if key == "ignore":
         block = {**COMPRESSED, "ignore": [f"re:{pattern}"]}
-    began = time.perf_counter()
-    config = QuantConfig.from_dict(block)
-    for layer in range(32):
-        try:
-            scheme = config.scheme_for(f"model.layers.{layer}.self_attn.{'a' * 40}")
-            assert scheme is not None
-        except CheckpointError as error:
-            assert "too long" in str(error)  # noqa: PT017
-    assert time.perf_counter() - began < 1
+    with cpu_seconds(2):
+        config = QuantConfig.from_dict(block)
+        for layer in range(32):
+            try:
+                scheme = config.scheme_for(f"model.layers.{layer}.self_attn.{'a' * 40}")
+                assert scheme is not None
+            except CheckpointError as error:
+                assert "too long" in str(error)  # noqa: PT017
 
 
 @pytest.mark.parametrize(
@@ -295,6 +290,6 @@ def test_many_names_are_no_reason_to_wait(float_model, write_folder):
     tensors, config = float_model
     for number in range(3000):
         tensors[f"model.layers.{number}.{'x.' * 40}weight"] = torch.zeros(1)
-    began = time.perf_counter()
-    assert not inspect_checkpoint(write_folder(tensors, config)).ok
-    assert time.perf_counter() - began < 3
+    folder = write_folder(tensors, config)
+    with cpu_seconds(3):
+        assert not inspect_checkpoint(folder).ok

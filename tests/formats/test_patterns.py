@@ -2,12 +2,12 @@
 
 import random
 import re
-import time
 
 import pytest
 
 from formats.errors import CheckpointError
 from formats.patterns import Regex
+from tests.formats.limits import cpu_seconds
 
 NAMES = [
     "model.layers.12.mlp.down_proj",
@@ -67,9 +67,8 @@ def test_answers_are_those_of_re_on_random_patterns():
     "pattern", [r"(a+)+$", r"(a|a)*b", r"((a*)*)*c", r"(a|aa|aaa)+$", "(.*.*)*x"]
 )
 def test_patterns_that_backtrack_take_no_time(pattern):
-    began = time.perf_counter()
-    assert not Regex(pattern).matches("a" * 60 + "!")
-    assert time.perf_counter() - began < 0.5
+    with cpu_seconds(2):
+        assert not Regex(pattern).matches("a" * 60 + "!")
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_soft_cap(check, soft_cap, window):
 
 @pytest.mark.parametrize("split", [2, 8])
 @pytest.mark.parametrize("window", [None, 300])
-def test_parts_of_a_context_merge(check, split, window):
+def test_splits_of_a_context_merge(check, split, window):
     """Contexts of one step to many: some parts are empty, some end before a row's last key."""
     bf16 = torch.bfloat16
     check([100, 1, 33, 40], [5000, 1, 33, 250], 8, 2, 128, 16, bf16, window, split=split)
@@ -391,7 +391,7 @@ def test_soft_cap_over_8_bit_pages(check, codes, soft_cap, window):
 @CODES
 @pytest.mark.parametrize("split", [2, 8])
 @pytest.mark.parametrize("window", [None, 300])
-def test_8_bit_parts_of_a_context_merge(check, codes, split, window):
+def test_8_bit_splits_of_a_context_merge(check, codes, split, window):
     shape = [100, 1, 33, 40], [5000, 1, 33, 250], 8, 2, 128, 16, torch.bfloat16
     check(*shape, window, split=split, codes=codes)
 

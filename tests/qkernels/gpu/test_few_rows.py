@@ -16,7 +16,7 @@ pytestmark = pytest.mark.hopper
 
 # the tile, and as many rows as leave one without an input
 BODIES = {"limbs": (GemvImmaConfig(), 3)}
-BODIES |= {f"ring {n}": (SmallMConfig(block_m=n, stages=3), n - 1) for n in SMALL_M_ROWS}
+BODIES |= {f"small M {n}": (SmallMConfig(block_m=n, stages=3), n - 1) for n in SMALL_M_ROWS}
 
 
 @pytest.fixture(params=BODIES)

@@ -1,4 +1,4 @@
-"""The Hopper body of W4A16 and W8A16 against float64, on a GPU of that generation."""
+"""W4A16 and W8A16 of many rows (sm90_large_m) against float64, on an sm_90 GPU."""
 
 import dataclasses
 
@@ -117,7 +117,7 @@ def test_a_block_goes_on_with_the_next_tile(
 @pytest.mark.parametrize("K", [512, 640, 1152])
 @parts_of_k
 @both_bits
-def test_parts_of_k_of_any_length_meet(check, make_weight, half, poison, K, shape, bits):
+def test_splits_of_any_length_are_reduced(check, make_weight, half, poison, K, shape, bits):
     """5 and 9 steps are in no equal parts."""
     check(make_weight(504, K, 128, spread=8, bits=bits), random_x(250, K, half), shape)
 
@@ -193,7 +193,7 @@ def test_x_at_an_odd_address_and_with_strides(make_weight, half):
 @pytest.mark.parametrize("M", [64, 128, 512, 1024])
 @both_bits
 def test_chosen_and_captured(make_weight, half, M, bits):
-    """The chosen tile takes the body at this shape; a graph replays it with new inputs."""
+    """The chosen config is of this variant; a graph replays it with new inputs."""
     N, K = 4096, 4096
     assert default_large_m_config(M, N, K, 128, bits, 132) is not None
     packed = make_weight(N, K, 128, bits=bits)

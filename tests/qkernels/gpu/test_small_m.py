@@ -1,4 +1,4 @@
-"""W4A16 of up to 64 rows, through the ring, against float64, on an sm_90 GPU."""
+"""W4A16 of up to 64 rows (sm90_small_m) against float64, on an sm_90 GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.qkernels.gpu.products import check_product, random_x
 from tests.qkernels.plans import multiply
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
-w4a16_ring = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
+sm90_small_m = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
 pytestmark = pytest.mark.hopper
 
 TILES = {rows: SmallMConfig(block_m=rows, stages=3) for rows in SMALL_M_ROWS}
@@ -46,7 +46,7 @@ def test_every_group_length(check, make_weight, half, poison, M, group, symmetri
 @pytest.mark.parametrize("blocks_per_sm", [1, 2])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
 def test_every_tile(check, make_weight, half, poison, rows, blocks_per_sm, stages, split):
-    """9 steps: parts of unequal length, and a ring that is not a multiple of any."""
+    """9 steps: parts of unequal length, and a number of stages that divides none."""
     tile = SmallMConfig(block_m=rows, stages=stages, split=split, blocks_per_sm=blocks_per_sm)
     packed = make_weight(328, 1152, 128, symmetric=False)
     check(packed, random_x(rows - 1, 1152, half), tile=tile)
@@ -54,7 +54,7 @@ def test_every_tile(check, make_weight, half, poison, rows, blocks_per_sm, stage
 
 @pytest.mark.parametrize("M", [8, 40])
 def test_more_tiles_than_blocks(check, make_weight, half, M):
-    """Blocks that go on to a next tile keep their place in the ring."""
+    """Blocks that go on to a next tile keep their stage."""
     packed = make_weight(128 * 700 + 8, 384, 128)
     check(packed, random_x(M, 384, half))
 
@@ -74,14 +74,14 @@ def test_many_times_the_same(make_weight, half, rows, split):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("N, split", [(8, 2), (328, 1), (328, 9), (1000, 4)])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
-def test_parts_that_stay_apart(make_weight, half, poison, rows, N, split, with_bias):
+def test_splits_left_unreduced(make_weight, half, poison, rows, N, split, with_bias):
     """Added in order they are, to the bit, what the last part would have made of them."""
     weight = ops.prepare_weight(make_weight(N, 1152, 128, symmetric=False), half)
     bias = torch.randn(N, device="cuda").to(half) if with_bias else None
     x = random_x(rows - 1, 1152, half)
     for blocks_per_sm in (1, 2):
         tile = SmallMConfig(block_m=rows, split=split, stages=3, blocks_per_sm=blocks_per_sm)
-        parts = w4a16_ring.run_split_k(x, weight, bias, tile)
+        parts = sm90_small_m.run_split_k(x, weight, bias, tile)
         assert parts.shape == (split, rows - 1, N)
         want = multiply(x, weight, bias, tile=tile)
         assert torch.equal(SplitKPartials(parts=parts, dtype=half).total(), want)
@@ -89,7 +89,7 @@ def test_parts_that_stay_apart(make_weight, half, poison, rows, N, split, with_b
 
 @pytest.mark.parametrize("consumer", ["norm", "rope"])
 @pytest.mark.parametrize("M", [5, 17, 40])
-def test_parts_for_the_next_operation(make_weight, half, consumer, M):
+def test_splits_for_the_next_operation(make_weight, half, consumer, M):
     """In a graph, replayed with new inputs: what the same operation makes of the sum."""
     packed = [make_weight(1024, 2048, 128, symmetric=False), make_weight(2048, 512, 128)]
     first, second = (ops.prepare_weight(each, half) for each in packed)
@@ -129,7 +129,7 @@ def test_parts_for_the_next_operation(make_weight, half, consumer, M):
             assert (a - b).float().norm() <= 4 * torch.finfo(half).eps * b.float().norm()
 
 
-def test_parts_that_are_no_number_are_added(make_weight, half):
+def test_splits_that_are_no_number_are_added(make_weight, half):
     weight = ops.prepare_weight(make_weight(136, 1024, 128), half, kernel="w4a16")
     x = random_x(2, 1024, half)
     x.view(torch.int16)[1, 0] = -1

@@ -145,7 +145,7 @@ def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, til
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-static", "w8a8-fp8", "w8a8-fp8-static"])
 @pytest.mark.parametrize("M", [1, 17, 64, 65, 129, 300, 1025])
 @pytest.mark.parametrize("N, K", [(1160, 1184), (1152, 4096)])
-def test_chosen_tiles_round_and_multiply_as_the_portable_kernel(half, poison, name, M, N, K):
+def test_chosen_configs_round_and_multiply_as_the_portable_kernel(half, poison, name, M, N, K):
     scheme = Scheme.parse(name)
     generator = torch.Generator("cuda").manual_seed(M)
     weight_NK = torch.randn(N, K, device="cuda", generator=generator)
@@ -238,7 +238,7 @@ def test_a_chain_in_a_cuda_graph_follows_its_inputs(half, M):
         assert torch.equal(y, want)
 
 
-def test_tiles_of_real_shapes_fit_the_gpu(half):
+def test_configs_of_real_shapes_fit_the_gpu(half):
     for M in (1, 16, 64, 128, 256, 1024, 4096):
         for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
             tile = default_sm90_config(M, N, K, 132)

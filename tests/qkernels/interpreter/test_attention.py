@@ -185,19 +185,19 @@ def test_chunk_whose_rows_are_not_multiples_of_16_bytes(check, dtype):
 
 @pytest.mark.parametrize("split", [2, 8, 32])
 @pytest.mark.parametrize("window", [None, 50])
-def test_parts_of_a_context_merge(check, dtype, split, window):
+def test_splits_of_a_context_merge(check, dtype, split, window):
     """Contexts of one key to hundreds: some parts are empty."""
     check([1, 1, 1, 1], [300, 1, 65, 129], 4, 2, 32, 16, dtype, window, split)
 
 
-def test_parts_of_a_context_merge_for_several_rows(check, dtype):
+def test_splits_of_a_context_merge_for_several_rows(check, dtype):
     check([3, 1, 2], [130, 64, 200], 4, 2, 32, 16, dtype, 70, 4)
 
 
 @pytest.mark.parametrize("split", [1, 2, 8])
 @pytest.mark.parametrize("H, J, D", [(4, 2, 32), (2, 1, 64), (1, 1, 128), (8, 4, 80), (2, 1, 256)])
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 2, 1]])
-def test_the_result_as_digits(check, half, H, J, D, counts, split):
+def test_the_result_as_limbs(check, half, H, J, D, counts, split):
     """Heads smaller and larger than the 128 inputs of a step, and across their edges."""
     lengths = [300, 2, 65, 129][: len(counts)]
     form = LimbForm(bits=4, with_sums=True)
@@ -205,7 +205,7 @@ def test_the_result_as_digits(check, half, H, J, D, counts, split):
 
 
 @pytest.mark.parametrize("split", [1, 4])
-def test_digits_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
+def test_limbs_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
     form = LimbForm(bits=8)
     check([1, 0, 1, 0], [5, 20, 9, 0], 4, 1, 32, 16, half, None, split, limbs=form)
 
@@ -270,7 +270,7 @@ def test_small_values(check, half, codes):
 
 
 @CODES
-def test_8_bit_parts_of_a_context_merge(check, half, codes):
+def test_8_bit_splits_of_a_context_merge(check, half, codes):
     check([1, 1, 1], [200, 1, 65], 4, 1, 128, 16, half, 50, 4, codes=codes)
     check([1, 2, 1], [300, 2, 129], 4, 1, 128, 16, half, None, 4, codes=codes)
 

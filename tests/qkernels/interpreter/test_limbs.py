@@ -41,7 +41,7 @@ def check_near(values, want):
 
 @forms
 @pytest.mark.parametrize("spread", [0, 12])
-def test_digits(half, device, M, form, spread):
+def test_limbs(half, device, M, form, spread):
     x = random_inputs(M, 384, half, spread).to(device)
     x[0, 5], x[-1, :128] = 0, 0
     poison(device)
@@ -101,9 +101,9 @@ def test_norm(half, device, M, form, C, add):
 
 @pytest.mark.parametrize("add", [False, True])
 def test_norm_of_a_row_that_registers_do_not_hold(half, device, add, monkeypatch):
-    from qkernels.rowwise import norm_act_limbs as fused_digits
+    from qkernels.rowwise import norm_act_limbs
 
-    monkeypatch.setattr(fused_digits, "MOST_CHANNELS", 128)
+    monkeypatch.setattr(norm_act_limbs, "MOST_CHANNELS", 128)
     test_norm(half, device, 3, LimbForm(bits=4), 256, add)
 
 

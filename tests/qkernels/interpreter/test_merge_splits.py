@@ -42,7 +42,7 @@ def starts_of(T, device):
 
 @pytest.mark.parametrize("S", [2, 8, 16, 32])
 @pytest.mark.parametrize("H, D", [(4, 32), (3, 80), (2, 128), (1, 256)])
-def test_heads_that_use_different_parts(parts, assert_close, tolerance, device, half, H, D, S):
+def test_heads_that_use_different_splits(parts, assert_close, tolerance, device, half, H, D, S):
     used = torch.tensor([[1], [S // 2 + 1], [S], [0]]).expand(4, H).clone()
     used[1, -1] = S  # a tile of a chunk may end between the heads of a token
     partials, sums, want = parts(4, H, S, D, used)
@@ -54,7 +54,7 @@ def test_heads_that_use_different_parts(parts, assert_close, tolerance, device, 
 
 @pytest.mark.parametrize("S", [4, 32])
 @pytest.mark.parametrize("H, D", [(4, 32), (8, 80), (3, 128), (2, 256)])
-def test_the_result_as_digits(parts, assert_close, tolerance, device, half, H, D, S):
+def test_the_result_as_limbs(parts, assert_close, tolerance, device, half, H, D, S):
     """A step of 128 channels lies in one head or in several, which use different parts."""
     used = torch.tensor([[1], [S], [S // 2]]).expand(3, H).clone()
     used[0, -1] = S

@@ -161,7 +161,7 @@ def test_product_is_that_of_the_reference(assert_close, device, dtype, poison, n
 
 @pytest.mark.parametrize("split", [2, 3, 8])
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8"])
-def test_parts_are_summed_once_and_in_order(device, half, poison, name, split):
+def test_splits_are_summed_once_and_in_order(device, half, poison, name, split):
     packed = rounded_weight(name, 136, 9 * 128, device)
     weight = ops.prepare_weight(packed, half, kernel="triton_w8a8")
     codes, scales = ops.quantize_input(random_x(19, 9 * 128, half, device), packed.activation)

@@ -119,7 +119,7 @@ def test_bulk_copy_stops_at_the_last_row(check, make_weight, device, half, poiso
 
 
 def test_bulk_copy_of_x_at_an_odd_address(check, make_weight, device, half):
-    """The copy engine reads from multiples of 16 bytes only."""
+    """TMA reads from multiples of 16 bytes only."""
     x = random_x(1, 64 * 128 + 1, half, device)[0, 1:].view(64, 128)
     assert x.is_contiguous() and x.data_ptr() % 16
     check(

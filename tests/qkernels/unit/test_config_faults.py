@@ -29,7 +29,7 @@ from qkernels.wna16.triton_config import TritonGemmConfig, default_triton_config
 from qkernels.wna16.tuned import TUNED as WNA16
 
 
-def test_faults_of_int8_and_attention_tiles():
+def test_faults_of_w8a8_and_attention_configs():
     fits = W8A8TritonConfig(block_m=16, block_n=64, block_k=256, split=4)
     problem = {"M": 16, "N": 4096, "K": 14336}
     assert w8a8_config.w8a8_triton_config_fault(fits, **problem) is None
@@ -50,7 +50,7 @@ def test_faults_of_int8_and_attention_tiles():
 
 @pytest.mark.parametrize("sm_count", [4, 46, 132])
 @pytest.mark.parametrize("M", [1, 2, 3, 5, 8, 16, 17, 64, 128, 256, 1024, 4096])
-def test_the_choices_of_tiles_py_have_no_fault(M, sm_count):
+def test_no_default_has_a_fault(M, sm_count):
     for N in (8, 1000, 6144, 28672, 151936):
         for K in (128, 4096, 14336):
             tile = default_triton_config(M, N, K, 128, sm_count)
@@ -113,7 +113,7 @@ def test_what_a_split_and_a_wide_block_need():
     assert fault(N=128, block_n=128) is None and "block_n" in fault(N=64, block_n=128)
 
 
-def test_what_digits_need():
+def test_what_the_gemv_needs():
     problem = {"M": 4, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
@@ -130,7 +130,7 @@ def test_what_digits_need():
         assert fault(change) is not None, change
 
 
-def test_what_the_hopper_body_needs():
+def test_what_the_large_m_kernel_needs():
     problem = {"M": 128, "N": 4096, "K": 4096, "group": 128, "bits": 4}
     fits = LargeMConfig(blocks=132, num_consumers=2, block_m=128, split=4)
 
@@ -169,7 +169,7 @@ def test_what_the_hopper_body_needs():
     assert "workspace" in fault({"blocks": 2**20}, N=8192 + 128)
 
 
-def test_what_8_bit_products_of_the_hopper_kernel_need():
+def test_what_8_bit_products_need_on_sm90():
     problem = {"M": 128, "N": 4096, "K": 14336, "integers": True}
     fits = W8A8Sm90Config(num_consumers=1, block_b=128, split=2, reduce_scatter=True)
 
@@ -223,14 +223,14 @@ def test_what_8_bit_products_of_the_hopper_kernel_need():
             found = fault(change, M=M, integers=False)
             assert (found is None) == (steps in allowed), (M, steps)
     assert "registers" in fault({"promotion_steps": 1, "block_b": 256}, integers=False)
-    # the sums of all parts have their place, whether they meet or not
+    # the sums of all parts have their place, whether they are scattered or not
     rows = WORKSPACE_FLOATS // (2 * 4096)
     for change in ({}, {"reduce_scatter": False}):
         assert fault(change, M=rows) is None and "workspace" in fault(change, M=rows + 1)
     assert fault({"split": 1, "reduce_scatter": False}, M=2 * rows) is None
 
 
-def test_what_a_ring_needs():
+def test_what_the_small_m_kernel_needs():
     problem = {"M": 8, "N": 4096, "K": 4096, "group": 128, "bits": 4}
 
     def fault(changed=None, **changes):
@@ -251,7 +251,7 @@ def test_what_a_ring_needs():
     assert fault(N=2 * N) is None, "a tile in one part has none"
 
 
-def test_a_tile_must_fit_the_whole_bucket():
+def test_a_config_must_fit_the_whole_bucket():
     """Measured at 33 rows, it will be found at 64."""
     N = WORKSPACE_FLOATS // (2 * 40) // 64 * 64
     tile = TritonGemmConfig(block_m=64, block_n=64, split=2)

@@ -61,7 +61,7 @@ def test_explain_says_which_variants_of_w4a16_run(monkeypatch):
     assert others["triton"] == "up to 1024 rows"
 
 
-def test_explain_says_for_how_many_rows_a_table_has_tiles(monkeypatch):
+def test_explain_says_for_how_many_rows_a_table_has_configs(monkeypatch):
     def reason(**changes):
         spec = QuantSpec(bits=4, symmetric=True, group_size=128)
         shape = {"out_features": 64, "in_features": 256} | changes
@@ -117,7 +117,7 @@ def test_8_bit_activations_have_a_kernel(monkeypatch, sm_90):
 
 
 @pytest.mark.parametrize("sm_90", [True, False])
-def test_explain_says_for_how_many_rows_8_bit_products_have_tiles(monkeypatch, sm_90):
+def test_explain_says_for_how_many_rows_8_bit_products_have_configs(monkeypatch, sm_90):
     """Of the kernel's own kind alone: it passes over the other's."""
     table = tuning_table.TuningTable(gpu="made up")
     tiles = {
@@ -250,7 +250,7 @@ def test_float8_in_blocks_has_a_kernel(changes, reason):
         ({"device": "cpu"}, "cpu"),
     ],
 )
-def test_chunks_on_hopper_have_a_row_that_says_what_it_leaves_to_the_portable_one(
+def test_chunks_on_sm90_have_a_row_that_says_what_it_leaves_to_the_portable_one(
     monkeypatch, changes, reason
 ):
     pytest.importorskip("triton")
@@ -279,7 +279,7 @@ def test_other_gpus_take_the_portable_attention(monkeypatch):
         ((12, 0), "3.6.0", "sm_90, not sm_120"),
     ],
 )
-def test_gluon_needs_hopper_and_a_recent_triton(monkeypatch, capability, version, reason):
+def test_gluon_needs_sm90_and_a_recent_triton(monkeypatch, capability, version, reason):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)

@@ -147,7 +147,7 @@ def test_descriptors_differ_as_the_tensors_do(describe):
     assert wider.kind is one.kind and wider.shape == (32, 256) and wider.strides == (256, 1)
     assert describe(first, (16, 64)).kind is not one.kind
     assert describe(matrix(64, 128, torch.float16), (32, 64)).kind is not one.kind
-    # what the copy engine cannot take is refused, like descriptors or not
+    # what TMA cannot take is refused, like descriptors or not
     with pytest.raises(AssertionError):
         describe(matrix(65, 128).view(-1)[1 : 1 + 64 * 128].view(64, 128), (32, 64))
     with pytest.raises(AssertionError):

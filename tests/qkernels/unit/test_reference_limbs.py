@@ -24,7 +24,7 @@ def random_inputs(M, K, dtype=torch.float16, spread=0):
 @pytest.mark.parametrize("M, form", FORMS)
 @pytest.mark.parametrize("half_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0, 12])
-def test_digits_are_the_inputs(M, form, half_dtype, spread):
+def test_limbs_are_the_inputs(M, form, half_dtype, spread):
     x = random_inputs(M, 384, half_dtype, spread)
     got = from_limbs(to_limbs(x, form)).view(M, -1, 128)
     want = x.double().view(M, -1, 128)
@@ -35,7 +35,7 @@ def test_digits_are_the_inputs(M, form, half_dtype, spread):
 
 
 def test_a_word_by_hand():
-    """Input 0 is 1, so 2^29 in steps of 2^-29: digit 3 is 32. Input 17 is byte 3 of its word."""
+    """Input 0 is 1, so 2^29 in steps of 2^-29: limb 3 is 32. Input 17 is byte 3 of its word."""
     x = torch.zeros(2, 128, dtype=torch.float16)
     x[1, 0], x[1, 17], x[1, 9] = 1, -1, 0.5
     limbs = to_limbs(x, LimbForm(bits=4, with_sums=True))
@@ -77,7 +77,7 @@ def test_parts_of_the_workspace_do_not_overlap():
         ((5, 128), LimbForm(bits=4), "1 to 4 rows"),
     ],
 )
-def test_what_cannot_be_digits_is_refused(shape, form, found):
+def test_what_cannot_be_limbs_is_refused(shape, form, found):
     with pytest.raises(KernelError, match=found):
         ops.to_limbs(torch.empty(shape, dtype=torch.float16), form)
 
@@ -93,7 +93,7 @@ def test_float32_and_odd_shapes_are_refused():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_product_of_digits_is_that_of_the_inputs(make_weight, symmetric):
+def test_a_product_of_limbs_is_that_of_the_inputs(make_weight, symmetric):
     x = random_inputs(3, 256)
     packed = make_weight(40, 256, 128, symmetric)
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")

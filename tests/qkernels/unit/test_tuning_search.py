@@ -65,7 +65,7 @@ def test_search_finds_what_takes_two_steps():
     assert min(times, key=times.get) == dataclasses.replace(START, split=8, stages=4)
 
 
-def test_search_tries_no_tile_twice_and_none_that_is_not_allowed():
+def test_search_tries_no_config_twice_and_none_that_is_not_allowed():
     tried = []
 
     def time_of(tile):
@@ -114,7 +114,7 @@ def hopper(monkeypatch):
 
 
 @pytest.mark.parametrize("M", [17, 64, 128, 1024])
-def test_the_hopper_body_starts_where_it_can_run(hopper, M):
+def test_the_large_m_kernel_starts_where_it_can_run(hopper, M):
     """On another GPU it may be faster where the config takes another one, and the other way."""
     first = starts(WNA16, PROBLEM | {"M": M}, 132)
     found = {type(tile) for tile in first}
@@ -126,7 +126,7 @@ def test_the_hopper_body_starts_where_it_can_run(hopper, M):
     assert {tile.bits for tile in eight_bits if isinstance(tile, LargeMConfig)} == {8}
 
 
-def test_the_hopper_body_does_not_start_without_gluon(monkeypatch):
+def test_the_large_m_kernel_does_not_start_without_gluon(monkeypatch):
     runs_sm90(monkeypatch, False)
     for M in (17, 128, 1024):
         first = starts(WNA16, PROBLEM | {"M": M}, 132)
@@ -155,7 +155,7 @@ def test_8_bit_products_start_from_the_portable_kernel_without_gluon(monkeypatch
     assert {type(tile) for tile in starts(W8A8, INT8, 132)} == {W8A8TritonConfig}
 
 
-def test_a_search_reaches_every_measured_tile_of_8_bit_products():
+def test_a_search_reaches_every_measured_config_of_8_bit_products():
     """From any size, since each may be the fastest start."""
     problem = INT8 | {"M": 64, "N": 6144}
     seen = [W8A8Sm90Config(num_consumers=1, block_b=16)]
@@ -172,7 +172,7 @@ def test_a_search_reaches_every_measured_tile_of_8_bit_products():
     assert not any(tile.reduce_scatter and tile.split == 1 for tile in found)
 
 
-def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
+def test_a_search_tries_no_splits_that_would_wait_forever(hopper, monkeypatch):
     """65 SMs have no place for the two parts of each of 64 tiles, 128 have."""
     tried = {}
     for sms in (65, 128):
@@ -197,7 +197,7 @@ def test_a_search_tries_no_parts_that_would_wait_for_good(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("start", LARGE_M_SIZES)
-def test_a_search_reaches_every_hopper_tile_that_can_run(start):
+def test_a_search_reaches_every_large_m_config_that_can_run(start):
     """From any size, since each start may be the fastest."""
     problem = PROBLEM | {"M": 64, "N": 4096}
     parts, block_m = start
@@ -211,7 +211,7 @@ def test_a_search_reaches_every_hopper_tile_that_can_run(start):
     assert len(seen) == 4 * 3 + 1
 
 
-def test_a_faster_hopper_tile_is_kept(hopper, monkeypatch):
+def test_a_faster_large_m_config_is_kept(hopper, monkeypatch):
     best = LargeMConfig(blocks=132, num_consumers=3, block_m=128, split=2)
     problem = PROBLEM | {"M": 128}
     table = tuning_table.TuningTable(gpu="made up")
@@ -257,7 +257,7 @@ class SimpleCase:
     tuned = (WNA16, PROBLEM)
 
 
-def test_a_faster_tile_is_kept_and_found(tuning):
+def test_a_faster_config_is_kept_and_found(tuning):
     table, tuned = tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0)
     assert tuned.is_faster and (tuned.microseconds, tuned.default_microseconds) == (5.0, 6.0)
     row = table.find(WNA16, **PROBLEM)
@@ -265,13 +265,13 @@ def test_a_faster_tile_is_kept_and_found(tuning):
     assert "stages 4" in format_tuned(tuned) and "1.20x" in format_tuned(tuned)
 
 
-def test_a_tile_that_is_as_fast_is_not_kept(tuning):
+def test_a_config_that_is_as_fast_is_not_kept(tuning):
     table, tuned = tuning(lambda tile: 5.95 if tile.stages == 4 else 6.0)
     assert not table.rows and not tuned.is_faster
     assert tuned.microseconds == 6.0 and "default kept" in format_tuned(tuned)
 
 
-def test_a_wrong_tile_is_reported_and_never_kept(tuning):
+def test_a_wrong_config_is_reported_and_never_kept(tuning):
     default = WNA16.default(sm_count=132, **PROBLEM)
     bad = dataclasses.replace(default, stages=4)
     table, tuned = tuning(lambda tile: 1.0 if tile == bad else 6.0, wrong=(bad,))
@@ -291,7 +291,7 @@ def test_a_default_that_cannot_run_gives_way(tuning):
     assert tuned.refused == 1 and table.find(WNA16, **PROBLEM).default_microseconds is None
 
 
-def test_tiles_that_no_kernel_reads_are_not_timed(tuning):
+def test_configs_that_no_kernel_reads_are_not_timed(tuning):
     """Times would differ by noise alone, and the best of them would be kept."""
     with pytest.raises(NotTaken):
         tuning(lambda tile: 5.0 if tile.stages == 4 else 6.0, is_read=False)

@@ -260,7 +260,7 @@ INT8_DAMAGE = {
     "parts that are text": {"parts": "2"},
     "a field of the other kernel": {"warps": 4},
     "parts that no split is for": {"split": 5},
-    "parts of K that meet alone": {"split": 1, "reduce_scatter": True},
+    "a reduce-scatter of one split": {"split": 1, "reduce_scatter": True},
     "a float sum's steps": {"promotion_steps": 2},
     "huge columns": {"block_b": 2**40},
     "no stages": {"max_stages": 0},
@@ -268,7 +268,7 @@ INT8_DAMAGE = {
 
 
 @pytest.mark.parametrize("name", INT8_DAMAGE)
-def test_hostile_tiles_of_8_bit_products_are_one_clear_error(tmp_path, name):
+def test_hostile_configs_of_8_bit_products_are_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
     tile = W8A8Sm90Config(num_consumers=2, block_b=64, split=2)
     problem = {"N": 6144, "K": 4096, "integers": True, "M": 64}
@@ -293,7 +293,7 @@ def shape_of(sm_count, has_sm90):
 
 
 @pytest.mark.parametrize("sm_count", [4, 114, 132])
-def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
+def test_a_tables_large_m_config_takes_the_blocks_of_this_gpu(sm_count):
     """Whatever `blocks` the file says: parts that do not run at once wait for good."""
     for parts, block_m in LARGE_M_SIZES:
         for split in (1, 2, 4):
@@ -309,7 +309,7 @@ def test_a_tables_hopper_tile_takes_the_blocks_of_this_gpu(sm_count):
     assert can_run and tile.blocks == min(2 * 48 * 2, sm_count)
 
 
-def test_other_tiles_of_a_table_are_as_they_are():
+def test_other_configs_of_a_table_are_as_they_are():
     for tile in (None, TritonGemmConfig(block_m=16, block_n=64, split=6)):
         for gluon in (False, True):
             assert usable_config(tile, shape_of(132, gluon), 16) == (tile, True)
@@ -332,7 +332,7 @@ HOPPER_DAMAGE = {
 
 
 @pytest.mark.parametrize("name", HOPPER_DAMAGE)
-def test_hostile_hopper_tiles_are_one_clear_error(tmp_path, name):
+def test_hostile_large_m_configs_are_one_clear_error(tmp_path, name):
     path = tmp_path / "table.json"
     tile = LargeMConfig(blocks=132, num_consumers=2, block_m=128, split=2)
 
