@@ -143,7 +143,8 @@ def _check_gpu() -> None:
 def versions() -> str:
     """The line that every table of times starts with."""
     tuned = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device()))
-    return f"{_software()}, bf16" + (f", {len(tuned.rows)} tiles from --tune" if tuned.rows else "")
+    count = tuned.num_rows
+    return f"{_software()}, bf16" + (f", {count} configs from --tune" if count else "")
 
 
 def _software() -> str:

@@ -15,15 +15,19 @@ from pathlib import Path
 
 import torch
 
+from qkernels.attention.tuned import TUNED as ATTENTION
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
 from qkernels.gpu import device as gpu_device
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import Config, TunedOp
 from qkernels.tuning.table import TuningRow, TuningTable
+from qkernels.w8a8.tuned import TUNED as W8A8
+from qkernels.wna16.tuned import TUNED as WNA16
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5
+TUNED_OPS = (ATTENTION, W8A8, WNA16)  # whose rows a table may hold
 
 
 class NotTaken(Exception):
@@ -206,10 +210,14 @@ def own_table(device: torch.device) -> tuple[TuningTable, Path]:
     """The table that the kernels read, and its file. A damaged file is set aside."""
     path = tuning_table.default_path(torch.cuda.get_device_name(device))
     try:
-        return tuning_table.tuning_table_of(device), path
+        table = tuning_table.tuning_table_of(device)
+        for op in TUNED_OPS:
+            table.read_rows_(op)
     except KernelError:
         path.replace(path.with_suffix(".damaged"))
-        return tuning_table.tuning_table_of(device), path
+        tuning_table.tuning_table_of.cache_clear()
+        table = tuning_table.tuning_table_of(device)
+    return table, path
 
 
 def format_tuned(tuned: Tuned) -> str:

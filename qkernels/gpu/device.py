@@ -62,6 +62,16 @@ def uses_ptx(device: torch.device) -> bool:
 
 
 @functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Whether tensor descriptors are the hardware's (sm_90 and later) and not pointers in disguise.
+
+    In Triton's interpreter they are as good as the hardware's.
+    """
+    name = arch(device)
+    return name == "cpu" or (name.startswith("sm_") and int(name[3:]) >= 90)
+
+
+@functools.cache
 def lacks_arch(device: torch.device, wanted: str) -> str | None:
     """Why Gluon kernels for one architecture cannot run on `device`; None: they can."""
     if INTERPRETED:

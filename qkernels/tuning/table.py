@@ -64,6 +64,11 @@ class TuningTable:
     # keys of the rows that kernels took: so a search knows that its config ran
     taken: set[Key] = field(default_factory=set, compare=False)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table, whether an operation has asked for them or not."""
+        return len(self.rows) + sum(map(len, self.unread.values()))
+
     def find(self, op: TunedOp, **problem: object) -> TuningRow | None:
         """The row of this problem. Cheap where the table is empty, as it is on most machines.
 

@@ -100,6 +100,7 @@ def shape_of(problem: GemmProblem) -> Shape:
         spec=problem.spec,
         sm_count=gpu_device.sm_count(problem.device),
         lacks=() if lacks is None else (("sm_90", lacks),),
+        has_tma=gpu_device.has_tma(problem.device),
     )
 
 

@@ -22,6 +22,7 @@ def _shape(sm_count: int, *, N: int, K: int, group: int, bits: int) -> Shape:
         spec=QuantSpec(bits=bits, symmetric=True, group_size=group),
         sm_count=sm_count,
         lacks=() if lacks is None else (("sm_90", lacks),),
+        has_tma=gpu_device.has_tma(torch.device("cuda")),
     )
 
 

@@ -6,7 +6,7 @@ Legend: M rows of x, N outputs, K inputs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from formats.scheme import QuantSpec
 from qkernels.choice import KernelChoice
@@ -40,6 +40,7 @@ class Shape:
     spec: QuantSpec
     sm_count: int
     lacks: tuple[tuple[str, str], ...] = ()  # (architecture, why this GPU does not run its kernels)
+    has_tma: bool = True
 
     @property
     def group(self) -> int:
@@ -87,7 +88,11 @@ def _large_m(shape: Shape, M: int, fused: bool) -> LargeMConfig | None:
 
 
 def _triton(shape: Shape, M: int, fused: bool) -> TritonGemmConfig | None:
-    return default_triton_config(M, shape.N, shape.K, shape.group, shape.sm_count)
+    config = default_triton_config(M, shape.N, shape.K, shape.group, shape.sm_count)
+    if config is None or shape.has_tma:
+        return config
+    # descriptors without TMA are loads that Triton does not pipeline
+    return replace(config, use_tma=False)
 
 
 SMALL_M = Variant(

@@ -63,6 +63,7 @@ def pretend(card: Card) -> None:
     device.shared_bytes = lambda of: card.shared_kb * 1024
     device.arch = lambda of: here
     device.has_pdl = lambda of: card.capability >= (9, 0)
+    device.has_tma = lambda of: card.capability >= (9, 0)
     device.lacks_arch = lambda of, wanted: None if wanted == here else f"for {wanted}, not {here}"
     problem.has_float8_products = lambda: card.capability >= (8, 9)
     launch.INTERPRETED = True  # every launch goes to Triton, whatever was compiled before

@@ -64,6 +64,18 @@ def test_other_gpus_and_other_groups_take_the_triton_kernel():
         assert kind(M, 28672, 4096, fused=True, group=64) == (TritonGemmConfig, None)
 
 
+def test_without_tma_x_is_loaded_through_pointers():
+    spec = QuantSpec(bits=4, symmetric=True, group_size=128)
+    for M in (17, 64, 256, 1024):
+        with_tma, without = (
+            default_config(
+                Shape(N=4096, K=4096, spec=spec, sm_count=108, lacks=NO_SM90, has_tma=has_tma), M
+            )
+            for has_tma in (True, False)
+        )
+        assert with_tma.use_tma and without == replace(with_tma, use_tma=False)
+
+
 def test_a_variant_that_was_asked_for_is_taken_wherever_it_runs():
     for name in NAMES:
         for M in (1, 4, 5, 64, 65, 1024, 4096):
