@@ -61,6 +61,16 @@ def test_what_other_modules_make_of_the_rows():
     assert set(SPLIT_BY_INPUTS) == {".o_proj", ".down_proj", ".w2"}
 
 
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_what_reads_split_outputs_is_split_by_inputs(family):
+    """So that ranks exchange nothing but the sums after o and down."""
+    first, second = list(family.projections(num_experts=1))[0::2], list(family.projections(1))[1::2]
+    assert {projection.split for projection in first} == {"outputs"}
+    assert {projection.split for projection in second} == {"inputs"}
+    for before, after in zip(first, second, strict=True):
+        assert after.inputs in ("q", *(size for _, size in before.members))
+
+
 def test_family_of_a_model_type_is_the_doctors():
     assert checked_family({"model_type": "qwen2"}) is FAMILIES["Qwen2ForCausalLM"]
     assert checked_family({"model_type": "gemma2"}) is None, "it knows no rules of its config"

@@ -189,9 +189,11 @@ def test_transformers_knows_the_family_by_its_model_type(family):
     models = pytest.importorskip("transformers.models.auto.modeling_auto")
     theirs = models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]
     assert theirs == family.architecture
-    findings = Findings()
-    check_config({"architectures": [theirs], "model_type": "x"}, findings)
-    assert [problem.subject for problem in findings.problems] == ["config.json model_type"]
+    for stated, wrong in ((family.model_type, []), ("x", ["config.json model_type"])):
+        findings = Findings()
+        sizes = dict.fromkeys(REQUIRED, 64)
+        check_config({**sizes, "architectures": [theirs], "model_type": stated}, findings)
+        assert [problem.subject for problem in findings.problems] == wrong
 
 
 def test_dtypes_are_of_torch():

@@ -11,9 +11,12 @@ import transformers
 from safetensors.torch import load_file
 
 from calibrate.pipeline import quantize_checkpoint
+from formats import gptq
 from formats.errors import InputError
 from formats.families import FAMILIES, is_set, served_architectures
 from formats.inspect import inspect_checkpoint
+from formats.packed import PackedWeight
+from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.model import families
@@ -274,6 +277,33 @@ def test_flag_of_the_config_decides_on_biases(tiny_model, tmp_path):
     changed = edited(folder, tmp_path / "x", config=lambda c: c.update(mlp_bias=False))
     with pytest.raises(InputError, match="9 tensors have no place"):
         logits(changed)
+
+
+def test_quantized_head_is_read_though_config_says_tied(tiny_model, tmp_path):
+    """The tensors decide: a head that was quantized is no longer the embedding."""
+    packed = []
+
+    def quantize_head(state):
+        weight = PackedWeight.from_float(
+            state["model.embed_tokens.weight"], Scheme.parse("w4a16-sym-g32").weight
+        )
+        packed.append(weight)
+        state.update({f"lm_head.{field}": t for field, t in gptq.encode(weight).items()})
+
+    source = tmp_path / "quantized"
+    scheme = Scheme.parse("w4a16-sym-g32")
+    quantize_checkpoint(
+        tiny_model("qwen3"), source, scheme=scheme, output_format="gptq", progress=False
+    )
+    folder = edited(source, tmp_path / "x", quantize_head, lambda c: c[BLOCK].update(lm_head=True))
+    untied = edited(
+        source,
+        tmp_path / "y",
+        lambda s: s.update({"lm_head.weight": packed[0].dequantize()}),
+        lambda c: c.update(tie_word_embeddings=False),
+    )
+    assert relative(logits(folder), logits(untied)) < 1e-5
+    assert relative(logits(folder), logits(source)) > 0.01
 
 
 def test_tied_head_is_stored_once(tiny_model, tmp_path):
