@@ -37,6 +37,7 @@ from formats.checkpoint import (
     find_side_files,
 )
 from formats.errors import InputError
+from formats.families import ATTENTION
 from formats.layouts import Layout
 from formats.padding import make_padding
 from formats.plan import make_plan
@@ -249,7 +250,7 @@ class _Output:
     def add_kv_scales(self, prefix: str, scales: KvScales) -> None:
         """A layer's two scales, float32 [1]."""
         for kind, scale in asdict(scales).items():
-            name, tensor = f"{prefix}.self_attn.{kind}", torch.tensor([scale])
+            name, tensor = f"{prefix}.{ATTENTION}.{kind}", torch.tensor([scale])
             self.writer.add(name, tensor)
             self.rewritten[name] = tensor_digest(tensor)
             self.kv_scales[name] = scale

@@ -13,6 +13,8 @@ Flag = bool | str  # fixed, or the key of config.json that holds it
 Split = Literal["outputs", "inputs"]
 Shape = tuple[tuple[str, ...], ...]  # of each dim the sizes that it is the sum of
 
+ATTENTION = "self_attn"  # the module of a layer that has its KV scales
+HEAD = "lm_head.weight"
 # Ends of names that older writers store although every reader computes the tensor itself.
 DERIVED = ("rotary_emb.inv_freq",)
 
@@ -93,7 +95,7 @@ class ConfigRules:
     """What transformers makes of a config.json that does not state everything."""
 
     may_be_null: tuple[str, ...] = ()
-    # Where nothing is stated; without a row as many KV heads as heads, and hidden_size / heads
+    # By key; without one there are as many KV heads as heads, and head_dim is hidden_size / heads.
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -120,7 +122,7 @@ class Family:
     num_layers_key: str = "num_hidden_layers"
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
-    head: str = "lm_head.weight"
+    head: str = HEAD
 
     @property
     def served(self) -> bool:
@@ -148,8 +150,8 @@ class Family:
 
     def layer_tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
         """A layer's tensors in a float checkpoint, by their names below the layer."""
-        experts = num_experts(config) if self.experts else 0
-        linears = [linear for p in self.projections(experts or 0) for linear in p.linears]
+        projections = self.projections(num_experts(config) or 0)
+        linears = [linear for projection in projections for linear in projection.linears]
         shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
         for linear in linears:
             if is_set(linear.bias, config):

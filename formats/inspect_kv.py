@@ -1,13 +1,13 @@
 """Are the scales of an 8-bit KV cache there, and usable? Reads them; knows no cache."""
 
 from formats.errors import CheckpointError
+from formats.families import ATTENTION
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.kv_cache import KEY, KV_SCALE_NAMES, check_kv_scale, find_kv_scales
 from formats.quant_config import BLOCK, QuantConfig
 from formats.rules import LAYER_NUMBER
 
-ATTENTION = "self_attn"
 _PLACES = tuple(f".{place}" for places in KV_SCALE_NAMES.values() for place in places)
 
 

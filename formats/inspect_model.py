@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from formats.checkpoint import CONFIG, TensorEntry
-from formats.families import DERIVED, Family, Shape, checked_family, size
+from formats.families import DERIVED, HEAD, Family, Shape, checked_family, size
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.inspect_kv import is_kv_scale
@@ -15,7 +15,6 @@ from formats.linear_summary import LinearSummary
 from formats.rules import LAYER_NUMBER
 
 _FIELDS = sorted({field for row in LAYOUTS.values() for field in row.fields}, key=len, reverse=True)
-HEAD = "lm_head.weight"  # of most families
 _IN_LAYER = re.compile(r"model\.layers\.\d{1,9}\.")
 _QUANTIZED_FIELD = re.compile(rf"\.({'|'.join(_FIELDS)})$")
 
@@ -59,9 +58,9 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
         )
     places = family.layer_tensors(config)
     for local in places if layers else ():
-        if f"model.layers.{{i}}.{local}" not in locals_seen:
+        if f"{family.layer}.{local}" not in locals_seen:
             findings.error(
-                f"model.layers.{{i}}.{local}",
+                f"{family.layer}.{local}",
                 "is missing in all layers",
                 "the checkpoint is incomplete, or config.json is another model's",
             )
@@ -69,7 +68,7 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
         if number < len(layers):
             lacking = [i for i in sorted(layers) if local.replace("{i}", str(i)) not in seen]
             there = [local.replace("{i}", str(i)) for i in layers.difference(lacking)]
-            has_place = local.removeprefix("model.layers.{i}.") in places
+            has_place = local.removeprefix(f"{family.layer}.") in places
             if not has_place and all(_is_zero_bias(name, shards, findings) for name in there):
                 continue
             findings.error(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, InputError
+from formats.families import ATTENTION
 from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention
 from qserve.model.decoder import Decoder
@@ -91,7 +92,7 @@ def _has_scales(decoder: Decoder) -> bool:
     ]
     if any(having) and not all(having):
         raise CheckpointError(
-            f"model.layers.{having.index(False)}.self_attn",
+            f"{decoder.config.family.layer.format(i=having.index(False))}.{ATTENTION}",
             "expected a k_scale and a v_scale, as other layers have, found one or none",
             "calibrate again",
         )

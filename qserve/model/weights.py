@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import CheckpointError
-from formats.families import Projection, Shape, is_set, size
+from formats.families import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
 from qkernels import QuantLinear
 from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
@@ -168,5 +168,5 @@ class LayerWeights:
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
-        scales = self._weights.source.kv_scales(f"{self._prefix}.self_attn")
+        scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
         return {name: scale.to(self._weights.device) for name, scale in scales.items()}
