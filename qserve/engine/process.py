@@ -37,6 +37,8 @@ from qserve.log_limit import limit_logging
 ENGINE = "qserve.engine.engine:Engine"
 EXIT_GRACE = 2.0  # seconds that a step or a load may still run after the client is gone
 BEAT_SECONDS = 1.0
+# Taken between two steps while there is work: an addition with 1,024 stop tokens costs 0.2 ms.
+MESSAGES_PER_STEP = 64
 LAST_WORD_SECONDS = 1.0  # that an error waits for the line, which another thread may hold for good
 
 logger = logging.getLogger(__name__)
@@ -171,8 +173,10 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
 
 
 def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> None:
-    """Handle all messages that have come; wait for one when there is nothing to compute."""
-    while not (inbox.empty() and engine.has_work()):
+    """Handle messages that have come; wait for one when there is nothing to compute."""
+    num_taken = 0
+    while not (engine.has_work() and (inbox.empty() or num_taken >= MESSAGES_PER_STEP)):
+        num_taken += 1
         line.busy_since = None
         message = inbox.get()
         line.busy_since = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from formats.errors import InputError
 from qserve import frames
 from qserve.config import EngineConfig
 from qserve.engine import messages
+from qserve.engine import process as process_module
 from qserve.engine.client import EngineClient, RefusedError, _Output
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
@@ -461,3 +464,11 @@ def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path)
         await client.close()
 
     asyncio.run(scenario())
+
+
+def test_crowd_of_messages_waits_for_the_next_step():
+    inbox, work = queue.SimpleQueue(), SimpleNamespace(has_work=lambda: True, abort=lambda name: 0)
+    for _ in range(process_module.MESSAGES_PER_STEP + 5):
+        inbox.put(messages.Abort(request_id="r"))
+    process_module._take_messages(work, SimpleNamespace(busy_since=None), inbox)
+    assert inbox.qsize() == 5
