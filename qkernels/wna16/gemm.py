@@ -93,14 +93,12 @@ def run(
 
 @functools.cache
 def shape_of(problem: GemmProblem) -> Shape:
-    lacks = gpu_device.lacks_arch(problem.device, "sm_90")
-    return Shape(
+    return Shape.on(
+        problem.device,
         N=problem.out_features,
         K=problem.in_features,
         spec=problem.spec,
         sm_count=gpu_device.sm_count(problem.device),
-        lacks=() if lacks is None else (("sm_90", lacks),),
-        has_tma=gpu_device.has_tma(problem.device),
     )
 
 

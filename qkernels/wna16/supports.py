@@ -3,7 +3,6 @@
 import torch
 
 from qkernels.choice import parse_choice
-from qkernels.gpu import device as gpu_device
 from qkernels.problem import HALF_DTYPES, Problem, needs_triton
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
@@ -45,12 +44,12 @@ def triton_weight_only(problem: Problem, bits: int) -> str | None:
 
 def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     """(variant, which rows it takes or why none), and what was measured on this GPU."""
-    shape = Shape(
+    shape = Shape.on(
+        torch.device(problem.device),
         N=problem.out_features,
         K=problem.in_features,
         spec=problem.spec,
-        sm_count=0,
-        lacks=_lacking(torch.device(problem.device)),
+        sm_count=0,  # which variant refuses a weight does not depend on it
     )
     choice = parse_choice(problem.requested)
     measured = _measured(problem)
@@ -64,11 +63,6 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
             note += ", and wherever it runs: it was asked for"
         lines.append((variant.name, note + measured.get(variant.name, "")))
     return lines
-
-
-def _lacking(device: torch.device) -> tuple[tuple[str, str], ...]:
-    reason = gpu_device.lacks_arch(device, "sm_90")
-    return () if reason is None else (("sm_90", reason),)
 
 
 def _measured(problem: Problem) -> dict[str, str]:

@@ -5,7 +5,6 @@ import dataclasses
 import torch
 
 from formats.scheme import QuantSpec
-from qkernels.gpu import device as gpu_device
 from qkernels.tuning.op import ConfigSpace, TunedOp
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, gemv_config_fault
 from qkernels.wna16.sm90_large_m_config import LARGE_M_SPLITS, LargeMConfig, large_m_config_fault
@@ -15,15 +14,8 @@ from qkernels.wna16.variants import VARIANTS, Shape, WNA16Config, default_config
 
 
 def _shape(sm_count: int, *, N: int, K: int, group: int, bits: int) -> Shape:
-    lacks = gpu_device.lacks_arch(torch.device("cuda"), "sm_90")
-    return Shape(
-        N=N,
-        K=K,
-        spec=QuantSpec(bits=bits, symmetric=True, group_size=group),
-        sm_count=sm_count,
-        lacks=() if lacks is None else (("sm_90", lacks),),
-        has_tma=gpu_device.has_tma(torch.device("cuda")),
-    )
+    spec = QuantSpec(bits=bits, symmetric=True, group_size=group)
+    return Shape.on(torch.device("cuda"), N=N, K=K, spec=spec, sm_count=sm_count)
 
 
 def _default(sm_count: int, *, M: int, **weight: int) -> WNA16Config | None:

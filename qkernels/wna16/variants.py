@@ -8,8 +8,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from formats.scheme import QuantSpec
 from qkernels.choice import KernelChoice
+from qkernels.gpu import device as gpu_device
 from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
 from qkernels.wna16.layout import k_step
 from qkernels.wna16.sm90_gemv_imma_config import (
@@ -41,6 +44,19 @@ class Shape:
     sm_count: int
     lacks: tuple[tuple[str, str], ...] = ()  # (architecture, why this GPU does not run its kernels)
     has_tma: bool = True
+
+    @classmethod
+    def on(cls, device: torch.device, *, N: int, K: int, spec: QuantSpec, sm_count: int) -> "Shape":
+        """The weight on a device."""
+        reason = gpu_device.lacks_arch(device, "sm_90")
+        return cls(
+            N=N,
+            K=K,
+            spec=spec,
+            sm_count=sm_count,
+            lacks=() if reason is None else (("sm_90", reason),),
+            has_tma=gpu_device.has_tma(device),
+        )
 
     @property
     def group(self) -> int:
