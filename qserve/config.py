@@ -91,6 +91,12 @@ class EngineConfig:
     cpu_kv_cache_memory: float = setting(
         1.0, "GiB for KV pages when running on a CPU", low=0, high=2**20
     )
+    cpu_threads: int | None = setting(
+        None,
+        "threads that compute on a CPU; default: OMP_NUM_THREADS where it is set, else one for each"
+        " core, of which `serve` leaves one to HTTP",
+        low=1,
+    )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
     kernel: list[str] = setting(
         [],

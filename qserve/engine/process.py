@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from formats.errors import InputError
-from qserve.engine import messages
+from qserve.engine import cpu_threads, messages
 from qserve.engine.messages import (
     Abort,
     Add,
@@ -153,7 +153,9 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
         raise ClientGone
     try:
         module, _, name = engine_path.partition(":")
-        engine = getattr(importlib.import_module(module), name)(message.config)
+        num_cores = len(os.sched_getaffinity(0))
+        config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
+        engine = getattr(importlib.import_module(module), name)(config)
     except InputError as error:
         failure = StartFailed(subject=error.subject, problem=error.problem, remedy=error.remedy)
     except Exception as error:

@@ -33,6 +33,8 @@ class WorkerGroup:
     def __init__(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
         """Load the model. Raises InputError."""
         device = _pick_device(config.device)
+        if device.type == "cpu" and config.cpu_threads is not None:
+            torch.set_num_threads(config.cpu_threads)
         started = time.perf_counter()
         if config.load_format == "dummy":
             source = DummySource(model, device, config.seed)

@@ -17,6 +17,7 @@ from qserve.cli import COMMANDS, build_parser, main
 ENGINE_FLAGS = {
     "--block-size",
     "--cpu-kv-cache-memory",
+    "--cpu-threads",
     "--device",
     "--dtype",
     "--enforce-eager",
