@@ -104,6 +104,13 @@ class Tokenizer:
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    @functools.cached_property
+    def special_affixes(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` adds before and behind a text."""
+        plain, whole = self.encode("a", False), self.encode("a", True)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
     def encode_plain(self, text: str) -> list[int]:
         """Text to token ids of which none is a control token, whatever the text holds."""
         ids = self._encode_plain(text)

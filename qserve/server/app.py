@@ -35,6 +35,7 @@ from qserve.server.http_protocol import (
 )
 from qserve.server.metrics import Metrics
 from qserve.server.preparation import Preparation
+from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
 from qserve.server.routes import router
 from qserve.server.sampling import load_defaults
@@ -87,6 +88,7 @@ def build_app(
     if config.api_key is not None:
         app.add_middleware(RequireKey, key=config.api_key)
     app.add_middleware(RefuseTwoLengths)
+    app.add_middleware(NameRequests)
     app.add_middleware(CountResponses, metrics=metrics)  # the last one added comes first
     return app
 

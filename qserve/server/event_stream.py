@@ -44,8 +44,11 @@ class EventStream(Response):
     only.
     """
 
-    def __init__(self, chunks: AsyncGenerator[dict, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self, chunks: AsyncGenerator[dict, None], headers: dict[str, str] | None = None
+    ) -> None:
+        headers = {"Cache-Control": "no-cache"} | (headers or {})
+        super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self._chunks = chunks
 

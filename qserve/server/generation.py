@@ -30,13 +30,13 @@ class Output:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # with log probabilities
+    token_ids: list[int] = field(default_factory=list)  # hidden ones included
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
         self.num_tokens += len(delta.token_ids)
-        self.token_ids += delta.token_ids[: len(delta.logprobs)]
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -105,15 +105,15 @@ async def _feed(inbox: asyncio.Queue, service: Service, client: str, job: Job, i
 async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas:
     prompt, params = job.choice(index)
     stream = TextStream(service.tokenizer, params, prompt)
-    request_id = f"{job.request_id}-{index}"
+    request_id = f"{job.key}-{index}"
     with service.metrics.output(job.arrived, len(prompt)) as meter:
         events = service.client.generate(
-            request_id, prompt, params, meter.take, client, group=job.request_id
+            request_id, prompt, params, meter.take, client, group=job.key
         )
         async with aclosing(events):
             async for event in events:
                 if event.finish_reason == "error":
-                    raise _failure(service, event)
+                    raise _failure(service, job, event)
                 delta = stream.push(event)
                 if stream.finished:
                     meter.reason = delta.finish_reason
@@ -123,8 +123,8 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
     yield index, delta
 
 
-def _failure(service: Service, event: RequestEvent) -> ApiError:
-    logger.error("Request %s failed: %s", event.request_id, event.error)
+def _failure(service: Service, job: Job, event: RequestEvent) -> ApiError:
+    logger.error("Request %s failed: %s", job.request_id, event.error)
     if not service.client.is_alive:
         return engine_dead(service.client.is_restarting)
     return generation_failed()

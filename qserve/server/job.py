@@ -25,12 +25,18 @@ MAX_CHOICES = 1024  # outputs of one request, over all its prompts
 class Job:
     """Prompts and for each its parameters. Choices are numbered prompt by prompt, n of each."""
 
-    request_id: str
+    request_id: str  # of the reply; the route puts the request's name into it
+    key: str  # of the engine's requests: no two jobs share it
+    asked_id: str | None = None  # the name that the body states
     prompts: list[list[int]]
     params: list[SamplingParams]
     echoed: list[str]  # the prompts' texts where the reply repeats them, else empty
     streams: bool
-    streams_usage: bool
+    streams_usage: bool = False  # in a chunk of its own, the last
+    streams_usage_always: bool = False  # in each chunk
+    returns_token_ids: bool = False
+    tokens_as_ids: bool = False  # log probabilities name tokens by their ids
+    ignored: tuple[str, ...] = ()  # fields of the body that change nothing
     arrived: float  # time.perf_counter() when the body had been read
 
     @property
@@ -62,7 +68,7 @@ def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) 
     _check(model, request, len(request.prompt))
     special = request.add_special_tokens is not False
     prompts = [
-        _encode(model, prompt, special) if isinstance(prompt, str) else prompt
+        _encode(model, prompt, special, request) if isinstance(prompt, str) else prompt
         for prompt in request.prompt
     ]
     skip = request.skip_special_tokens is not False
@@ -87,11 +93,14 @@ def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job
     messages = [message.for_template for message in request.messages]
     if model.chat_special_tokens:
         text = model.tokenizer.render_chat(messages, **settings)
-        prompt = _encode(model, text, False)
+        prompt = _encode(model, text, False, request)
     else:
         chat = model.tokenizer.chat_prompt(messages, **settings)
-        _check_length(model, chat.text)
+        _check_length(model, chat.text, request)
         prompt = chat.encode(model.tokenizer)
+    if request.add_special_tokens:
+        before, after = model.tokenizer.special_affixes
+        prompt = [*before, *prompt, *after]
     return _job(model, "chatcmpl", request, [prompt], [], arrived)
 
 
@@ -105,6 +114,23 @@ JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, float], Job]] = {
 def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> None:
     """What can be refused before any prompt is encoded."""
     model.check_name(request.model)
+    for name in ("max_tokens", "max_completion_tokens"):
+        asked = getattr(request, name)
+        if asked is not None and asked > model.max_model_len:
+            raise ApiError(
+                400,
+                f"{name}: expected at most the {model.max_model_len} tokens of this model's"
+                f" context, found {asked}.",
+                name,
+            )
+    kept = request.truncate_prompt_tokens
+    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
+            f" fit, found {kept}.",
+            "truncate_prompt_tokens",
+        )
     params = sampling_params(request, model.defaults, model.max_model_len)
     if num_prompts * params.n > MAX_CHOICES:
         raise ApiError(
@@ -125,6 +151,7 @@ def _job(
     arrived: float,
 ) -> Job:
     params = []
+    prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
         if room < 1:
@@ -133,24 +160,46 @@ def _job(
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
         _check_vocabulary(model, prompt, "prompt")
         params.append(sampling_params(request, model.defaults, room))
+    key = f"{prefix}-{uuid.uuid4().hex}"
     return Job(
-        request_id=f"{prefix}-{uuid.uuid4().hex}",
+        request_id=key,
+        key=key,
+        asked_id=request.request_id,
         prompts=prompts,
         params=params,
         echoed=echoed,
         streams=bool(request.stream),
         streams_usage=request.wants_usage,
+        streams_usage_always=request.wants_usage_always,
+        returns_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        ignored=tuple(request.ignored),
         arrived=arrived,
     )
 
 
-def _encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
-    _check_length(model, text)
+def _encode(
+    model: ServedModel, text: str, add_special_tokens: bool, request: GenerationRequest
+) -> list[int]:
+    _check_length(model, text, request)
     return model.tokenizer.encode(text, add_special_tokens)
 
 
-def _check_length(model: ServedModel, text: str) -> None:
+def _truncate(model: ServedModel, request: GenerationRequest, prompt: list[int]) -> list[int]:
+    """The end of a prompt, or with truncation_side: right its start, if it is to be cut."""
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    if kept == -1:
+        asked = request.max_completion_tokens or request.max_tokens or 1
+        kept = max(1, model.max_model_len - asked)
+    return prompt[:kept] if request.truncation_side == "right" else prompt[-kept:]
+
+
+def _check_length(model: ServedModel, text: str, request: GenerationRequest) -> None:
     """Refuse a text whose length alone says that it cannot fit: tokenizing takes time."""
+    if request.truncate_prompt_tokens is not None:
+        return
     at_least = len(text) // model.tokenizer.max_token_chars
     if at_least >= model.max_model_len:
         raise _too_long(model, f"at least {at_least}")

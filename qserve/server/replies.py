@@ -1,6 +1,7 @@
 """The JSON of successful replies, whole and in stream chunks. Pure: objects in, dicts out."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qserve.engine.request import TokenLogprobs
@@ -39,8 +40,9 @@ class Reply:
 
     # characters that a choice's tokens made so far, where a stream tells of log probabilities
     offsets: dict[int, int] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)  # choices of which a chunk was sent
 
-    whole_object = chunk_object = ""
+    prefix = whole_object = chunk_object = ""
 
     def whole(self, outputs: list[Output]) -> dict:
         """The reply that is not streamed."""
@@ -50,6 +52,7 @@ class Reply:
                 **self._whole(index, output),
                 "logprobs": self._logprobs(index, output),
                 **_ending(output),
+                **self._token_ids(index, output.token_ids, opens=True),
             }
             for index, output in enumerate(outputs)
         ]
@@ -58,24 +61,42 @@ class Reply:
             "usage": usage(self.job.num_prompt_tokens, num_tokens)
         }
 
-    def opening(self, index: int) -> dict | None:
-        """The chunk before a choice's first text, if it has one."""
+    def opening(self, index: int, num_tokens: int) -> dict | None:
+        """The chunk before a choice's first text, if it has one; `num_tokens` as in `chunk`."""
         fields = self._opening(index)
-        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()))
+        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()), num_tokens)
 
-    def chunk(self, index: int, delta: TextDelta) -> dict:
-        return self._chunk(index, self._delta(delta), delta)
+    def chunk(self, index: int, delta: TextDelta, num_tokens: int) -> dict:
+        """The chunk of a delta; `num_tokens`: of all choices so far."""
+        return self._chunk(index, self._delta(delta), delta, num_tokens)
 
     def usage_chunk(self, num_completion_tokens: int) -> dict:
         """The chunk after all choices, for stream_options.include_usage."""
         counts = usage(self.job.num_prompt_tokens, num_completion_tokens)
         return self._envelope(self.chunk_object, []) | {"usage": counts}
 
-    def _chunk(self, index: int, fields: dict, delta: TextDelta) -> dict:
+    def _chunk(self, index: int, fields: dict, delta: TextDelta, num_tokens: int) -> dict:
         logprobs = self._logprobs(index, delta)
-        choice = {"index": index, **fields, "logprobs": logprobs, **_ending(delta)}
+        token_ids = self._token_ids(index, delta.token_ids, opens=index not in self.opened)
+        self.opened.add(index)
+        choice = {
+            "index": index,
+            **fields,
+            "logprobs": logprobs,
+            **_ending(delta),
+            **token_ids,
+        }
         chunk = self._envelope(self.chunk_object, [choice])
+        if self.job.streams_usage_always:
+            return chunk | {"usage": usage(self.job.num_prompt_tokens, num_tokens)}
         return chunk | {"usage": None} if self.job.streams_usage else chunk
+
+    def _token_ids(self, index: int, token_ids: Sequence[int], *, opens: bool) -> dict:
+        """A choice's tokens where they are asked for, and of its prompt with the first of them."""
+        if not self.job.returns_token_ids:
+            return {}
+        prompt, _ = self.job.choice(index)
+        return {"token_ids": list(token_ids), "prompt_token_ids": prompt if opens else None}
 
     def _logprobs(self, index: int, part: Output | TextDelta) -> dict | None:
         """OpenAI's log probabilities; None where nobody asked, and in a chunk without tokens."""
@@ -96,6 +117,7 @@ class Reply:
 
 
 class CompletionReply(Reply):
+    prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     def _whole(self, index: int, output: Output) -> dict:
@@ -112,23 +134,31 @@ class CompletionReply(Reply):
         offset = self.offsets.get(index, 0)
         formatted = completion_logprobs(self.tokenizer, tokens, offset)
         self.offsets[index] = offset + sum(map(len, formatted["tokens"]))
+        if self.job.tokens_as_ids:
+            formatted["tokens"] = [f"token_id:{token}" for token, _ in tokens]
         return formatted
 
 
 class ChatReply(Reply):
+    prefix = "chatcmpl"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def _whole(self, index: int, output: Output) -> dict:
-        return {"message": {"role": "assistant", "content": output.text}}
+        return {"message": {"role": "assistant", "content": output.text, "refusal": None}}
 
     def _opening(self, index: int) -> dict | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def _delta(self, delta: TextDelta) -> dict:
-        return {"delta": {"content": delta.text} if delta.text else {}}
+        is_bare_end = not delta.text and delta.finish_reason is not None
+        return {"delta": {} if is_bare_end else {"content": delta.text}}
 
     def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
-        return chat_logprobs(self.tokenizer, tokens)
+        formatted = chat_logprobs(self.tokenizer, tokens)
+        if self.job.tokens_as_ids:
+            for entry, (token, _) in zip(formatted["content"], tokens, strict=True):
+                entry["token"] = f"token_id:{token}"
+        return formatted
 
 
 def _ending(part: Output | TextDelta) -> dict:

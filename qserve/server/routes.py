@@ -3,11 +3,12 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from qserve.server import generation
+from qserve.server import generation, ignored_fields, request_id
 from qserve.server.body import Body
 from qserve.server.client_key import client_key
 from qserve.server.errors import engine_dead, json_response
@@ -63,12 +64,17 @@ async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
         if not service.client.is_alive:
             raise engine_dead(service.client.is_restarting)
         job = await service.preparation.job(client, service.model, route, content, arrived)
+    name = request_id.settle(request.state, job.asked_id)
+    job = replace(job, request_id=f"{kind.prefix}-{name}")
+    headers = ignored_fields.headers(job)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
-        return EventStream(_chunks(service, client, job, reply))
+        return EventStream(_chunks(service, client, job, reply), headers)
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: with log probabilities of many outputs it takes seconds.
-    return await service.preparation.run(client, lambda: json_response(reply.whole(outputs)))
+    return await service.preparation.run(
+        client, lambda: json_response(reply.whole(outputs), headers=headers)
+    )
 
 
 async def _chunks(
@@ -78,14 +84,15 @@ async def _chunks(
     num_tokens = 0
     async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
-            num_tokens += len(delta.token_ids)
             if index not in opened:
                 opened.add(index)
-                opening = reply.opening(index)
+                opening = reply.opening(index, num_tokens)
                 if opening is not None:
                     yield opening
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
-                yield reply.chunk(index, delta)
+            num_tokens += len(delta.token_ids)
+            # Also of tokens whose text is held back: clients count and time chunks as tokens.
+            if delta.text or delta.token_ids or delta.finish_reason is not None:
+                yield reply.chunk(index, delta, num_tokens)
     if job.streams_usage:
         yield reply.usage_chunk(num_tokens)
 
