@@ -298,7 +298,8 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
         parser.add_argument(*names, action="store_true", help=help_text)
         return
     if typing.get_origin(hint) is list:
-        parser.add_argument(*names, action="append", default=[], help=help_text)
+        several = {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
+        parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
         return
     required = field.default is dataclasses.MISSING
     if not required and field.default is not None:

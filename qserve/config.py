@@ -26,14 +26,16 @@ def setting(
     choices: tuple[str, ...] | None = None,
     *,
     positional: bool = False,
+    many: bool = False,
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line flag, or an argument without one.
 
-    A list is a flag that may be repeated. `low` and `high` are the ends of a number's range.
+    A list is a flag that may be repeated, and with `many` takes several values at once. `low` and
+    `high` are the ends of a number's range.
     """
-    metadata = {"help": help, "choices": choices, "positional": positional}
+    metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
     metadata |= {"low": low, "high": high}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -135,8 +137,11 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = setting(8000, "port to listen on; 0: any free one", low=0, high=2**16 - 1)
-    served_model_name: str | None = setting(
-        None, "name that clients give; default: the model folder as typed"
+    served_model_name: list[str] = setting(
+        [],
+        "names that clients may give, the first of which replies state; default: the model"
+        " folder as typed",
+        many=True,
     )
     api_key: str | None = setting(
         None, "require this key as a Bearer token on every route but /health"
@@ -177,9 +182,9 @@ class ServerConfig:
         if self.api_key is not None and self.api_key != (self.api_key.strip() or None):
             raise InputError("--api-key", "expected a key without white space at its ends")
 
-    def model_name(self, folder: str) -> str:
+    def model_names(self, folder: str) -> tuple[str, ...]:
         """What clients call the model of a folder."""
-        return self.served_model_name or folder
+        return tuple(self.served_model_name) or (folder,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

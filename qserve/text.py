@@ -136,6 +136,10 @@ class Tokenizer:
             return self._backend.decode(token_ids, skip_special_tokens=False)
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
 
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them, such as \u0120the."""
+        return self._tokenizer.convert_ids_to_tokens(list(token_ids))
+
     def token_text(self, token: int) -> str:
         """One token's text as it is behind others: at the start some decoders drop a space."""
         return self.decode([*self._before, token], skip_special_tokens=False)[self._num_before :]

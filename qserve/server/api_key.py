@@ -7,7 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.server.errors import ApiError
 
-OPEN = "/health"  # says only whether the server works
+OPEN = {"/health", "/ready", "/ping"}  # say only whether the server works
+PAGES = {"/", "/docs"}  # the same for everyone; a browser that opens one can send no key
 
 
 class RequireKey:
@@ -30,7 +31,8 @@ class RequireKey:
 
     def _is_guarded(self, scope: Scope) -> bool:
         # A browser asks with OPTIONS, without the key, what it may send; nothing else answers it.
-        return scope["method"] != "OPTIONS" and scope["path"] != OPEN
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return scope["method"] != "OPTIONS" and path not in OPEN | PAGES
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]

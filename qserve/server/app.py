@@ -20,6 +20,7 @@ from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.log_limit import limit_logging
+from qserve.server import page_routes, routes, status_routes, token_routes
 from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey
 from qserve.server.budget import Budget
@@ -37,7 +38,6 @@ from qserve.server.metrics import Metrics
 from qserve.server.preparation import Preparation
 from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
-from qserve.server.routes import router
 from qserve.server.sampling import load_defaults
 from qserve.server.service import Client, Service
 from qserve.server.worker import WorkerClient
@@ -64,17 +64,15 @@ def build_app(
     `metrics` are those that the engine's reports go to, if any do; `preparation` has a worker
     process, if there is one. Raises InputError for a broken generation_config.json.
     """
-    app = FastAPI(
-        title="qserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app = FastAPI(title="qserve", version=__version__, openapi_url=None, redirect_slashes=False)
     admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
-    model_name = config.model_name(tokenizer.folder)
-    metrics = metrics or Metrics(model_name)
+    model_names = config.model_names(tokenizer.folder)
+    metrics = metrics or Metrics(model_names[0])
     metrics.watch_admission(admission)
     app.state.service = Service(
         client=client,
         tokenizer=tokenizer,
-        model_name=model_name,
+        model_names=model_names,
         defaults=load_defaults(tokenizer.folder),
         chat_special_tokens=config.chat_special_tokens,
         max_body_bytes=config.max_body_bytes,
@@ -83,7 +81,8 @@ def build_app(
         preparation=preparation or Preparation(),
         metrics=metrics,
     )
-    app.include_router(router)
+    for topic in (status_routes, page_routes, token_routes, routes):
+        app.include_router(topic.router)
     add_error_handlers(app)
     if config.api_key is not None:
         app.add_middleware(RequireKey, key=config.api_key)
@@ -108,7 +107,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
     )
     # The address first: a port in use should not show only after a long load.
     with _bind(config.host, config.port) as listener:
-        metrics = Metrics(config.model_name(engine_config.model))
+        metrics = Metrics(config.model_names(engine_config.model)[0])
         loading = asyncio.create_task(_load(engine_config, config, engine, metrics))
         with _on_stop_signal(loading.cancel):
             try:
@@ -181,7 +180,7 @@ def _start_worker(
     return WorkerClient(
         Setup(
             folder=tokenizer.folder,
-            name=config.model_name(tokenizer.folder),
+            names=config.model_names(tokenizer.folder),
             defaults=load_defaults(tokenizer.folder),
             max_model_len=client.max_model_len,
             vocab_size=client.vocab_size,

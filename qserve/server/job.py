@@ -4,8 +4,9 @@ Making one blocks (parsing, the chat template, tokenizing), so routes do it in a
 """
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
@@ -29,14 +30,16 @@ class Job:
     key: str  # of the engine's requests: no two jobs share it
     asked_id: str | None = None  # the name that the body states
     prompts: list[list[int]]
-    params: list[SamplingParams]
-    echoed: list[str]  # the prompts' texts where the reply repeats them, else empty
-    streams: bool
+    params: list[SamplingParams] = field(default_factory=list)
+    # the prompts' texts where the reply repeats them, else empty
+    echoed: list[str] = field(default_factory=list)
+    streams: bool = False
     streams_usage: bool = False  # in a chunk of its own, the last
     streams_usage_always: bool = False  # in each chunk
     returns_token_ids: bool = False
     tokens_as_ids: bool = False  # log probabilities name tokens by their ids
     ignored: tuple[str, ...] = ()  # fields of the body that change nothing
+    repeated: dict[str, Any] = field(default_factory=dict)  # of the body, for the reply
     arrived: float  # time.perf_counter() when the body had been read
 
     @property
@@ -83,7 +86,28 @@ def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) 
 def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
+    return chat_request_job(model, request, arrived, "chatcmpl", ignored=request.ignored)
+
+
+def chat_request_job(
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    arrived: float,
+    prefix: str,
+    *,
+    ignored: Sequence[str],
+    repeated: dict[str, Any] | None = None,
+) -> Job:
+    """The job of a chat's fields. Raises ApiError and InputError."""
     _check(model, request, 1)
+    job = _job(model, prefix, request, [chat_tokens(model, request)], [], arrived)
+    return replace(job, ignored=tuple(ignored), repeated=repeated or {})
+
+
+def chat_tokens(
+    model: ServedModel, request: ChatCompletionRequest, *, checks_length: bool = True
+) -> list[int]:
+    """The tokens of a conversation, before it is cut. Raises ApiError and InputError."""
     continues = bool(request.continue_final_message)
     settings = {
         "add_generation_prompt": not continues and request.add_generation_prompt is not False,
@@ -93,22 +117,24 @@ def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job
     messages = [message.for_template for message in request.messages]
     if model.chat_special_tokens:
         text = model.tokenizer.render_chat(messages, **settings)
-        prompt = _encode(model, text, False, request)
+        if checks_length:
+            _check_length(model, text, request)
+        prompt = model.tokenizer.encode(text, False)
     else:
         chat = model.tokenizer.chat_prompt(messages, **settings)
-        _check_length(model, chat.text, request)
+        if checks_length:
+            _check_length(model, chat.text, request)
         prompt = chat.encode(model.tokenizer)
     if request.add_special_tokens:
         before, after = model.tokenizer.special_affixes
         prompt = [*before, *prompt, *after]
-    return _job(model, "chatcmpl", request, [prompt], [], arrived)
+    return prompt
 
 
-# the body's job, by the name of its route
-JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, float], Job]] = {
-    "completions": completion_job,
-    "chat": chat_job,
-}
+def new_job(prefix: str, *, prompts: list[list[int]], arrived: float, **fields: Any) -> Job:
+    """A job with a name of its own."""
+    key = f"{prefix}-{uuid.uuid4().hex}"
+    return Job(request_id=key, key=key, prompts=prompts, arrived=arrived, **fields)
 
 
 def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> None:
@@ -138,8 +164,8 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
             f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {params.n}.",
             "n",
         )
-    _check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
-    _check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
+    check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
+    check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
 
 
 def _job(
@@ -158,14 +184,12 @@ def _job(
             raise _too_long(model, str(len(prompt)))
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
-        _check_vocabulary(model, prompt, "prompt")
+        check_vocabulary(model, prompt, "prompt")
         params.append(sampling_params(request, model.defaults, room))
-    key = f"{prefix}-{uuid.uuid4().hex}"
-    return Job(
-        request_id=key,
-        key=key,
-        asked_id=request.request_id,
+    return new_job(
+        prefix,
         prompts=prompts,
+        asked_id=request.request_id,
         params=params,
         echoed=echoed,
         streams=bool(request.stream),
@@ -215,9 +239,7 @@ def _too_long(model: ServedModel, length: str) -> ApiError:
     )
 
 
-def _check_vocabulary(
-    model: ServedModel, token_ids: list[int] | tuple[int, ...], name: str
-) -> None:
+def check_vocabulary(model: ServedModel, token_ids: list[int] | tuple[int, ...], name: str) -> None:
     size = model.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
         wrong = next(token for token in token_ids if not 0 <= token < size)

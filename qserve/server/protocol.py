@@ -83,7 +83,7 @@ def _text_only(kind: str) -> str:
     return kind
 
 
-def _role(role: str) -> str:
+def check_role(role: str) -> str:
     if role not in ROLES:
         raise PydanticCustomError("role", f"expected one of {', '.join(ROLES)}")
     return role
@@ -97,7 +97,7 @@ def _request_id(value: str | None) -> str | None:
     return value
 
 
-def _at_most(limit: int, what: str) -> BeforeValidator:
+def at_most(limit: int, what: str) -> BeforeValidator:
     """Checks a length before the items are looked at."""
 
     def check(value: Any) -> Any:
@@ -110,28 +110,28 @@ def _at_most(limit: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     # Unknown fields are kept, so that those of the tables in unsupported.py can be found.
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Annotated[str, AfterValidator(_text_only)]
     text: str
 
 
-class Message(_Body):
-    role: Annotated[str, AfterValidator(_role)]
+class Message(Body):
+    role: Annotated[str, AfterValidator(check_role)]
     # None is refused later: in a message with tool calls it is not what is at fault.
     content: Annotated[
-        list[TextPart] | None, ONE_ERROR, _at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
+        list[TextPart] | None, ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
     ] = None
-    name: Annotated[str | None, _at_most(MAX_NAME_CHARS, "characters")] = None
+    name: Annotated[str | None, at_most(MAX_NAME_CHARS, "characters")] = None
 
     @property
     def for_template(self) -> dict[str, str]:
@@ -140,7 +140,7 @@ class Message(_Body):
         return fields if self.name is None else fields | {"name": self.name}
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """What both routes take. None is a field that is not set."""
 
     model: str | None = None
@@ -165,12 +165,12 @@ class GenerationRequest(_Body):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
-        list[Annotated[str, _at_most(MAX_STOP_CHARS, "characters")]] | None,
+        list[Annotated[str, at_most(MAX_STOP_CHARS, "characters")]] | None,
         ONE_ERROR,
-        _at_most(MAX_STOP_STRINGS, "strings"),
+        at_most(MAX_STOP_STRINGS, "strings"),
         BeforeValidator(_as_list),
     ] = None
-    stop_token_ids: Annotated[list[int] | None, ONE_ERROR, _at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
+    stop_token_ids: Annotated[list[int] | None, ONE_ERROR, at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
         None
     )
     ignore_eos: bool | None = None
@@ -221,14 +221,14 @@ class ChatCompletionRequest(GenerationRequest):
 
     route: ClassVar[str] = "chat"
 
-    messages: Annotated[list[Message], ONE_ERROR, _at_most(MAX_MESSAGES, "messages")]
+    messages: Annotated[list[Message], ONE_ERROR, at_most(MAX_MESSAGES, "messages")]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # numbers, texts and flags alone: a template's own loops are then all that takes time
     chat_template_kwargs: Annotated[
-        dict[str, TemplateSetting] | None, _at_most(MAX_TEMPLATE_SETTINGS, "settings")
+        dict[str, TemplateSetting] | None, at_most(MAX_TEMPLATE_SETTINGS, "settings")
     ] = None
 
     @property
@@ -242,13 +242,29 @@ class ChatCompletionRequest(GenerationRequest):
         return super().ignored + [f"messages.{name}" for name in of_messages]
 
 
+AnyBody = TypeVar("AnyBody", bound=Body)
 Request = TypeVar("Request", CompletionRequest, ChatCompletionRequest)
 
 
-def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
-    """Read a body. Raises ApiError(400) that names the field at fault."""
+def read(body: bytes | bytearray, kind: type[AnyBody]) -> AnyBody:
+    """Read a body, field by field. Raises ApiError(400) that names the field at fault."""
     try:
-        request = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
+    except PydanticError as error:
+        raise _api_error(error) from None
+
+
+def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
+    """Read a body, and check what holds between its fields. Raises ApiError(400)."""
+    request = read(body, kind)
+    _check(request)
+    return request
+
+
+def validate(fields: dict[str, Any], kind: type[Request]) -> Request:
+    """`parse` for fields that have been read."""
+    try:
+        request = kind.model_validate(fields)
     except PydanticError as error:
         raise _api_error(error) from None
     _check(request)

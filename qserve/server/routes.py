@@ -1,49 +1,29 @@
-"""The routes. Each is a few lines: read, prepare a job, run it, reply."""
+"""The routes that generate. Each is a few lines: read, prepare a job, run it, reply."""
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from qserve.server import generation, ignored_fields, request_id
-from qserve.server.body import Body
 from qserve.server.client_key import client_key
-from qserve.server.errors import engine_dead, json_response
+from qserve.server.errors import ApiError, json_response
 from qserve.server.event_stream import EventStream, while_connected
 from qserve.server.job import Job
-from qserve.server.replies import ChatReply, CompletionReply, Reply, model_card
-from qserve.server.service import Service
+from qserve.server.prepared import prepared_job
+from qserve.server.replies import ChatReply, CompletionReply, Reply
+from qserve.server.response_reply import ResponseReply
+from qserve.server.service import Service, service_of
 
 router = APIRouter()
 
-
-@router.get("/health")
-async def health(request: Request) -> Response:
-    """200 while the engine lives, else 503."""
-    client = _service(request).client
-    return Response() if client.is_alive else engine_dead(client.is_restarting).response
-
-
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    """What Prometheus collects; of a dead engine too."""
-    headers = {"Content-Type": CONTENT_TYPE_LATEST}
-    return Response(_service(request).metrics.page(), headers=headers)
-
-
-@router.get("/v1/models")
-async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_card(_service(request))]})
-
-
-@router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> Response:
-    service = _service(request)
-    service.model.check_name(name)
-    return json_response(_card(service))
+# routes of other models: what is said to who asks for them here
+OTHER_MODELS = {
+    "/v1/embeddings": "This server has a language model, which makes no embeddings.",
+    "/v1/score": "This server has a language model, which scores no pairs of texts.",
+    "/v1/rerank": "This server has a language model, which ranks no texts.",
+}
 
 
 @router.post("/v1/completions")
@@ -56,17 +36,28 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, "chat", ChatReply)
 
 
+@router.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    service, client, job, headers = await _job(request, "responses", ResponseReply.prefix)
+    reply = ResponseReply(job=job, model=service.model_name)
+    if job.streams:
+        events = _events(service, client, job, reply)
+        return EventStream(events, headers, are_named=True)
+    outputs = await while_connected(request.receive, generation.run(service, client, job))
+    return json_response(reply.whole(outputs), headers=headers)
+
+
+async def other_model(request: Request) -> Response:
+    path = request.scope["route"].path
+    raise ApiError(404, f"{OTHER_MODELS[path]} Ask a server of such a model.")
+
+
+for path in OTHER_MODELS:
+    router.add_api_route(path, other_model, methods=["POST"])
+
+
 async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
-    service, client = _service(request), client_key(request.scope)
-    with Body(request, client, service) as body:
-        content = await body.read()
-        arrived = time.perf_counter()
-        if not service.client.is_alive:
-            raise engine_dead(service.client.is_restarting)
-        job = await service.preparation.job(client, service.model, route, content, arrived)
-    name = request_id.settle(request.state, job.asked_id)
-    job = replace(job, request_id=f"{kind.prefix}-{name}")
-    headers = ignored_fields.headers(job)
+    service, client, job, headers = await _job(request, route, kind.prefix)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, client, job, reply), headers)
@@ -75,6 +66,17 @@ async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     return await service.preparation.run(
         client, lambda: json_response(reply.whole(outputs), headers=headers)
     )
+
+
+async def _job(
+    request: Request, route: str, prefix: str
+) -> tuple[Service, str, Job, dict[str, str]]:
+    """The service, the client's name, the job of the request's body, headers of the reply."""
+    service, client = service_of(request), client_key(request.scope)
+    job = await prepared_job(request, service, client, route)
+    name = request_id.settle(request.state, job.asked_id)
+    job = replace(job, request_id=f"{prefix}-{name}")
+    return service, client, job, ignored_fields.headers(job)
 
 
 async def _chunks(
@@ -97,9 +99,9 @@ async def _chunks(
         yield reply.usage_chunk(num_tokens)
 
 
-def _service(request: Request) -> Service:
-    return request.app.state.service
-
-
-def _card(service: Service) -> dict:
-    return model_card(service.model_name, service.created, service.client.max_model_len)
+async def _events(
+    service: Service, client: str, job: Job, reply: ResponseReply
+) -> AsyncGenerator[dict, None]:
+    async with aclosing(generation.deltas(service, client, job)) as deltas:
+        async for event in reply.events(deltas):
+            yield event

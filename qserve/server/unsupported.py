@@ -58,7 +58,7 @@ _INSTEAD = {
     "structural_tag": "structured_outputs",
     "top_logprobs_num": "top_logprobs",
 }
-_HINTS = {name: f"use {other}" for name, other in _INSTEAD.items()} | {
+HINTS = {name: f"use {other}" for name, other in _INSTEAD.items()} | {
     "best_of": "use n and choose among the answers",
     "messages": "use /v1/chat/completions",
     "prompt": "use messages, or /v1/completions",
@@ -98,7 +98,12 @@ MESSAGE = {"function_call": (), "tool_calls": ([],)}
 WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata", "priority")
 
 
-def refuse(fields: dict[str, Any] | None, table: dict[str, tuple], prefix: str = "") -> None:
+def refuse(
+    fields: dict[str, Any] | None,
+    table: dict[str, tuple],
+    prefix: str = "",
+    hints: dict[str, str] = HINTS,
+) -> None:
     """Raise ApiError for the first field that is set to a value that would change the result."""
     fields = fields or {}
     for name, value in fields.items():
@@ -106,7 +111,7 @@ def refuse(fields: dict[str, Any] | None, table: dict[str, tuple], prefix: str =
             continue
         if name == "tools" and fields.get("tool_choice") == "none":
             continue
-        remedy = f"; {_HINTS[name]}" if name in _HINTS else ""
+        remedy = f"; {hints[name]}" if name in hints else ""
         raise ApiError(
             400, f"{prefix}{name} is not supported by this server{remedy}.", prefix + name
         )

@@ -10,7 +10,7 @@ import sys
 
 from qserve import frames
 from qserve.server.errors import as_api_error
-from qserve.server.job import JOBS
+from qserve.server.jobs import JOBS
 from qserve.server.served_model import ServedModel
 from qserve.server.worker_messages import (
     Failed,
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _load(setup: Setup) -> ServedModel:
     return ServedModel(
-        name=setup.name,
+        names=setup.names,
         tokenizer=Tokenizer(setup.folder),
         defaults=setup.defaults,
         max_model_len=setup.max_model_len,

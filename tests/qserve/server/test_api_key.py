@@ -11,7 +11,7 @@ KEY = {"Authorization": "Bearer s3cret"}
 
 @pytest.fixture
 def guarded(make_server):
-    return make_server(ServerConfig(served_model_name="tiny", api_key="s3cret"))
+    return make_server(ServerConfig(served_model_name=["tiny"], api_key="s3cret"))
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,15 @@ def guarded(make_server):
         "s3cret",
     ],
 )
-def test_every_route_but_health_is_guarded(guarded, error, header):
+def test_every_route_but_probes_is_guarded(guarded, error, header):
     headers = {} if header is None else {"Authorization": header}
     schema = guarded.get("/openapi.json", headers=KEY).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
-    assert len(routes) == 6
-    others = ("/v1/nothing", "/v1", "/", "/openapi.json", "/health/", "/metrics/")
+    assert len(routes) == 14
+    others = ("/v1/nothing", "/v1", "/openapi.json", "/health/", "/metrics/", "/docs/")
     for path, method in [*routes, *((path, "get") for path in others)]:
         reply = guarded.request(method.upper(), path, headers=headers)
-        if path == "/health":
+        if path in ("/health", "/ready", "/ping"):
             assert reply.status_code == 200
         else:
             assert error(reply, 401)["type"] == "authentication_error"

@@ -83,7 +83,7 @@ def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
     ],
 )
 def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, asked, stream):
-    server = make_server(ServerConfig(served_model_name="tiny", **limit))
+    server = make_server(ServerConfig(served_model_name=["tiny"], **limit))
     port = run_live(server)
     server.client.endless, server.client.delay = True, 0.02
     # what a server without any other work takes may be more than the limit

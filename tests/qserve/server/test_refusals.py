@@ -208,7 +208,7 @@ def test_megabytes_of_text_are_refused_before_tokenizing(server, error, monkeypa
 
 
 def test_body_above_the_limit(make_server, error):
-    server = make_server(ServerConfig(served_model_name="tiny", max_body_bytes=1000))
+    server = make_server(ServerConfig(served_model_name=["tiny"], max_body_bytes=1000))
     assert server.complete(user="a" * 800).status_code == 200
     exact = b'{"prompt": "a"}'.ljust(1000)
     headers = {"content-type": "application/json"}

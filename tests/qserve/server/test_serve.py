@@ -32,7 +32,7 @@ if sys.argv[6] == "0":  # it takes seconds to load
 settings = dict(each.split("=") for each in sys.argv[7:])
 settings = {name: (float if "timeout" in name else int)(value) for name, value in settings.items()}
 config = ServerConfig(
-    host=sys.argv[2], port=int(sys.argv[3]), served_model_name="tiny", **settings
+    host=sys.argv[2], port=int(sys.argv[3]), served_model_name=["tiny"], **settings
 )
 try:
     engine_config = EngineConfig(model=sys.argv[1], max_model_len=int(sys.argv[4]))
