@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from formats.errors import InputError
+from qserve import logs
 from qserve.engine import cpu_threads, messages
 from qserve.engine.messages import (
     Abort,
@@ -78,8 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="qserve.engine.process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # tests give their own
+    logs.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(arguments.log_level, arguments.log_format)
     limit_logging()
     line = _Line(socket.socket(fileno=arguments.fd))
     inbox: queue.SimpleQueue = queue.SimpleQueue()

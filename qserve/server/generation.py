@@ -6,12 +6,13 @@ in the engine.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.server.errors import ApiError, engine_dead, generation_failed
+from qserve.server.errors import ApiError, deadline_passed, engine_dead, generation_failed
 from qserve.server.job import Job
 from qserve.server.service import Service
 from qserve.text import TextDelta, TextStream
@@ -54,6 +55,26 @@ async def run(service: Service, client: str, job: Job) -> list[Output]:
 
 async def deltas(service: Service, client: str, job: Job) -> Deltas:
     """The deltas of all choices in the order they come. Raises as `run` does."""
+    async with aclosing(_deltas(service, client, job)) as stream:
+        if job.timeout is None:
+            async for item in stream:
+                yield item
+            return
+        # Around each wait for the engine; how long a client may take to read is limited elsewhere.
+        left = job.timeout - (time.perf_counter() - job.arrived)
+        end = asyncio.get_running_loop().time() + left
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    item = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise deadline_passed(job.timeout) from None
+            yield item
+
+
+async def _deltas(service: Service, client: str, job: Job) -> Deltas:
     with service.admission.admit(client, job.num_choices, job.num_engine_tokens):
         if job.num_choices == 1:
             async with aclosing(_choice(service, client, job, 0)) as stream:

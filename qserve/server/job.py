@@ -41,6 +41,7 @@ class Job:
     ignored: tuple[str, ...] = ()  # fields of the body that change nothing
     repeated: dict[str, Any] = field(default_factory=dict)  # of the body, for the reply
     arrived: float  # time.perf_counter() when the body had been read
+    timeout: float | None = None  # seconds from then on that the answer may take
 
     @property
     def num_choices(self) -> int:

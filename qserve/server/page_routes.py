@@ -6,7 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from qserve.server.errors import json_response
 from qserve.server.openapi import document
@@ -19,8 +19,9 @@ router = APIRouter()
 
 
 @router.api_route("/openapi.json", methods=READ)
-async def openapi() -> Response:
-    return json_response(document())
+async def openapi(request: Request) -> Response:
+    root = request.scope.get("root_path", "")
+    return json_response(document() | ({"servers": [{"url": root}]} if root else {}))
 
 
 @router.api_route("/docs", methods=READ)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
-from qserve.server import generation, ignored_fields, request_id
+from qserve.server import deadline, generation, ignored_fields, request_id
 from qserve.server.client_key import client_key
 from qserve.server.errors import ApiError, json_response
 from qserve.server.event_stream import EventStream, while_connected
@@ -75,7 +75,8 @@ async def _job(
     service, client = service_of(request), client_key(request.scope)
     job = await prepared_job(request, service, client, route)
     name = request_id.settle(request.state, job.asked_id)
-    job = replace(job, request_id=f"{prefix}-{name}")
+    timeout = deadline.seconds(request.headers, service.request_timeout)
+    job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
     return service, client, job, ignored_fields.headers(job)
 
 

@@ -56,6 +56,7 @@ class Service:
     admission: Admission
     preparation: Preparation
     metrics: Metrics
+    request_timeout: float | None = None  # seconds that an answer may take
     is_stopping: Callable[[], bool] = lambda: False
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop

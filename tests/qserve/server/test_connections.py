@@ -212,7 +212,7 @@ def test_writing_many_logprobs_does_not_hold_up_the_others(
 @pytest.fixture
 def client(live):
     with openai.OpenAI(
-        base_url=f"http://127.0.0.1:{live}/v1", api_key="none", max_retries=0
+        base_url=f"http://127.0.0.1:{live}/v1", api_key=["none"], max_retries=0
     ) as client:
         yield client
 

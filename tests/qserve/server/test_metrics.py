@@ -206,7 +206,7 @@ def test_failures_are_errors(server, read, how, status, stream, at):
 
 def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
     server = make_server(
-        ServerConfig(served_model_name=["tiny"], api_key="k", max_num_queued_reqs=0)
+        ServerConfig(served_model_name=["tiny"], api_key=["k"], max_num_queued_reqs=0)
     )
     key = {"Authorization": "Bearer k"}
     server.post(COMPLETIONS, {"prompt": "a"})

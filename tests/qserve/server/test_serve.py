@@ -16,8 +16,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qserve.server.app import SHUTDOWN_GRACE
-
 HERE = Path(__file__).resolve().parent
 STEP_FAILS, PROCESS_DIES, STEP_IS_SLOW, EATS_MEMORY = 101, 102, 104, 106  # of fake_engine
 GUARD = 60  # seconds, against hanging
@@ -26,13 +24,16 @@ import sys
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.server import app
-app.SHUTDOWN_GRACE = float(sys.argv[5])
 if sys.argv[6] == "0":  # it takes seconds to load
     app._start_worker = lambda *arguments: None
 settings = dict(each.split("=") for each in sys.argv[7:])
 settings = {name: (float if "timeout" in name else int)(value) for name, value in settings.items()}
 config = ServerConfig(
-    host=sys.argv[2], port=int(sys.argv[3]), served_model_name=["tiny"], **settings
+    host=sys.argv[2],
+    port=int(sys.argv[3]),
+    served_model_name=["tiny"],
+    shutdown_timeout=float(sys.argv[5]),
+    **settings,
 )
 try:
     engine_config = EngineConfig(model=sys.argv[1], max_model_len=int(sys.argv[4]))
@@ -52,7 +53,7 @@ def start(tmp_path, docs_5m):
         host="127.0.0.1",
         port=0,
         max_model_len=2048,
-        grace=SHUTDOWN_GRACE,
+        grace=10.0,
         worker=False,
         **settings,
     ):
