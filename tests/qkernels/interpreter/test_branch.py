@@ -1,4 +1,4 @@
-"""Norms behind a branch, factors, float32 weights and GELU, in kernels, against their torch twins."""
+"""Norms behind a branch, factors, float32 weights and GELU: kernels against their torch twins."""
 
 import pytest
 import torch
@@ -8,10 +8,9 @@ from qkernels import ops
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.operands.split_k import SplitKPartials
-from qkernels.rowwise import norm_act
+from qkernels.rowwise import norm_act, reference
 from qkernels.rowwise import norm_act_limbs as fused_limbs
 from qkernels.rowwise import norm_act_quantize as fused_quant
-from qkernels.rowwise import reference
 from qkernels.rowwise.branch import PLAIN, Branch
 
 EPS, BRANCH_EPS = 1e-5, 0.3  # far apart, so that the one is not taken for the other
@@ -111,9 +110,7 @@ def test_a_float32_weight_is_multiplied_before_rounding(half, device):
     for name, got in found.items():
         shares = [float((got.to(half) != each).float().mean()) for each in (want, twice)]
         assert shares[0] < 0.02 and shares[1] > 0.1, (name, shares)
-    codes, scales, _ = fused_quant.add_rms_norm_quantize(
-        x, residual, weight, EPS, ActivationSpec()
-    )
+    codes, scales, _ = fused_quant.add_rms_norm_quantize(x, residual, weight, EPS, ActivationSpec())
     wanted = reference.quantize_input(want, ActivationSpec())
     assert (codes != wanted[0]).float().mean() < 0.01
     assert (scales != wanted[1]).float().mean() < 0.2
