@@ -60,6 +60,7 @@ class Engine:
             PagePool(num_pages, config.block_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            window=self.model_config.longest_window,
         )
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)

@@ -45,6 +45,11 @@ class ModelConfig:
                 rope.check_length(max_model_len)
 
     @property
+    def longest_window(self) -> int | None:
+        """Keys that a query sees in the layer where it sees most; None: all."""
+        return None if None in self.windows else max(self.windows)
+
+    @property
     def sizes(self) -> dict[str, int | None]:
         """The numbers that shapes of the family's row name."""
         return self.family.sizes({**self.values, "head_dim": self.head_dim})

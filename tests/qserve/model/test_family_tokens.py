@@ -127,6 +127,31 @@ def test_greedy_tokens_equal_transformers(model_of, transformers_model, monkeypa
         assert chosen[len(prompt) - 1 : -1].tolist() == tokens
 
 
+@pytest.mark.parametrize("name", ["mistral", "phi-3 mini 4k"])
+def test_a_text_in_a_window_holds_the_pages_of_the_window(model_of, name):
+    """Of 57 tokens a query sees 9; what others have written over is not read."""
+    llm = LLM(
+        model_of(name), device="cpu", max_model_len=64, block_size=4, num_gpu_blocks_override=16
+    )
+    pool, held, schedule = llm.engine.scheduler.pool, [], llm.engine.scheduler.schedule
+
+    def poisoned():
+        plan = schedule()
+        held.append(pool.num_pages - pool.num_free)
+        used = {page for chunk in plan.chunks for page in chunk.request.block_table}
+        free = [page for page in range(pool.num_pages) if page not in used]
+        for cache in llm.engine.runner.caches:
+            cache.k_pages[free] = cache.v_pages[free] = 1e4
+        return plan
+
+    params = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
+    (alone,) = llm.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    llm.engine.scheduler.schedule = poisoned
+    (output,) = llm.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert max(held) == 3 and llm.engine.scheduler.pool.num_free == 16
+
+
 def count_preemptions(llm, monkeypatch):
     """A list that grows by one with each preemption."""
     scheduler, seen = llm.engine.scheduler, []
