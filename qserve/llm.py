@@ -116,6 +116,10 @@ class LLM:
             for output, each in zip(outputs, conversations, strict=True)
         ]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV pages of earlier prompts: those that come find none."""
+        self.engine.reset_prefix_cache()
+
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """The model's logits [S, V] after each of S tokens, float32. Needs an idle engine."""
         return self.engine.logits(token_ids)
