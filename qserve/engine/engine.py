@@ -14,7 +14,8 @@ import torch
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.model_runner import GIB, ModelRunner, StepHandle
+from qserve.engine.memory import GIB
+from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent
 from qserve.engine.request_rows import RequestRows
@@ -43,7 +44,9 @@ class Engine:
         self.max_model_len = _pick_length(config, self.model_config)
         self.model_config.rope.check_length(self.max_model_len)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
-        num_pages = self._pick_num_pages()
+        largest_step = self._largest_step()
+        self.workers.compile_kernels(largest_step)
+        num_pages = self._pick_num_pages(largest_step)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         longest_step = min(
             self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
@@ -55,7 +58,12 @@ class Engine:
             num_pages * self.runner.bytes_per_page / GIB,
             self.runner.kv_format,
         )
-        self.workers.prepare(num_pages, longest_step, max_num_seqs, self.max_model_len)
+        logger.info(
+            "Maximum concurrency for %d tokens per request: %.2fx",
+            self.max_model_len,
+            num_pages * config.block_size / self.max_model_len,
+        )
+        self.workers.prepare(num_pages, longest_step)
         self.scheduler = Scheduler(
             PagePool(num_pages, config.block_size),
             max_num_seqs=max_num_seqs,
@@ -67,7 +75,8 @@ class Engine:
         self._unreported = NO_STEP  # what the last step did
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
-            self._max_in_flight = 0 if self.workers.computes_in_launch else 1
+            ahead = config.async_scheduling and not self.workers.computes_in_launch
+            self._max_in_flight = int(ahead)
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
@@ -167,6 +176,10 @@ class Engine:
                 self._requests.pop(event.request_id, None)
         return events
 
+    def use_idle_time(self) -> bool:
+        """Do a piece of work, of 0.1 s at most, that a start left. Returns False where none is."""
+        return self.workers.capture_next()
+
     def report(self) -> EngineReport:
         """What the engine holds now, and what the last step did, unless that was told before."""
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -198,11 +211,11 @@ class Engine:
         finally:
             pool.release_(pages)
 
-    def _pick_num_pages(self) -> int:
+    def _pick_num_pages(self, largest_step: StepInput) -> int:
         config = self.config
         if config.num_gpu_blocks_override is not None:
             return config.num_gpu_blocks_override
-        fits = self.workers.num_pages_that_fit(self._largest_step())
+        fits = self.workers.num_pages_that_fit(largest_step)
         # More than this can never be in use.
         return min(fits, config.max_num_seqs * -(-self.max_model_len // config.block_size))
 

@@ -4,13 +4,11 @@
 that the host does not know yet are taken on the device from the samples of the step in flight.
 """
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from formats.errors import InputError
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
 from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
@@ -24,10 +22,7 @@ from qserve.engine.transfer import HostCopy, to_device
 from qserve.engine.warm_up import warm_up_steps
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
-
-logger = logging.getLogger(__name__)
-
-GIB = 2**30
+from qserve.model.layer_kinds import sample_of_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +66,7 @@ class ModelRunner:
         self.caches: list[PagedKv] = []
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -98,39 +93,50 @@ class ModelRunner:
             for layer in self.decoder.layers
         ]
 
-    @torch.inference_mode()
-    def warm_up(self, max_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
-        """Compile every kernel that steps up to so large can reach, so that none does later."""
+    def sample(self) -> "ModelRunner":
+        """A runner of as few layers as launch every kernel. Shares weights and KV pages."""
+        decoder, numbers = sample_of_layers(self.decoder)
+        runner = ModelRunner(decoder, self.config, self.device)
+        runner.caches = [self.caches[number] for number in numbers if self.caches]
+        return runner
+
+    def warm_up_steps(self, max_num_seqs: int, max_model_len: int) -> list[StepInput]:
+        """Steps that together launch every kernel that steps up to the budget can reach."""
         steps = warm_up_steps(
             self.decoder,
             self.config,
-            max_tokens=max_tokens,
+            max_tokens=min(max_model_len, self.config.max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             page_bytes=self.kv_format.dtype.itemsize,
         )
-        for step in steps:
-            self.launch(step).result()
+        return list(steps)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture steps as CUDA graphs. The KV pages must stand where they will stay."""
-        self._graphs = StepGraphs(
+        """Make CUDA graphs of steps. The KV pages must stand where they will stay."""
+        longest = self.config.max_seq_len_to_capture
+        self.graphs = StepGraphs(
             self._sampling_logits,
             max_num_seqs=max_num_seqs,
             max_num_tokens=self.config.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_context_len=max_model_len if longest is None else min(longest, max_model_len),
             page_size=self.config.block_size,
             device=self.device,
         )
 
     @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more graph, in an idle moment. Returns False where there is none left."""
+        return self.graphs is not None and self.graphs.capture_next()
+
+    @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
-        key = None if self._graphs is None else self._graphs.key_for(step)
+        key = None if self.graphs is None else self.graphs.key_for(step)
         if key is not None:
-            self._fill_pending(step, self._graphs.fill_(key, step))
-            logits_SV = self._graphs.replay(key)
+            self._fill_pending(step, self.graphs.fill_(key, step))
+            logits_SV = self.graphs.replay(key)
             if not key.is_chunk and step.num_sampled < step.num_requests:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
@@ -188,45 +194,3 @@ class ModelRunner:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, C] of a batch."""
         return self.decoder(batch.token_ids_T, batch, self.caches)
-
-
-def num_pages_on_cpu(runner: ModelRunner) -> int:
-    """KV pages that `cpu_kv_cache_memory` holds. Raises InputError where it holds none."""
-    memory = runner.config.cpu_kv_cache_memory
-    num_pages = int(memory * GIB) // runner.bytes_per_page
-    if num_pages < 1:
-        raise InputError(
-            "--cpu-kv-cache-memory",
-            f"{memory} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
-            "raise it, or lower --block-size",
-        )
-    return num_pages
-
-
-def num_pages_on_gpu(runner: ModelRunner, largest_step: StepInput) -> int:
-    """KV pages that fit beside the weights and the activations of the largest step.
-
-    Runs that step once on a few pages to see its peak. Raises InputError where nothing is left.
-    """
-    device = runner.device
-    runner.allocate_pages(largest_step.block_tables_RX.shape[1])
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    runner.launch(largest_step).result()
-    runner.caches = []
-    free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    # Beside torch's own: the CUDA context, other processes.
-    outside = total - free - stats["reserved_bytes.all.current"]
-    # And the table of the first request with a penalty, which is made while requests run.
-    peak = stats["allocated_bytes.all.peak"] + outside + runner.bytes_to_come
-    budget = total * runner.config.gpu_memory_utilization
-    num_pages = int(budget - peak) // runner.bytes_per_page
-    if num_pages < 1:
-        raise InputError(
-            "--gpu-memory-utilization",
-            f"weights and activations take {peak / GIB:.1f} GiB of the {budget / GIB:.1f} GiB"
-            " it allows, which leaves nothing for KV pages",
-            "raise it, lower --max-num-batched-tokens, or use a smaller model",
-        )
-    return num_pages

@@ -177,6 +177,8 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
     num_taken = 0
     while not (engine.has_work() and (inbox.empty() or num_taken >= MESSAGES_PER_STEP)):
         num_taken += 1
+        while inbox.empty() and engine.use_idle_time():
+            pass
         line.busy_since = None
         message = inbox.get()
         line.busy_since = time.perf_counter()
