@@ -32,6 +32,7 @@ from qserve.engine.messages import (
     StartFailed,
 )
 from qserve.engine.request import RequestEvent
+from qserve.engine.start_phases import phase
 from qserve.log_limit import limit_logging
 
 ENGINE = "qserve.engine.engine:Engine"
@@ -153,7 +154,9 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
         raise ClientGone
     try:
         module, _, name = engine_path.partition(":")
-        engine = getattr(importlib.import_module(module), name)(message.config)
+        with phase("Importing the engine"):
+            make = getattr(importlib.import_module(module), name)
+        engine = make(message.config)
     except InputError as error:
         failure = StartFailed(subject=error.subject, problem=error.problem, remedy=error.remedy)
     except Exception as error:
