@@ -7,6 +7,7 @@ planned, so that the GPU never waits for Python; a sampled token reaches the hos
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from qserve.config import EngineConfig
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent
 from qserve.engine.request_rows import RequestRows
@@ -71,7 +73,7 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._in_flight: deque[tuple[StepPlan, PromptPlan | None, StepHandle]] = deque()
         self._unreported = NO_STEP  # what the last step did
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
@@ -135,7 +137,8 @@ class Engine:
             request_id=request_id,
             token_ids=list(prompt_token_ids),
             num_prompt_tokens=length,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            # A prompt alone (0) also needs a step that samples: its token is dropped.
+            max_tokens=room if params.max_tokens is None else min(max(params.max_tokens, 1), room),
             params=params,
             seed=seed,
             stop_token_ids=frozenset(params.stop_token_ids),
@@ -143,6 +146,7 @@ class Engine:
             client=client,
             group=group,
             arrived=time.perf_counter() if arrived is None else arrived,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -165,11 +169,16 @@ class Engine:
             )
         if plan.chunks:
             step = StepInput.build(plan, page_size=self.config.block_size, rows=self._rows)
-            self._in_flight.append((plan, self.workers.launch(step)))
+            prompts = plan_prompt_rows(plan)
+            if prompts is not None:
+                step = replace(step, prompt_rows=prompts.rows)
+            self._in_flight.append((plan, prompts, self.workers.launch(step)))
         events: list[RequestEvent] = []
         due = self._max_in_flight if plan.chunks else 0
         while len(self._in_flight) > due:
-            planned, handle = self._in_flight.popleft()
+            planned, prompts, handle = self._in_flight.popleft()
+            if prompts is not None:
+                handle.prompts.give_to(prompts)
             events += self.scheduler.update(planned, handle.result(), handle.logprobs())
         for event in events:
             if event.finish_reason is not None:

@@ -15,6 +15,7 @@ from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
 from qserve.engine.step_input import StepInput
@@ -33,6 +34,7 @@ class StepHandle:
     num_logprobs: tuple[int, ...] = ()  # what each sampled row asked for; -1: nothing
     # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
     log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
+    prompts: PromptHandle | None = None  # log probabilities of prompts, where the step tells them
 
     def result(self) -> list[int | str]:
         """Wait; then one token for each sampled row, or the reason why there is none."""
@@ -78,7 +80,7 @@ class ModelRunner:
     @property
     def bytes_to_come(self) -> int:
         """What requests may still ask of the device's memory, beside steps."""
-        return self._history.bytes_to_come
+        return self._history.bytes_to_come + SLICE_BYTES
 
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages. Zeros: padding rows may read a page before it is written."""
@@ -133,7 +135,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
-        key = None if self.graphs is None else self.graphs.key_for(step)
+        key = prompts = None
+        if self.graphs is not None and step.prompt_rows is None:
+            key = self.graphs.key_for(step)
         if key is not None:
             self._fill_pending(step, self.graphs.fill_(key, step))
             logits_SV = self.graphs.replay(key)
@@ -143,10 +147,13 @@ class ModelRunner:
         else:
             batch = Batch.of(step, self.device)
             self._fill_pending(step, batch.token_ids_T)
-            logits_SV = self._sampling_logits(batch)
+            hidden_TC = self.forward(batch)
+            logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
+            if step.prompt_rows is not None:
+                prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
         if not step.sample_rows:
             self._last_samples = None
-            return StepHandle()
+            return StepHandle(prompts=prompts)
         for fill in step.history_fills:
             self._history.fill_(fill)
         settings = SampleSettings.of(step.sample_rows)
@@ -164,6 +171,7 @@ class ModelRunner:
             tokens=HostCopy(samples.tokens_S),
             num_logprobs=tuple(row.num_logprobs for row in step.sample_rows),
             log_probabilities=log_probabilities,
+            prompts=prompts,
         )
 
     def _sampling_logits(self, batch: Batch) -> torch.Tensor:

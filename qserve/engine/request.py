@@ -9,11 +9,12 @@ from qserve.sampling_params import SamplingParams
 
 
 class TokenLogprobs(NamedTuple):
-    """The model's log probabilities where one token was drawn; the likeliest tokens come first."""
+    """The model's log probabilities where one token stands; the likeliest tokens come first."""
 
-    logprob: float  # of the drawn token
+    logprob: float  # of the token
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int | None = None  # of the token, 1 the likeliest; None: not known, of drawn tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class RequestEvent:
     ended_by_token: bool = False  # the last of token_ids is an end or stop token: not shown
     error: str = ""  # the reason, where finish_reason is "error"
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
+    # one for each token of the prompt, None for its first: with the first event, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 Flow = tuple[str, str]  # client, group
@@ -64,6 +67,8 @@ class Request:
     num_bypasses: int = 0  # requests that were admitted with its pages, or before it came back
     num_steps_at_arrival: int = 0  # of the scheduler
     block_table: list[int] = field(default_factory=list)  # its KV pages, in order of position
+    num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
+    prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
 
     @property
     def flow(self) -> Flow:
@@ -103,6 +108,9 @@ class Request:
         Returns the event of all of them, final or not.
         """
         self.num_pending -= len(sampled)
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs, self.prompt_logprobs = (None, *self.prompt_logprobs), None
         num_output = self.num_known - self.num_prompt_tokens
         count, reason, stop_token, by_token = 0, None, None, False
         for count, token in enumerate(sampled, start=1):
@@ -115,6 +123,8 @@ class Request:
                 reason = "length"
             if reason is not None:
                 break
+        if self.params.max_tokens == 0:  # it was sampled to have an end, and nobody wants it
+            count, reason, stop_token, by_token = 0, "length", None, False
         taken = tuple(sampled[:count])
         self.token_ids += taken
         return RequestEvent(
@@ -124,4 +134,5 @@ class Request:
             stop_token=stop_token,
             ended_by_token=by_token,
             logprobs=tuple([each for each in logprobs[:count] if each is not None]),
+            prompt_logprobs=prompt_logprobs,
         )

@@ -25,6 +25,15 @@ class HistoryFill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """Rows of a step that tell log probabilities of prompts (prompt_logprobs.py)."""
+
+    rows: np.ndarray  # int64, of T
+    targets: np.ndarray  # int64: the token that follows each
+    num_alternatives: int  # the most that any asks for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step, on the host."""
 
@@ -41,6 +50,7 @@ class StepInput:
     pending_row: np.ndarray  # int64: and the rows of its samples they come from
     sample_rows: tuple[SampleRow, ...]  # how to draw each of the S tokens
     history_fills: tuple[HistoryFill, ...] = ()
+    prompt_rows: PromptRows | None = None
 
     @property
     def num_tokens(self) -> int:

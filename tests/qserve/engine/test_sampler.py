@@ -7,6 +7,7 @@ import torch
 
 from qserve.engine.memory import num_pages_on_gpu
 from qserve.engine.model_runner import ModelRunner
+from qserve.engine.prompt_logprobs import SLICE_BYTES
 from qserve.engine.sampler import TokenHistory
 from qserve.engine.step_input import HistoryFill
 from tests.qserve.engine.make_step import make_step
@@ -69,8 +70,8 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
     step = make_step([4], width=5)
     for table in (3 * 8 * 4, 0):
         runner.bytes_to_come = ModelRunner.bytes_to_come.fget(runner)
-        assert num_pages_on_gpu(runner, step) == 3 * GIB - table
+        assert num_pages_on_gpu(runner, step) == 3 * GIB - table - SLICE_BYTES
         graphs = GIB // 2  # what the step of a graph takes beyond what was there
-        assert num_pages_on_gpu(runner, step, step) == 3 * GIB - table - graphs
+        assert num_pages_on_gpu(runner, step, step) == 3 * GIB - table - SLICE_BYTES - graphs
         history.table = torch.zeros(3, 8, dtype=torch.int32)
     assert allocated == [5] * 4, "as many as the step writes to"
