@@ -128,8 +128,9 @@ class AsyncLLM:
         """End the engine's process; running requests end with EngineDeadError."""
         if self._starting is None:
             return
-        _, client = await self._starting
-        await client.close()
+        with contextlib.suppress(InputError):  # it never came up, which `start` has told
+            _, client = await self._starting
+            await client.close()
 
     async def _started(self) -> tuple[Tokenizer, EngineSupervisor]:
         if self._starting is None:
