@@ -44,7 +44,7 @@ class Engine:
         self.config = config
         self.model_config = ModelConfig.from_folder(config.model)
         self.max_model_len = _pick_length(config, self.model_config)
-        self.model_config.rope.check_length(self.max_model_len)
+        self.model_config.check_length(self.max_model_len)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
         largest_step = self._largest_step()
         self.workers.compile_kernels(largest_step)
@@ -70,6 +70,7 @@ class Engine:
             PagePool(num_pages, config.block_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            window=self.model_config.longest_window,
         )
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)

@@ -2,6 +2,9 @@
 
 from collections import deque
 
+# In a block table: a page that was given back, since no query sees its positions any more.
+NULL_PAGE = -1
+
 
 class PagePool:
     """Hands out page numbers 0..num_pages-1, each to one owner at a time.
@@ -32,11 +35,21 @@ class PagePool:
 
     def release_(self, block_table: list[int]) -> None:
         """Take back every page of `block_table` and empty it."""
-        self._free.extend(block_table)
+        self._free.extend(page for page in block_table if page != NULL_PAGE)
         block_table.clear()
+
+    def give_back_(self, block_table: list[int], first_visible: int) -> None:
+        """Release the pages whose positions all stand before `first_visible`."""
+        index = first_visible // self.page_size - 1
+        left = []
+        while index >= 0 and block_table[index] != NULL_PAGE:
+            left.append(block_table[index])
+            block_table[index] = NULL_PAGE
+            index -= 1
+        self.release_(left[::-1])
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Assert that the pages in use by `block_tables` and the free ones are each page once."""
-        used = [page for table in block_tables for page in table]
+        used = [page for table in block_tables for page in table if page != NULL_PAGE]
         if sorted(used + list(self._free)) != list(range(self.num_pages)):
             raise AssertionError(f"KV pages lost or shared: used {used}, free {list(self._free)}")

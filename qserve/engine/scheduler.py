@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from formats.errors import InputError
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
 from qserve.engine.waiting_queue import MAX_BYPASSES, WaitingQueue
 
@@ -67,8 +67,18 @@ class _Step:
 class Scheduler:
     """One budget, one queue, one pool of pages."""
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Raises InputError where a step could not hold one token of every request."""
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        window: int | None = None,
+    ) -> None:
+        """Raises InputError where a step could not hold one token of every request.
+
+        `window`: keys that a query sees, itself included, in the layer where it sees most.
+        """
         if max_num_batched_tokens < max_num_seqs:
             raise InputError(
                 "max_num_batched_tokens",
@@ -78,6 +88,7 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.window = window
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # the last gives way first
         self._num_steps = 0
@@ -214,7 +225,7 @@ class Scheduler:
                 if victim.num_bypasses >= MAX_BYPASSES:
                     continue
                 victims.append(victim)
-                num_free += len(victim.block_table)
+                num_free += sum(page != NULL_PAGE for page in victim.block_table)
                 if num_free >= self.pool.pages_for(request.num_tokens):
                     return victims
         return None
@@ -287,6 +298,9 @@ class Scheduler:
     def _take(self, request: Request, count: int, step: "_Step") -> int:
         """Add the next `count` tokens of a request to the step. Returns `count`."""
         start = request.num_computed
+        if self.window is not None:
+            # A step in flight may still read them: who gets them writes after it.
+            self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled

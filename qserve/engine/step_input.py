@@ -80,7 +80,8 @@ class StepInput:
         for i, chunk in enumerate(chunks):
             request, end = chunk.request, first + chunk.count
             pages = np.asarray(request.block_table, np.int32)
-            block_tables[i, : len(pages)] = pages
+            # kernels read nothing of pages that were given back, but need a number
+            block_tables[i, : len(pages)] = np.maximum(pages, 0)
             span = np.arange(chunk.start, chunk.end)
             positions[first:end] = span
             slots[first:end] = pages[span // page_size] * page_size + span % page_size

@@ -25,7 +25,7 @@ def warm_up_steps(
 
     `page_bytes`: of one element of the KV pages. Graphs launch nothing else.
     """
-    device = decoder.norm.weight.device
+    device = decoder.embedding.weight.device
     sms = sm_count(device)
 
     def step(num_requests: int, count: int, keys: int) -> StepInput:

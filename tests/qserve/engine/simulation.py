@@ -108,7 +108,8 @@ class Simulation:
         name = chunk.request.request_id
         for position in range(chunk.start, chunk.end):
             self.memory[table[position // size], position % size] = (name, position)
-        for position in range(chunk.end):
+        window = self.scheduler.window or chunk.end
+        for position in range(max(0, chunk.start - window + 1), chunk.end):
             slot = (table[position // size], position % size)
             assert self.memory.get(slot) == (name, position), "a key was lost or overwritten"
 
