@@ -15,7 +15,6 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError
 from qserve import __version__, logs
 from qserve.config import EngineConfig, ServerConfig
@@ -94,6 +93,8 @@ def build_app(
         metrics=metrics,
         request_timeout=config.request_timeout,
         is_stopping=is_stopping,
+        salt_by_key=config.cache_salt_by_key,
+        resets_cache=config.enable_cache_reset,
     )
     for topic in (status_routes, page_routes, token_routes, routes):
         app.include_router(topic.router)
@@ -188,8 +189,6 @@ async def _load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
 ) -> tuple[Tokenizer, EngineSupervisor]:
     """The tokenizer here and the model in its process, side by side."""
-    # A mistyped folder is named as such, not by what its lack does to the tokenizer.
-    read_json(Path(config.model) / CONFIG)
     starting = asyncio.create_task(
         EngineSupervisor.start(
             config,
@@ -202,13 +201,21 @@ async def _load(
         )
     )
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, config.model)
         return tokenizer, await starting
     except BaseException:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, InputError):
             await (await starting).close()
         raise
+
+
+def _load_tokenizer(folder: str) -> Tokenizer:
+    from formats.checkpoint import CONFIG, read_json  # loads torch: beside the engine, not before
+
+    # A mistyped folder is named as such, not by what its lack does to the tokenizer.
+    read_json(Path(folder) / CONFIG)
+    return Tokenizer(folder)
 
 
 def _start_worker(

@@ -4,10 +4,11 @@ Making one blocks (parsing, the chat template, tokenizing), so routes do it in a
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
 from qserve.server.protocol import (
@@ -42,6 +43,7 @@ class Job:
     repeated: dict[str, Any] = field(default_factory=dict)  # of the body, for the reply
     arrived: float  # time.perf_counter() when the body had been read
     timeout: float | None = None  # seconds from then on that the answer may take
+    handling: Handling = DEFAULT
 
     @property
     def num_choices(self) -> int:
@@ -55,6 +57,14 @@ class Job:
     def num_engine_tokens(self) -> int:
         """Prompt tokens that the engine is given: each prompt once for each of its outputs."""
         return self.num_prompt_tokens * self.params[0].n
+
+    def num_cached(self, of_choices: Mapping[int, int]) -> int:
+        """Prompt tokens that were cached, each prompt once: what the first of its outputs found.
+
+        The others find the first one's pages, which it did compute.
+        """
+        firsts = range(0, self.num_choices, self.params[0].n)
+        return sum(of_choices.get(index, 0) for index in firsts)
 
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters that the engine runs for one choice."""
@@ -200,6 +210,7 @@ def _job(
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         ignored=tuple(request.ignored),
         arrived=arrived,
+        handling=Handling(priority=request.priority or 0, cache_salt=request.cache_salt or ""),
     )
 
 

@@ -170,6 +170,12 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
     ),
     ("/tokenize", "post"): ("The tokens of a prompt or chat.", TokenizeRequest, False, OF_BODIES),
     ("/detokenize", "post"): ("The text of tokens.", DetokenizeRequest, False, OF_BODIES),
+    ("/reset_prefix_cache", "post"): (
+        "Forget the KV pages of earlier requests (--enable-cache-reset).",
+        None,
+        False,
+        (401, 404, 503),
+    ),
     ("/v1/models", "get"): ("The model, under each of its names.", None, False, (401,)),
     ("/v1/models/{name}", "get"): ("The model of one name.", None, False, (401, 404)),
     ("/health", "get"): ("Whether the engine lives.", None, False, (503,)),
@@ -181,8 +187,8 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
     ("/metrics", "get"): ("Prometheus metrics.", None, False, (401,)),
 }
 TEXT_ROUTES = ("/metrics",)
-EMPTY_ROUTES = ("/health", "/ready", "/ping")
-OPEN_ROUTES = EMPTY_ROUTES
+OPEN_ROUTES = ("/health", "/ready", "/ping")
+EMPTY_ROUTES = (*OPEN_ROUTES, "/reset_prefix_cache")
 
 
 @functools.cache

@@ -11,11 +11,12 @@ from qserve.server.logprobs import chat_logprobs, completion_logprobs
 from qserve.text import TextDelta, Tokenizer
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int) -> dict:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -27,6 +28,18 @@ def model_card(name: str, created: int, max_model_len: int) -> dict:
         "owned_by": "qserve",
         "max_model_len": max_model_len,
     }
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """The tokens of all choices so far."""
+
+    num_tokens: int = 0  # generated
+    cached: dict[int, int] = field(default_factory=dict)  # of the prompt, by the choice's index
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        self.num_tokens += len(delta.token_ids)
+        self.cached[index] = delta.num_cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +69,29 @@ class Reply:
             }
             for index, output in enumerate(outputs)
         ]
-        num_tokens = sum(output.num_tokens for output in outputs)
-        return self._envelope(self.whole_object, choices) | {
-            "usage": usage(self.job.num_prompt_tokens, num_tokens)
-        }
+        counts = Counts(
+            num_tokens=sum(output.num_tokens for output in outputs),
+            cached={index: output.num_cached for index, output in enumerate(outputs)},
+        )
+        return self._envelope(self.whole_object, choices) | {"usage": self._usage(counts)}
 
-    def opening(self, index: int, num_tokens: int) -> dict | None:
-        """The chunk before a choice's first text, if it has one; `num_tokens` as in `chunk`."""
+    def opening(self, index: int, so_far: Counts) -> dict | None:
+        """The chunk before a choice's first text, if it has one."""
         fields = self._opening(index)
-        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()), num_tokens)
+        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()), so_far)
 
-    def chunk(self, index: int, delta: TextDelta, num_tokens: int) -> dict:
-        """The chunk of a delta; `num_tokens`: of all choices so far."""
-        return self._chunk(index, self._delta(delta), delta, num_tokens)
+    def chunk(self, index: int, delta: TextDelta, so_far: Counts) -> dict:
+        return self._chunk(index, self._delta(delta), delta, so_far)
 
-    def usage_chunk(self, num_completion_tokens: int) -> dict:
+    def usage_chunk(self, counts: Counts) -> dict:
         """The chunk after all choices, for stream_options.include_usage."""
-        counts = usage(self.job.num_prompt_tokens, num_completion_tokens)
-        return self._envelope(self.chunk_object, []) | {"usage": counts}
+        return self._envelope(self.chunk_object, []) | {"usage": self._usage(counts)}
 
-    def _chunk(self, index: int, fields: dict, delta: TextDelta, num_tokens: int) -> dict:
+    def _usage(self, counts: Counts) -> dict:
+        num_cached = self.job.num_cached(counts.cached)
+        return usage(self.job.num_prompt_tokens, counts.num_tokens, num_cached)
+
+    def _chunk(self, index: int, fields: dict, delta: TextDelta, so_far: Counts) -> dict:
         logprobs = self._logprobs(index, delta)
         token_ids = self._token_ids(index, delta.token_ids, opens=index not in self.opened)
         self.opened.add(index)
@@ -88,7 +104,7 @@ class Reply:
         }
         chunk = self._envelope(self.chunk_object, [choice])
         if self.job.streams_usage_always:
-            return chunk | {"usage": usage(self.job.num_prompt_tokens, num_tokens)}
+            return chunk | {"usage": self._usage(so_far)}
         return chunk | {"usage": None} if self.job.streams_usage else chunk
 
     def _token_ids(self, index: int, token_ids: Sequence[int], *, opens: bool) -> dict:

@@ -97,7 +97,7 @@ class ResponseReply:
         num_prompt = self.job.num_prompt_tokens
         return {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": output.num_cached},
             "output_tokens": output.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + output.num_tokens,

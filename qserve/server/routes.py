@@ -7,12 +7,13 @@ from dataclasses import replace
 from fastapi import APIRouter, Request, Response
 
 from qserve.server import deadline, generation, ignored_fields, request_id
+from qserve.server.cache_salt import salted_by_key
 from qserve.server.client_key import client_key
-from qserve.server.errors import ApiError, json_response
+from qserve.server.errors import ApiError, engine_dead, json_response
 from qserve.server.event_stream import EventStream, while_connected
 from qserve.server.job import Job
 from qserve.server.prepared import prepared_job
-from qserve.server.replies import ChatReply, CompletionReply, Reply
+from qserve.server.replies import ChatReply, CompletionReply, Counts, Reply
 from qserve.server.response_reply import ResponseReply
 from qserve.server.service import Service, service_of
 
@@ -56,6 +57,18 @@ for path in OTHER_MODELS:
     router.add_api_route(path, other_model, methods=["POST"])
 
 
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Let requests that come from now on find no KV pages of earlier ones."""
+    service = service_of(request)
+    if not service.resets_cache:
+        raise ApiError(404, "This server was started without --enable-cache-reset.")
+    if not service.client.is_alive:
+        raise engine_dead(service.client.is_restarting)
+    service.client.reset_prefix_cache()
+    return Response()
+
+
 async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     service, client, job, headers = await _job(request, route, kind.prefix)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
@@ -74,6 +87,8 @@ async def _job(
     """The service, the client's name, the job of the request's body, headers of the reply."""
     service, client = service_of(request), client_key(request.scope)
     job = await prepared_job(request, service, client, route)
+    if service.salt_by_key:
+        job = replace(job, handling=salted_by_key(job.handling, request.headers))
     name = request_id.settle(request.state, job.asked_id)
     timeout = deadline.seconds(request.headers, service.request_timeout)
     job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
@@ -84,20 +99,20 @@ async def _chunks(
     service: Service, client: str, job: Job, reply: Reply
 ) -> AsyncGenerator[dict, None]:
     opened: set[int] = set()
-    num_tokens = 0
+    counts = Counts()
     async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
             if index not in opened:
                 opened.add(index)
-                opening = reply.opening(index, num_tokens)
+                opening = reply.opening(index, counts)
                 if opening is not None:
                     yield opening
-            num_tokens += len(delta.token_ids)
+            counts.add(index, delta)
             # Also of tokens whose text is held back: clients count and time chunks as tokens.
             if delta.text or delta.token_ids or delta.finish_reason is not None:
-                yield reply.chunk(index, delta, num_tokens)
+                yield reply.chunk(index, delta, counts)
     if job.streams_usage:
-        yield reply.usage_chunk(num_tokens)
+        yield reply.usage_chunk(counts)
 
 
 async def _events(

@@ -9,6 +9,7 @@ from typing import Protocol
 from fastapi import Request
 
 from qserve.engine.request import RequestEvent
+from qserve.handling import Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.admission import Admission
 from qserve.server.budget import Budget
@@ -39,7 +40,10 @@ class Client(Protocol):
         client: str,
         *,
         group: str,
+        handling: Handling,
     ) -> AsyncIterator[RequestEvent]: ...
+
+    def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class Service:
     metrics: Metrics
     request_timeout: float | None = None  # seconds that an answer may take
     is_stopping: Callable[[], bool] = lambda: False
+    salt_by_key: bool = False  # KV pages are shared within an API key alone
+    resets_cache: bool = False  # on request of a client
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop
 

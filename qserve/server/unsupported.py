@@ -95,7 +95,7 @@ CHAT = _COMMON | {
 TABLES = {"completions": COMPLETION, "chat": CHAT}
 MESSAGE = {"function_call": (), "tool_calls": ([],)}
 # fields of requests with a checked type that change no answer
-WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata", "priority")
+WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata")
 
 
 def refuse(

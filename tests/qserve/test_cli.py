@@ -15,6 +15,11 @@ from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
 
 ENGINE_FLAGS = {
+    "--async-scheduling",
+    "--no-async-scheduling",
+    "--compile-processes",
+    "--kv-cache-memory",
+    "--max-seq-len-to-capture",
     "--block-size",
     "--config",
     "--cpu-kv-cache-memory",
@@ -31,6 +36,12 @@ ENGINE_FLAGS = {
     "--max-num-seqs",
     "--num-gpu-blocks-override",
     "--seed",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--kv-offload-gb",
+    "--scheduling-policy",
+    "--prefill-batch-size",
+    "--target-itl-ms",
 }
 # Adding a flag means adding it here; renaming one breaks its users.
 FLAGS = {
@@ -59,6 +70,7 @@ FLAGS = {
         *("--host", "--port", "--served-model-name", "--api-key"),
         *("--max-num-queued-reqs", "--max-num-queued-tokens"),
         *("--max-body-bytes", "--max-connections", "--chat-special-tokens"),
+        *("--cache-salt-by-key", "--enable-cache-reset"),
         *("--engine-timeout", "--engine-step-timeout", "--restart-engine"),
         *("--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
         *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
