@@ -88,8 +88,8 @@ SHAPES = {
 }
 
 
-def write_config(folder: Path, shape: str, quantized: bool) -> None:
-    """A model folder that holds nothing but config.json."""
+def write_config(folder: Path, shape: str, scheme: str | None) -> None:
+    """A model folder that holds nothing but config.json. `scheme` None: float weights."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -103,8 +103,9 @@ def write_config(folder: Path, shape: str, quantized: bool) -> None:
         "eos_token_id": 1,
         **SHAPES[shape],
     }
-    if quantized:
-        config[BLOCK] = QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict()
+    if scheme is not None:
+        method = "compressed-tensors" if scheme.startswith("w8a8") else "gptq"
+        config[BLOCK] = QuantConfig(method=method, scheme=Scheme.parse(scheme)).to_dict()
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -158,7 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), arguments.shape, not arguments.float)
+        write_config(Path(folder), arguments.shape, None if arguments.float else "w4a16-sym")
         started = time.perf_counter()
         llm = LLM(
             folder,

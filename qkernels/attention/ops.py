@@ -23,6 +23,7 @@ from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput
+from qkernels.rowwise import ops as rowwise
 
 
 def apply_rope(
@@ -177,7 +178,7 @@ def paged_attention(
         chunk=chunk,
         tma_pages=not chunk or can_use_tma(cache.k_pages, cache.v_pages),
     )
-    return run(
+    out = run(
         q_THD,
         cache,
         step,
@@ -187,6 +188,9 @@ def paged_attention(
         limbs=limbs,
         inputs_ready=inputs_ready,
     )
+    if limbs is None or isinstance(out, Limbs):
+        return out
+    return rowwise.to_limbs(out.flatten(1), limbs)  # only a merge of splits makes limbs itself
 
 
 def _writer(op: str, x_THD: LinearOutput, cache: PagedKv):

@@ -186,10 +186,9 @@ def _run_quantized(
 
 
 def to_limbs(x_MK: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
-    """The inputs of a linear, float16 or bfloat16, as 8-bit limbs (limbs.py).
+    """The inputs of a linear, float16 or bfloat16, as 8-bit limbs (operands/limbs.py).
 
-    What makes limbs puts them into the device's workspace: one `linear_limbs` must follow before
-    anything else multiplies. `kernel` names a row of qkernels.dispatch instead of the best one.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
     """
     check_limbs("to_limbs", x_MK, form)
     return _run_limbs("to_limbs", x_MK, kernel)(x_MK, form)

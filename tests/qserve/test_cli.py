@@ -15,6 +15,11 @@ from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
 
 ENGINE_FLAGS = {
+    "--async-scheduling",
+    "--no-async-scheduling",
+    "--compile-processes",
+    "--kv-cache-memory",
+    "--max-seq-len-to-capture",
     "--block-size",
     "--cpu-kv-cache-memory",
     "--device",
@@ -29,6 +34,12 @@ ENGINE_FLAGS = {
     "--max-num-seqs",
     "--num-gpu-blocks-override",
     "--seed",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--kv-offload-gb",
+    "--scheduling-policy",
+    "--prefill-batch-size",
+    "--target-itl-ms",
 }
 # Adding a flag means adding it here; renaming one breaks its users.
 FLAGS = {
@@ -57,6 +68,7 @@ FLAGS = {
         *("--host", "--port", "--served-model-name", "--api-key"),
         *("--max-num-queued-reqs", "--max-num-queued-tokens"),
         *("--max-body-bytes", "--max-connections", "--chat-special-tokens"),
+        *("--cache-salt-by-key", "--enable-cache-reset"),
         *("--engine-timeout", "--engine-step-timeout", "--restart-engine"),
     },
     "generate": ENGINE_FLAGS
