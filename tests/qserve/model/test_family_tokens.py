@@ -116,7 +116,9 @@ def test_greedy_tokens_equal_transformers(model_of, transformers_model, monkeypa
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     preemptions = count_preemptions(llm, monkeypatch)
     outputs = llm.generate(prompts, params, use_tqdm=False, detokenize=False)
-    assert bool(preemptions) == ("num_gpu_blocks_override" in mode)
+    # where all layers have a window its pages are enough for everybody
+    few_pages = "num_gpu_blocks_override" in mode and not llm.engine.model_config.longest_window
+    assert bool(preemptions) == few_pages
     model = transformers_model(folder)
     said = {token for output in outputs for token in output.outputs[0].token_ids}
     assert len(said) > 10, "a text that says little"
