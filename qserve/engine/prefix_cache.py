@@ -70,14 +70,13 @@ class PrefixCache:
         """Give a request its pages, for all of its tokens; those that hold them already first."""
         pool, table, keys = self.pool, request.block_table, self._wanted(request)
         pages = pool.match(keys)
-        num_loaded = self._num_on_host(keys, len(pages))
+        num_found = len(pages) + self._num_on_host(keys, len(pages))
         pool.share_(table, pages)
+        if num_found > len(pages):
+            pool.load_(table, keys[len(pages) : num_found])
         pool.grow_(table, request.num_tokens)
-        start, end = len(pages), len(pages) + num_loaded
-        if num_loaded:
-            pool.load_(table[start:end], keys[start:end])
-        request.num_published = end
-        request.num_computed = end * pool.page_size
+        request.num_published = num_found
+        request.num_computed = num_found * pool.page_size
         if self.enabled and not request.num_preemptions:
             request.num_cached = request.num_computed
             self._num_queries += request.num_tokens
