@@ -137,9 +137,6 @@ class PrefixCache:
         return 0 if self.pool.host is None else self.pool.host.match(keys[start:])
 
     def _extend_keys(self, request: Request) -> None:
-        extend_keys(
-            request.page_keys,
-            request.token_ids,
-            page_size=self.pool.page_size,
-            root=root_key(salt=request.cache_salt, generation=self._generation),
-        )
+        keys = request.page_keys
+        last = keys[-1] if keys else root_key(salt=request.cache_salt, generation=self._generation)
+        extend_keys(keys, request.token_ids, page_size=self.pool.page_size, last=last)

@@ -274,14 +274,14 @@ def test_keys_depend_on_all_tokens_before_and_on_the_root():
 
     def keys(tokens, **root):
         found = []
-        extend_keys(found, tokens, page_size=4, root=root_key(**root))
+        extend_keys(found, tokens, page_size=4, last=root_key(**root))
         return found
 
     whole = keys(tokens)
     assert len(whole) == 3 and len(set(whole)) == 3 and {len(key) for key in whole} == {32}
     assert keys(tokens[:11]) == whole[:2]
     partly = whole[:1]
-    extend_keys(partly, tokens, page_size=4, root=root_key())
+    extend_keys(partly, tokens, page_size=4, last=partly[-1])
     assert partly == whole
     assert not set(whole) & set(keys([*tokens[:4], *tokens[:8]])[1:])
     assert not set(whole) & set(keys(tokens[4:])), "the same tokens at other positions"
