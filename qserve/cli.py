@@ -299,7 +299,9 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
         parser.add_argument(*names, action=action, default=True, help=help_text)
         return
     if hint is bool:
-        parser.add_argument(*names, action="store_true", help=help_text)
+        # What is on already needs a flag that turns it off.
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        parser.add_argument(*names, action=action, default=field.default, help=help_text)
         return
     if typing.get_origin(hint) is list:
         parser.add_argument(*names, action="append", default=[], help=help_text)

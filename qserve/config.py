@@ -85,6 +85,12 @@ class EngineConfig:
         " int8, fp8: half the memory, scales found on write where the checkpoint has none",
         KV_CACHE_DTYPES,
     )
+    kv_cache_memory: float | None = setting(
+        None,
+        "GiB for KV pages, in place of what --gpu-memory-utilization leaves",
+        low=0,
+        high=2**20,
+    )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV pages, in place of what the memory allows", low=1
     )
@@ -115,6 +121,22 @@ class EngineConfig:
         low=0.1,
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
+    max_seq_len_to_capture: int | None = setting(
+        None,
+        "longest context that runs in CUDA graphs; beyond it steps are launched kernel by kernel;"
+        " default: --max-model-len",
+        low=1,
+    )
+    async_scheduling: bool = setting(
+        True, "plan a step while the one before it runs on the GPU; off: one after the other"
+    )
+    compile_processes: int | None = setting(
+        None,
+        "processes that compile kernels at the start; 0: none; default: one for each core, 16 at"
+        " most",
+        low=0,
+        high=256,
+    )
     kernel: list[str] = setting(
         [],
         "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8 or attention;"

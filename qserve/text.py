@@ -14,7 +14,6 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
 
 from formats.errors import InputError, one_line
 from qserve.chat_prompt import ChatPrompt, control_pattern
@@ -54,6 +53,9 @@ class Tokenizer:
         self.folder = str(folder)
         if not Path(folder).is_dir():
             raise TextError(self.folder, "is not a folder", "give the folder of a model")
+        # Here, not above: it takes as long as starting an engine process, and runs beside that.
+        from transformers import AutoTokenizer
+
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True

@@ -72,6 +72,7 @@ class _Output:
         self._watch = watch
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._last: RequestEvent | None = None
         self._refusal: RefusedError | None = None
         self._changed = asyncio.Event()
@@ -82,6 +83,8 @@ class _Output:
         self._watch(event)
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         self._last = event
         self._changed.set()
 
@@ -96,6 +99,7 @@ class _Output:
             raise self._refusal
         last, token_ids, self._token_ids = self._last, tuple(self._token_ids), []
         logprobs, self._logprobs = tuple(self._logprobs), []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return RequestEvent(
             request_id=last.request_id,
             token_ids=token_ids,
@@ -105,6 +109,7 @@ class _Output:
             error=last.error,
             logprobs=logprobs,
             num_cached=last.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -19,8 +19,10 @@ from qserve.config import EngineConfig
 from qserve.engine.deadlines import Deadlines
 from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.model_runner import GIB, ModelRunner, StepHandle
+from qserve.engine.memory import GIB
+from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.policies import make_policy
+from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent
 from qserve.engine.request_rows import RequestRows
@@ -46,6 +48,7 @@ class _Flight(NamedTuple):
     """A step on the device."""
 
     plan: StepPlan
+    prompts: PromptPlan | None  # whose log probabilities it tells
     handle: StepHandle
     launched: float
 
@@ -69,9 +72,11 @@ class Engine:
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
         self.model_config = ModelConfig.from_folder(config.model)
         self.max_model_len = _pick_length(config, self.model_config)
-        self.model_config.rope.check_length(self.max_model_len)
+        self.model_config.check_length(self.max_model_len)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
-        num_pages = self._pick_num_pages()
+        largest_step = self._largest_step()
+        self.workers.compile_kernels(largest_step)
+        num_pages = self._pick_num_pages(largest_step)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         longest_step = min(
             self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
@@ -83,7 +88,12 @@ class Engine:
             num_pages * self.runner.bytes_per_page / GIB,
             self.runner.kv_format,
         )
-        self.workers.prepare(num_pages, longest_step, max_num_seqs, self.max_model_len)
+        logger.info(
+            "Maximum concurrency for %d tokens per request: %.2fx",
+            self.max_model_len,
+            num_pages * config.block_size / self.max_model_len,
+        )
+        self.workers.prepare(num_pages, longest_step)
         self.scheduler = Scheduler(
             PagePool(num_pages, config.block_size, self._host_pages()),
             max_num_seqs=max_num_seqs,
@@ -91,6 +101,7 @@ class Engine:
             policy=policy,
             prefix_caching=config.enable_prefix_caching,
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+            window=self.model_config.longest_window,
         )
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)
@@ -101,7 +112,8 @@ class Engine:
         self._unreported = NO_STEP  # what the last step did
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
-            self._max_in_flight = 0 if self.workers.computes_in_launch else 1
+            ahead = config.async_scheduling and not self.workers.computes_in_launch
+            self._max_in_flight = int(ahead)
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
@@ -161,7 +173,8 @@ class Engine:
             request_id=request_id,
             token_ids=list(prompt_token_ids),
             num_prompt_tokens=length,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            # A prompt alone (0) also needs a step that samples: its token is dropped.
+            max_tokens=room if params.max_tokens is None else min(max(params.max_tokens, 1), room),
             params=params,
             seed=seed,
             stop_token_ids=frozenset(params.stop_token_ids),
@@ -171,6 +184,8 @@ class Engine:
             priority=handling.priority,
             cache_salt=handling.cache_salt,
             arrived=self._clock() if arrived is None else arrived,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+            reads_cache=params.prompt_logprobs is None,
         )
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -196,11 +211,17 @@ class Engine:
             )
         if plan.chunks:
             step = StepInput.build(plan, page_size=self.config.block_size, rows=self._rows)
+            prompts = plan_prompt_rows(plan)
+            if prompts is not None:
+                step = replace(step, prompt_rows=prompts.rows)
             launched = self._clock()
-            self._in_flight.append(_Flight(plan, self.workers.launch(step), launched))
+            handle = self.workers.launch(step)
+            self._in_flight.append(_Flight(plan, prompts, handle, launched))
         due = self._max_in_flight if plan.chunks else 0
         while len(self._in_flight) > due:
             flight = self._in_flight.popleft()
+            if flight.prompts is not None:
+                flight.handle.prompts.give_to(flight.prompts)
             sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
             self._measure(flight, has_waited=bool(sampled))
             events += self.scheduler.update(flight.plan, sampled, logprobs)
@@ -212,6 +233,10 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget what KV pages hold: requests that come find none. Running ones go on."""
         self.scheduler.reset_prefix_cache()
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of work, of 0.1 s at most, that a start left. Returns False where none is."""
+        return self.workers.capture_next()
 
     def report(self) -> EngineReport:
         """What the engine holds now, and what the last step did, unless that was told before."""
@@ -292,11 +317,11 @@ class Engine:
         self.runner.offload_pages(num_slots)
         return HostPages(num_slots)
 
-    def _pick_num_pages(self) -> int:
+    def _pick_num_pages(self, largest_step: StepInput) -> int:
         config = self.config
         if config.num_gpu_blocks_override is not None:
             return config.num_gpu_blocks_override
-        fits = self.workers.num_pages_that_fit(self._largest_step())
+        fits = self.workers.num_pages_that_fit(largest_step)
         # More than this can never be in use.
         return min(fits, config.max_num_seqs * -(-self.max_model_len // config.block_size))
 

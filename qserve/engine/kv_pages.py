@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from qserve.engine.host_pages import HostPages, PageMoves
 
+# In a block table: a page that was given back, since no query sees its positions any more.
+NULL_PAGE = -1
+
 
 class PagePool:
     """Hands out page numbers 0..num_pages-1.
@@ -68,7 +71,11 @@ class PagePool:
 
     def num_shared(self, block_table: list[int]) -> int:
         """How many pages of a table others hold too: giving it back does not free them."""
-        return sum(self._num_holders[page] > 1 for page in block_table)
+        return sum(page != NULL_PAGE and self._num_holders[page] > 1 for page in block_table)
+
+    def num_alone(self, block_table: list[int]) -> int:
+        """How many pages of a table nobody else holds: giving it back frees them."""
+        return sum(page != NULL_PAGE and self._num_holders[page] == 1 for page in block_table)
 
     def share_(self, block_table: list[int], pages: Sequence[int]) -> None:
         """Add pages that `match` found. Before anything else is taken, or they may be evicted."""
@@ -117,6 +124,8 @@ class PagePool:
     def release_(self, block_table: list[int]) -> None:
         """Give back every page of `block_table` and empty it."""
         for page in reversed(block_table):
+            if page == NULL_PAGE:
+                continue
             self._num_holders[page] -= 1
             if self._num_holders[page]:
                 continue
@@ -126,14 +135,25 @@ class PagePool:
                 self._cached[page] = None
         block_table.clear()
 
+    def give_back_(self, block_table: list[int], first_visible: int) -> None:
+        """Release the pages whose positions all stand before `first_visible`."""
+        index = first_visible // self.page_size - 1
+        left = []
+        while index >= 0 and block_table[index] != NULL_PAGE:
+            left.append(block_table[index])
+            block_table[index] = NULL_PAGE
+            index -= 1
+        self.release_(left[::-1])
+
     def take_moves(self) -> PageMoves | None:
         """What has to be copied between device and host before the next step, if anything."""
         return None if self.host is None else self.host.take_moves()
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Assert that holders, keys and free pages are those of `block_tables`."""
-        held = Counter(page for table in block_tables for page in table)
-        if any(len(set(table)) < len(table) for table in block_tables):
+        tables = [[page for page in table if page != NULL_PAGE] for table in block_tables]
+        held = Counter(page for table in tables for page in table)
+        if any(len(set(table)) < len(table) for table in tables):
             raise AssertionError(f"a table lists a KV page twice: {block_tables}")
         if [held[page] for page in range(self.num_pages)] != self._num_holders:
             raise AssertionError(f"KV pages held by {held}, counted {self._num_holders}")

@@ -7,7 +7,7 @@ sampled the host learns later; its page waits for that.
 
 from collections.abc import Collection
 
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.prefix_keys import extend_keys, root_key
 from qserve.engine.request import Request
 
@@ -93,7 +93,9 @@ class PrefixCache:
         if len(request.page_keys) < num_full:
             self._extend_keys(request)
         for index in range(request.num_published, num_full):
-            self.pool.publish(request.block_table[index], request.page_keys[index])
+            page = request.block_table[index]
+            if page != NULL_PAGE:  # it has left the window already
+                self.pool.publish(page, request.page_keys[index])
         request.num_published = num_full
 
     def take_counts(self) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from qserve.engine.messages import (
     StartFailed,
 )
 from qserve.engine.request import RequestEvent
+from qserve.engine.start_phases import phase
 from qserve.log_limit import limit_logging
 
 ENGINE = "qserve.engine.engine:Engine"
@@ -154,7 +155,9 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
         raise ClientGone
     try:
         module, _, name = engine_path.partition(":")
-        engine = getattr(importlib.import_module(module), name)(message.config)
+        with phase("Importing the engine"):
+            make = getattr(importlib.import_module(module), name)
+        engine = make(message.config)
     except InputError as error:
         failure = StartFailed(subject=error.subject, problem=error.problem, remedy=error.remedy)
     except Exception as error:
@@ -178,6 +181,8 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
     num_taken = 0
     while not (engine.has_work() and (inbox.empty() or num_taken >= MESSAGES_PER_STEP)):
         num_taken += 1
+        while inbox.empty() and engine.use_idle_time():
+            pass
         line.busy_since = None
         message = inbox.get()
         line.busy_since = time.perf_counter()

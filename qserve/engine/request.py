@@ -9,11 +9,12 @@ from qserve.sampling_params import SamplingParams
 
 
 class TokenLogprobs(NamedTuple):
-    """The model's log probabilities where one token was drawn; the likeliest tokens come first."""
+    """The model's log probabilities where one token stands; the likeliest tokens come first."""
 
-    logprob: float  # of the drawn token
+    logprob: float  # of the token
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int | None = None  # of the token, 1 the likeliest; None: not known, of drawn tokens
 
 
 class RequestEvent(NamedTuple):
@@ -30,6 +31,8 @@ class RequestEvent(NamedTuple):
     error: str = ""  # the reason, where finish_reason is "error"
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
     num_cached: int = 0  # tokens of the prompt that were not computed: their KV pages were there
+    # one for each token of the prompt, None for its first: with the first event, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 Flow = tuple[str, str]  # client, group
@@ -75,6 +78,8 @@ class Request:
     num_published: int = 0  # of its pages: others can find them
     num_cached: int = 0  # tokens that were in the cache when it was first admitted
     row: int = -1  # of the step arrays (request_rows.py); -1: none
+    num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
+    prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
 
     @property
     def flow(self) -> Flow:
@@ -114,12 +119,14 @@ class Request:
         Returns the event of all of them, final or not.
         """
         self.num_pending -= len(sampled)
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs, self.prompt_logprobs = (None, *self.prompt_logprobs), None
         num_output = len(self.token_ids) - self.num_prompt_tokens
         min_tokens, count = self.params.min_tokens, 0
         reason, stop_token, by_token = None, None, False
-        for token in sampled:
-            may_end = num_output + count >= min_tokens
-            count += 1
+        for count, token in enumerate(sampled, start=1):
+            may_end = num_output + count > min_tokens
             if may_end and token in self.stop_token_ids:
                 reason, stop_token, by_token = "stop", token, True
             elif may_end and token in self.eos_token_ids:
@@ -128,10 +135,20 @@ class Request:
                 reason = "length"
             if reason is not None:
                 break
+        if self.params.max_tokens == 0:  # it was sampled to have an end, and nobody wants it
+            count, reason, stop_token, by_token = 0, "length", None, False
         taken = tuple(sampled[:count])
         self.token_ids += taken
         if logprobs:
             logprobs = tuple([each for each in logprobs[:count] if each is not None])
         return RequestEvent(
-            self.request_id, taken, reason, stop_token, by_token, "", logprobs, self.num_cached
+            self.request_id,
+            taken,
+            reason,
+            stop_token,
+            by_token,
+            "",
+            logprobs,
+            self.num_cached,
+            prompt_logprobs,
         )

@@ -83,7 +83,8 @@ class RequestRows:
         if count > width:
             wider = table_width(max(count, 2 * width))
             self.tables_NX = np.pad(self.tables_NX, ((0, 0), (0, wider - width)))
-        self.tables_NX[row, known:count] = block_table[known:]
+        # kernels read nothing of pages that were given back, but need a number
+        self.tables_NX[row, known:count] = np.maximum(block_table[known:], 0)
         self._num_pages_N[row] = count
 
 

@@ -56,11 +56,14 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        window: int | None = None,
         policy: Policy | None = None,
         prefix_caching: bool = True,
         pace: StepPace | None = None,
     ) -> None:
-        """`pace` limits what prompts add to steps that decode.
+        """`window`: keys that a query sees, itself included, in the layer where it sees most.
+
+        `pace` limits what prompts add to steps that decode.
 
         Raises InputError where a step could not hold one token of every request.
         """
@@ -76,6 +79,7 @@ class Scheduler:
         self.pace = pace
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.window = window
         self.waiting = WaitingLevels()
         self.running: list[Request] = []  # by level; of one level the last gives way first
         self._begun: list[Request] = []  # of these, in a step, those with a prompt to compute
@@ -270,6 +274,8 @@ class Scheduler:
                 request, index, step
             ):
                 continue
+            if self.window is not None:
+                self._leave_window(request, start)
             request.num_computed = end
             request.num_pending += 1
             chunks.append(Chunk(request, start, 1, 1))
@@ -378,6 +384,8 @@ class Scheduler:
     def _take(self, request: Request, count: int, step: _Step) -> int:
         """Add the next `count` tokens of a request to the step. Returns `count`."""
         start = request.num_computed
+        if self.window is not None:
+            self._leave_window(request, start)
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled
@@ -386,6 +394,13 @@ class Scheduler:
         # From here on: a layer writes all keys of a step before any of them is read.
         self.cache.publish(request)
         return count
+
+    def _leave_window(self, request: Request, start: int) -> None:
+        """Give back the pages that no query from position `start` on sees.
+
+        A step in flight may still read them: who gets them writes after it.
+        """
+        self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
 
     def _make_room(self, request: Request, index: int, step: _Step) -> bool:
         """Own pages for one more position, pushing out younger requests where needed.

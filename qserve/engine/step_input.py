@@ -27,6 +27,15 @@ class HistoryFill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """Rows of a step that tell log probabilities of prompts (prompt_logprobs.py)."""
+
+    rows: np.ndarray  # int64, of T
+    targets: np.ndarray  # int64: the token that follows each
+    num_alternatives: int  # the most that any asks for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step, on the host."""
 
@@ -45,6 +54,7 @@ class StepInput:
     sample_bias_E: np.ndarray  # int64: the biases that these words speak of
     history_fills: tuple[HistoryFill, ...] = ()
     page_moves: PageMoves | None = None  # copies of KV pages that come before all else
+    prompt_rows: PromptRows | None = None
 
     @property
     def num_tokens(self) -> int:

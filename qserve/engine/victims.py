@@ -19,8 +19,7 @@ def cheapest_victim(running: Sequence[Request], pool: PagePool) -> Request | Non
     candidates = [
         request
         for request in running
-        if request.level == running[-1].level
-        and pool.num_shared(request.block_table) < len(request.block_table)
+        if request.level == running[-1].level and pool.num_alone(request.block_table)
     ]
     return min(reversed(candidates), key=lambda each: num_lost(each, pool), default=None)
 
@@ -37,7 +36,7 @@ def places_of(
         if victim.num_bypasses >= max_bypasses:
             continue
         victims.append(victim)
-        num_free += len(victim.block_table) - pool.num_shared(victim.block_table)
+        num_free += pool.num_alone(victim.block_table)
         if num_free >= pool.pages_for(request.num_tokens):
             return victims
     return None

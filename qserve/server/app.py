@@ -12,7 +12,6 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError
 from qserve import __version__
 from qserve.config import EngineConfig, ServerConfig
@@ -153,8 +152,6 @@ async def _load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
 ) -> tuple[Tokenizer, EngineSupervisor]:
     """The tokenizer here and the model in its process, side by side."""
-    # A mistyped folder is named as such, not by what its lack does to the tokenizer.
-    read_json(Path(config.model) / CONFIG)
     starting = asyncio.create_task(
         EngineSupervisor.start(
             config,
@@ -166,13 +163,21 @@ async def _load(
         )
     )
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, config.model)
         return tokenizer, await starting
     except BaseException:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, InputError):
             await (await starting).close()
         raise
+
+
+def _load_tokenizer(folder: str) -> Tokenizer:
+    from formats.checkpoint import CONFIG, read_json  # loads torch: beside the engine, not before
+
+    # A mistyped folder is named as such, not by what its lack does to the tokenizer.
+    read_json(Path(folder) / CONFIG)
+    return Tokenizer(folder)
 
 
 def _start_worker(

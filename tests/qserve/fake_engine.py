@@ -71,6 +71,9 @@ class FakeEngine:
         self._journal(f"abort {request_id}")
         self._running.pop(request_id, None)
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self._running)
 

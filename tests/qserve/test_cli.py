@@ -15,6 +15,11 @@ from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
 
 ENGINE_FLAGS = {
+    "--async-scheduling",
+    "--no-async-scheduling",
+    "--compile-processes",
+    "--kv-cache-memory",
+    "--max-seq-len-to-capture",
     "--block-size",
     "--cpu-kv-cache-memory",
     "--device",

@@ -147,16 +147,17 @@ class Simulation:
         for chunk in plan.chunks:
             request, table = chunk.request, chunk.request.block_table
             writers = set()
-            for position in range(chunk.end):
+            first = max(0, chunk.start - (self.scheduler.window or chunk.end) + 1)
+            for position in range(first, chunk.end):
                 writer, at = self.memory[table[position // size]][position % size]
                 assert at == position, "a key was lost or overwritten"
                 writers.add(writer)
             for writer in writers - {request}:
-                last = max(p for p in range(chunk.end) if self.writer(table, p) is writer)
+                last = max(p for p in range(first, chunk.end) if self.writer(table, p) is writer)
                 assert writer.token_ids[: last + 1] == request.token_ids[: last + 1]
                 assert len(request.token_ids) > last, "read by one whose token is not known"
                 assert writer.cache_salt == request.cache_salt
-            in_step = {self.writer(table, p) for p in range(chunk.start)} & {
+            in_step = {self.writer(table, p) for p in range(first, chunk.start)} & {
                 each.request for each in plan.chunks if each.start < chunk.start
             }
             self.num_shared_in_step += bool(in_step - {request})
