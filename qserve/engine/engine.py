@@ -19,7 +19,7 @@ from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
-from qserve.engine.request import Request, RequestEvent
+from qserve.engine.request import Request, RequestEvent, Status
 from qserve.engine.request_rows import RequestRows
 from qserve.engine.scheduler import Scheduler, StepPlan
 from qserve.engine.step_input import StepInput
@@ -173,14 +173,46 @@ class Engine:
             prompts = plan_prompt_rows(plan)
             if prompts is not None:
                 step = replace(step, prompt_rows=prompts.rows)
-            self._in_flight.append((plan, prompts, self.workers.launch(step)))
+            try:
+                self._in_flight.append((plan, prompts, self.workers.launch(step)))
+            except torch.OutOfMemoryError as error:
+                # What is in flight first: it may hold tokens of the same requests.
+                return self._ended(self._take_results(0) + self._fail(plan, error))
+        return self._ended(self._take_results(self._max_in_flight if plan.chunks else 0))
+
+    def _take_results(self, num_left: int) -> list[RequestEvent]:
+        """Wait for the steps in flight, the oldest first, but the last `num_left`."""
         events: list[RequestEvent] = []
-        due = self._max_in_flight if plan.chunks else 0
-        while len(self._in_flight) > due:
+        while len(self._in_flight) > num_left:
             planned, prompts, handle = self._in_flight.popleft()
             if prompts is not None:
                 handle.prompts.give_to(prompts)
             events += self.scheduler.update(planned, handle.result(), handle.logprobs())
+        return events
+
+    def _fail(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[RequestEvent]:
+        """End the requests of a step that the device had no memory for. The others go on."""
+        self.workers.free_unused()
+        reason = (
+            f"the device ran out of memory in a step of {plan.num_tokens} tokens; lower"
+            " --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization"
+        )
+        logger.error("%s: %s", reason, str(error).partition("\n")[0])
+        events = []
+        for request in {chunk.request: None for chunk in plan.chunks}:
+            if request.status is not Status.FINISHED:
+                self.scheduler.finish(request)
+                event = RequestEvent(
+                    request_id=request.request_id,
+                    token_ids=(),
+                    finish_reason="error",
+                    error=reason,
+                )
+                events.append(event)
+        return events
+
+    def _ended(self, events: list[RequestEvent]) -> list[RequestEvent]:
+        """Forget the requests that events end. Returns the events."""
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request_id, None)
