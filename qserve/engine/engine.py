@@ -286,10 +286,12 @@ def _step_facts(plan: StepPlan) -> dict[str, Any]:
 
 
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:
-    length = model.max_position if config.max_model_len is None else config.max_model_len
-    if not 2 <= length <= model.max_position:
+    longest, source = model.context.length, model.context.source
+    length = longest if config.max_model_len is None else config.max_model_len
+    if not 2 <= length <= longest:
         raise InputError(
             "--max-model-len",
-            f"expected 2 to {model.max_position} (the model's limit), found {length}",
+            f"expected 2 to {longest} (config.json: {source}), found {length}",
         )
+    logger.info("Using max model len %d (config.json: %d by %s)", length, longest, source)
     return length

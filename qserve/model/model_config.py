@@ -13,6 +13,7 @@ from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
+from qserve.model.context_length import ContextLength
 from qserve.model.rope import RopeConfig
 
 
@@ -31,7 +32,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
-    max_position: int
+    context: ContextLength
     tied_head: bool
     windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
     dtype: torch.dtype  # that the checkpoint states
@@ -68,7 +69,7 @@ class ModelConfig:
             problem = f"transformers refuses it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
         try:
-            return cls._from_config(family, config, block, Path(folder))
+            return cls._from_config(family, config, raw, block, Path(folder))
         except InputError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -77,9 +78,14 @@ class ModelConfig:
 
     @classmethod
     def _from_config(
-        cls, family: Family, config: Any, block: dict | None, folder: Path
+        cls,
+        family: Family,
+        config: Any,
+        raw: Mapping[str, Any],
+        block: dict | None,
+        folder: Path,
     ) -> "ModelConfig":
-        """The same, of transformers' config and the quantization block."""
+        """The same, of transformers' config, config.json as it is, and the quantization block."""
         activation = getattr(config, family.activation_key)
         if activation != family.activation:
             raise InputError(
@@ -89,6 +95,7 @@ class ModelConfig:
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         windows = _windows(config, family.window)
+        ropes = _ropes(config, family, head_dim, windows)
         return cls(
             family=family,
             values=config.to_dict(),
@@ -100,8 +107,8 @@ class ModelConfig:
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            ropes=_ropes(config, family, head_dim, windows),
-            max_position=config.max_position_embeddings,
+            ropes=ropes,
+            context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
             windows=windows,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,

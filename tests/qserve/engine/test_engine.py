@@ -203,3 +203,28 @@ def test_a_context_beyond_the_limit_runs_in_no_graph(make_engine, monkeypatch):
     graphs = engine.runner.graphs
     assert graphs.key_for(make_step([1], max_context_len=40)) is not None
     assert graphs.key_for(make_step([1], max_context_len=41)) is None
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_an_output_of_one_token_takes_no_decode_step(make_engine, monkeypatch, in_flight):
+    engine = make_engine(steps_in_flight=in_flight)
+    launch, counts = engine.workers.launch, []
+    monkeypatch.setattr(
+        engine.workers, "launch", lambda step: (counts.append(step.num_tokens), launch(step))[1]
+    )
+    one = SamplingParams(max_tokens=1, temperature=0)
+    engine.add_request("a", [5, 6, 7], one)
+    engine.add_request("b", [5, 6, 7, 8], one)
+    assert [len(tokens(events)) for events in run_out(engine).values()] == [1, 1]
+    assert counts == [7]
+
+
+def test_async_scheduling_can_be_off(make_engine, docs_5m, monkeypatch):
+    from qserve.engine.workers import WorkerGroup
+
+    monkeypatch.setattr(WorkerGroup, "computes_in_launch", False)
+    for on in (True, False):
+        config = EngineConfig(
+            model=str(docs_5m), device="cpu", num_gpu_blocks_override=9, async_scheduling=on
+        )
+        assert Engine(config)._max_in_flight == on
