@@ -294,6 +294,10 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
     names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
     names.append("--" + field.name.replace("_", "-"))
     help_text = field.metadata["help"]
+    if hint is bool and field.default:
+        action = argparse.BooleanOptionalAction
+        parser.add_argument(*names, action=action, default=True, help=help_text)
+        return
     if hint is bool:
         # What is on already needs a flag that turns it off.
         action = argparse.BooleanOptionalAction if field.default else "store_true"

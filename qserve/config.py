@@ -97,6 +97,29 @@ class EngineConfig:
     cpu_kv_cache_memory: float = setting(
         1.0, "GiB for KV pages when running on a CPU", low=0, high=2**20
     )
+    enable_prefix_caching: bool = setting(
+        True, "keep KV pages of finished requests for others that begin with the same tokens"
+    )
+    kv_offload_gb: float = setting(
+        0.0,
+        "GiB of the host's memory for KV pages that the device has no room for any more",
+        low=0,
+        high=2**20,
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "who is computed next: fcfs, priority (a request's field, lower first), prefill-first,"
+        " longest-prefix, controlled (one phase at a time), or module:Class with your own",
+    )
+    prefill_batch_size: int = setting(
+        1, "prompts that --scheduling-policy controlled computes together", low=1
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        "milliseconds from a token to its next that prompts must not make longer: they are cut into"
+        " chunks that fit",
+        low=0.1,
+    )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
     max_seq_len_to_capture: int | None = setting(
         None,
@@ -180,6 +203,12 @@ class ServerConfig:
     )
     restart_engine: int = setting(
         0, "times that a dead engine is started again; meanwhile: 503 with Retry-After", low=0
+    )
+    cache_salt_by_key: bool = setting(
+        False, "share KV pages of equal prompts only between requests with the same API key"
+    )
+    enable_cache_reset: bool = setting(
+        False, "let clients empty the prefix cache: POST /reset_prefix_cache"
     )
     chat_special_tokens: bool = setting(
         False,

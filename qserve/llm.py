@@ -94,6 +94,10 @@ class LLM:
             for output, each in zip(outputs, conversations, strict=True)
         ]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV pages of earlier prompts: those that come find none."""
+        self.engine.reset_prefix_cache()
+
     def encode(self, *arguments: Any, **settings: Any) -> NoReturn:
         """vLLM's name for pooled hidden states, which this engine does not give."""
         raise InputError(

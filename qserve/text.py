@@ -305,6 +305,7 @@ class TextDelta:
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: of token_ids, less a hidden end
+    num_cached: int = 0  # tokens of the prompt that were not computed
 
 
 class TextStream:
@@ -342,7 +343,12 @@ class TextStream:
                 return self._end_at(stop, shown, event, index + 1)
         logprobs = event.logprobs[:num_visible]
         if event.finish_reason is None:
-            return TextDelta(text="".join(shown), token_ids=event.token_ids, logprobs=logprobs)
+            return TextDelta(
+                text="".join(shown),
+                token_ids=event.token_ids,
+                logprobs=logprobs,
+                num_cached=event.num_cached,
+            )
         text, stop = self._take(self._detokenizer.flush())
         shown.append(text)
         if stop is not None and event.finish_reason != "error":
@@ -355,6 +361,7 @@ class TextStream:
             finish_reason=event.finish_reason,
             stop_reason=event.stop_token,
             logprobs=logprobs,
+            num_cached=event.num_cached,
         )
 
     def _end_at(self, stop: str, shown: list[str], event: RequestEvent, count: int) -> TextDelta:
@@ -366,6 +373,7 @@ class TextStream:
             finish_reason="stop",
             stop_reason=stop,
             logprobs=event.logprobs[:count],
+            num_cached=event.num_cached,
         )
 
     def _take(self, new: str) -> tuple[str, str | None]:

@@ -24,12 +24,14 @@ from qserve.engine.messages import (
     FromEngine,
     Ready,
     Refused,
+    ResetPrefixCache,
     Start,
     StartFailed,
 )
 from qserve.engine.process import ENGINE
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
@@ -106,6 +108,7 @@ class _Output:
             ended_by_token=last.ended_by_token,
             error=last.error,
             logprobs=logprobs,
+            num_cached=last.num_cached,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -179,6 +182,7 @@ class EngineClient:
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
+        handling: Handling = DEFAULT,
     ) -> AsyncIterator[RequestEvent]:
         """Run one request; the last of its events has a finish_reason, "error" if the engine dies.
 
@@ -203,6 +207,7 @@ class EngineClient:
                 sent=time.perf_counter(),
                 client=client,
                 group=group,
+                handling=handling,
             )
             await self._send(add)
             finished = False
@@ -231,6 +236,11 @@ class EngineClient:
         """Drop a request that has not finished; an unknown id is ignored."""
         if self._outputs.pop(request_id, None) is not None and self.is_alive:
             self._writer.write(messages.encode(Abort(request_id=request_id)))
+
+    def reset_prefix_cache(self) -> None:
+        """Let requests that come after this find no KV pages of earlier ones."""
+        if self.is_alive:
+            self._writer.write(messages.encode(ResetPrefixCache()))
 
     async def close(self) -> None:
         """End the process: it leaves when the socket closes; else it is told to, then killed."""

@@ -15,6 +15,7 @@ from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.page_copies import PageCopies
 from qserve.engine.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
@@ -69,6 +70,7 @@ class ModelRunner:
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
+        self._page_copies: PageCopies | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -135,6 +137,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
+        self._move_pages(step)
         key = prompts = None
         if self.graphs is not None and step.prompt_rows is None:
             key = self.graphs.key_for(step)
@@ -151,12 +154,12 @@ class ModelRunner:
             logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
             if step.prompt_rows is not None:
                 prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
-        if not step.sample_rows:
+        if not step.num_sampled:
             self._last_samples = None
             return StepHandle(prompts=prompts)
         for fill in step.history_fills:
             self._history.fill_(fill)
-        settings = SampleSettings.of(step.sample_rows)
+        settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
         samples = ops.sample_(logits_SV, settings.to(self.device), self._history.table)
         # A failed row's request may be in the next step already: its token must be a valid index.
         self._last_samples = samples.tokens_S.clamp(min=0)
@@ -169,10 +172,18 @@ class ModelRunner:
             )
         return StepHandle(
             tokens=HostCopy(samples.tokens_S),
-            num_logprobs=tuple(row.num_logprobs for row in step.sample_rows),
+            num_logprobs=() if log_probabilities is None else step.num_logprobs,
             log_probabilities=log_probabilities,
             prompts=prompts,
         )
+
+    def offload_pages(self, num_slots: int) -> None:
+        """Have room for so many KV pages in the host's memory. The device's are there already."""
+        self._page_copies = PageCopies(self.caches, num_slots, self.device)
+
+    def _move_pages(self, step: StepInput) -> None:
+        if step.page_moves is not None:
+            self._page_copies.run(step.page_moves)
 
     def _sampling_logits(self, batch: Batch) -> torch.Tensor:
         """Logits [S, V] of the rows that sample."""
@@ -197,6 +208,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
+        self._move_pages(step)
         return self.decoder.logits(self.forward(Batch.of(step, self.device))).float()
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -28,6 +28,7 @@ from qserve.engine.messages import (
     FromEngine,
     Ready,
     Refused,
+    ResetPrefixCache,
     Start,
     StartFailed,
 )
@@ -194,6 +195,7 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
                     message.sent,
                     client=message.client,
                     group=message.group,
+                    handling=message.handling,
                 )
             except InputError as error:
                 refusal = Refused(
@@ -207,6 +209,8 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
             engine.abort(message.request_id)
             if not engine.has_work():
                 _send(line, [], engine)  # no step will come to tell it
+        elif isinstance(message, ResetPrefixCache):
+            engine.reset_prefix_cache()
         else:
             raise ClientGone
 

@@ -80,6 +80,8 @@ def build_app(
         admission=admission,
         preparation=preparation or Preparation(),
         metrics=metrics,
+        salt_by_key=config.cache_salt_by_key,
+        resets_cache=config.enable_cache_reset,
     )
     app.include_router(router)
     add_error_handlers(app)

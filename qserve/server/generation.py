@@ -27,6 +27,7 @@ class Output:
 
     text: str = ""
     num_tokens: int = 0
+    num_cached: int = 0  # tokens of the prompt that were not computed
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: list[str] = field(default_factory=list)
@@ -36,6 +37,7 @@ class Output:
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
         self.num_tokens += len(delta.token_ids)
+        self.num_cached = delta.num_cached
         self.token_ids += delta.token_ids[: len(delta.logprobs)]
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
@@ -108,7 +110,13 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
     request_id = f"{job.request_id}-{index}"
     with service.metrics.output(job.arrived, len(prompt)) as meter:
         events = service.client.generate(
-            request_id, prompt, params, meter.take, client, group=job.request_id
+            request_id,
+            prompt,
+            params,
+            meter.take,
+            client,
+            group=job.request_id,
+            handling=job.handling,
         )
         async with aclosing(events):
             async for event in events:

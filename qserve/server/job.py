@@ -4,9 +4,10 @@ Making one blocks (parsing, the chat template, tokenizing), so routes do it in a
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
 from qserve.server.protocol import (
@@ -32,6 +33,7 @@ class Job:
     streams: bool
     streams_usage: bool
     arrived: float  # time.perf_counter() when the body had been read
+    handling: Handling = DEFAULT
 
     @property
     def num_choices(self) -> int:
@@ -45,6 +47,14 @@ class Job:
     def num_engine_tokens(self) -> int:
         """Prompt tokens that the engine is given: each prompt once for each of its outputs."""
         return self.num_prompt_tokens * self.params[0].n
+
+    def num_cached(self, of_choices: Mapping[int, int]) -> int:
+        """Prompt tokens that were cached, each prompt once: what the first of its outputs found.
+
+        The others find the first one's pages, which it did compute.
+        """
+        firsts = range(0, self.num_choices, self.params[0].n)
+        return sum(of_choices.get(index, 0) for index in firsts)
 
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters that the engine runs for one choice."""
@@ -141,6 +151,7 @@ def _job(
         streams=bool(request.stream),
         streams_usage=request.wants_usage,
         arrived=arrived,
+        handling=Handling(priority=request.priority or 0, cache_salt=request.cache_salt or ""),
     )
 
 

@@ -48,6 +48,8 @@ ADMITTED = {
 COUNTERS = {
     "engine_restarts": "Times that the engine was started again after its end.",
     "num_preemptions": "Times that an output gave its KV pages back, to be computed again.",
+    "prefix_cache_queries": "Tokens that were looked for in the prefix cache.",
+    "prefix_cache_hits": "Tokens that were found there, and so were not computed.",
     "prompt_tokens": "Prompt tokens of outputs that got a token, once for each output.",
     "generation_tokens": "Tokens that the engine made.",
 }
@@ -139,6 +141,9 @@ class Metrics:
             self._histograms["iteration_tokens_total"].observe(report.num_step_tokens)
         if report.num_preempted:
             self._counters["num_preemptions"].inc(report.num_preempted)
+        if report.num_prefix_queries:
+            self._counters["prefix_cache_queries"].inc(report.num_prefix_queries)
+            self._counters["prefix_cache_hits"].inc(report.num_prefix_hits)
         for seconds in report.queue_seconds:
             self._histograms["request_queue_time_seconds"].observe(seconds)
 

@@ -56,6 +56,12 @@ def _template_setting(value: Any) -> bool | int | float | str | None:
 TemplateSetting = Annotated[Any, BeforeValidator(_template_setting)]
 
 
+def _not_empty(value: str | None) -> str | None:
+    if value == "":
+        raise PydanticCustomError("text", "expected no empty text")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -133,6 +139,8 @@ class GenerationRequest(_Body):
 
     model: str | None = None
     user: str | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str | None, AfterValidator(_not_empty)] = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None

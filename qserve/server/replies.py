@@ -1,6 +1,7 @@
 """The JSON of successful replies, whole and in stream chunks. Pure: objects in, dicts out."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qserve.engine.request import TokenLogprobs
@@ -10,11 +11,12 @@ from qserve.server.logprobs import chat_logprobs, completion_logprobs
 from qserve.text import TextDelta, Tokenizer
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int) -> dict:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -54,8 +56,9 @@ class Reply:
             for index, output in enumerate(outputs)
         ]
         num_tokens = sum(output.num_tokens for output in outputs)
+        num_cached = {index: output.num_cached for index, output in enumerate(outputs)}
         return self._envelope(self.whole_object, choices) | {
-            "usage": usage(self.job.num_prompt_tokens, num_tokens)
+            "usage": usage(self.job.num_prompt_tokens, num_tokens, self.job.num_cached(num_cached))
         }
 
     def opening(self, index: int) -> dict | None:
@@ -66,9 +69,14 @@ class Reply:
     def chunk(self, index: int, delta: TextDelta) -> dict:
         return self._chunk(index, self._delta(delta), delta)
 
-    def usage_chunk(self, num_completion_tokens: int) -> dict:
-        """The chunk after all choices, for stream_options.include_usage."""
-        counts = usage(self.job.num_prompt_tokens, num_completion_tokens)
+    def usage_chunk(self, num_completion_tokens: int, num_cached: Mapping[int, int]) -> dict:
+        """The chunk after all choices, for stream_options.include_usage.
+
+        `num_cached`: the prompt tokens that each choice found in the cache.
+        """
+        counts = usage(
+            self.job.num_prompt_tokens, num_completion_tokens, self.job.num_cached(num_cached)
+        )
         return self._envelope(self.chunk_object, []) | {"usage": counts}
 
     def _chunk(self, index: int, fields: dict, delta: TextDelta) -> dict:

@@ -3,14 +3,16 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from qserve.server import generation
 from qserve.server.body import Body
+from qserve.server.cache_salt import salted_by_key
 from qserve.server.client_key import client_key
-from qserve.server.errors import engine_dead, json_response
+from qserve.server.errors import ApiError, engine_dead, json_response
 from qserve.server.event_stream import EventStream, while_connected
 from qserve.server.job import Job
 from qserve.server.replies import ChatReply, CompletionReply, Reply, model_card
@@ -55,6 +57,18 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, "chat", ChatReply)
 
 
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Let requests that come from now on find no KV pages of earlier ones."""
+    service = _service(request)
+    if not service.resets_cache:
+        raise ApiError(404, "This server was started without --enable-cache-reset.")
+    if not service.client.is_alive:
+        raise engine_dead(service.client.is_restarting)
+    service.client.reset_prefix_cache()
+    return Response()
+
+
 async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     service, client = _service(request), client_key(request.scope)
     with Body(request, client, service) as body:
@@ -63,6 +77,8 @@ async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
         if not service.client.is_alive:
             raise engine_dead(service.client.is_restarting)
         job = await service.preparation.job(client, service.model, route, content, arrived)
+    if service.salt_by_key:
+        job = replace(job, handling=salted_by_key(job.handling, request.headers))
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, client, job, reply))
@@ -75,10 +91,11 @@ async def _chunks(
     service: Service, client: str, job: Job, reply: Reply
 ) -> AsyncGenerator[dict, None]:
     opened: set[int] = set()
-    num_tokens = 0
+    num_tokens, num_cached = 0, {}
     async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
             num_tokens += len(delta.token_ids)
+            num_cached[index] = delta.num_cached
             if index not in opened:
                 opened.add(index)
                 opening = reply.opening(index)
@@ -87,7 +104,7 @@ async def _chunks(
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield reply.chunk(index, delta)
     if job.streams_usage:
-        yield reply.usage_chunk(num_tokens)
+        yield reply.usage_chunk(num_tokens, num_cached)
 
 
 def _service(request: Request) -> Service:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from qserve.engine.request import RequestEvent
+from qserve.handling import Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.admission import Admission
 from qserve.server.budget import Budget
@@ -37,7 +38,10 @@ class Client(Protocol):
         client: str,
         *,
         group: str,
+        handling: Handling,
     ) -> AsyncIterator[RequestEvent]: ...
+
+    def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class Service:
     admission: Admission
     preparation: Preparation
     metrics: Metrics
+    salt_by_key: bool = False  # KV pages are shared within an API key alone
+    resets_cache: bool = False  # on request of a client
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop
 

@@ -12,6 +12,7 @@ from formats.errors import InputError
 from qserve.engine import messages
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
+from qserve.handling import DEFAULT
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
 OUT_OF_MEMORY = 105
@@ -51,13 +52,20 @@ class FakeEngine:
             with open(path, "a") as file:
                 file.write(line + "\n")
 
-    def add_request(self, request_id, prompt_token_ids, params, arrived, *, client, group) -> None:
+    def add_request(
+        self, request_id, prompt_token_ids, params, arrived, *, client, group, handling
+    ) -> None:
         if prompt_token_ids[0] == REFUSED:
             raise InputError(f"request {request_id}", "can never run", "shorten it")
         self._journal(f"add {request_id}")
         if client or group:
             self._journal(f"{request_id} is of {client}, {group}")
+        if handling != DEFAULT:
+            self._journal(f"{request_id}: {handling}")
         self._running[request_id] = [list(prompt_token_ids), 0, params]
+
+    def reset_prefix_cache(self) -> None:
+        self._journal("reset")
 
     def abort(self, request_id) -> None:
         self._journal(f"abort {request_id}")

@@ -34,6 +34,12 @@ ENGINE_FLAGS = {
     "--max-num-seqs",
     "--num-gpu-blocks-override",
     "--seed",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--kv-offload-gb",
+    "--scheduling-policy",
+    "--prefill-batch-size",
+    "--target-itl-ms",
 }
 # Adding a flag means adding it here; renaming one breaks its users.
 FLAGS = {
@@ -62,6 +68,7 @@ FLAGS = {
         *("--host", "--port", "--served-model-name", "--api-key"),
         *("--max-num-queued-reqs", "--max-num-queued-tokens"),
         *("--max-body-bytes", "--max-connections", "--chat-special-tokens"),
+        *("--cache-salt-by-key", "--enable-cache-reset"),
         *("--engine-timeout", "--engine-step-timeout", "--restart-engine"),
     },
     "generate": ENGINE_FLAGS

@@ -55,6 +55,7 @@ def test_completion(server):
         "prompt_tokens": prompt,
         "completion_tokens": 3,
         "total_tokens": prompt + 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -106,7 +107,7 @@ def test_stream_ends_with_usage_when_asked(server, chunks, route):
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
 def test_usage_counts_tokens_of_merged_events(server, chunks, route, monkeypatch):
-    async def generate(request_id, prompt_token_ids, params, watch, client, *, group):
+    async def generate(request_id, prompt_token_ids, params, watch, client, **options):
         yield RequestEvent(request_id=request_id, token_ids=(5, 6, 7))
         yield RequestEvent(request_id=request_id, token_ids=(8, 9), finish_reason="length")
 

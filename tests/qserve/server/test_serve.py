@@ -292,6 +292,7 @@ def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
         "prompt_tokens": 2000,
         "completion_tokens": 1000,
         "total_tokens": 3000,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     wrong = httpx.post(f"{url}/v1/completions", json={**body, "top_p": 5}, timeout=GUARD)
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "top_p"
