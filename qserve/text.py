@@ -106,6 +106,13 @@ class Tokenizer:
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    @functools.cached_property
+    def special_affixes(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` adds before and behind a text."""
+        plain, whole = self.encode("a", False), self.encode("a", True)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
     def encode_plain(self, text: str) -> list[int]:
         """Text to token ids of which none is a control token, whatever the text holds."""
         ids = self._encode_plain(text)
@@ -130,6 +137,10 @@ class Tokenizer:
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=False)
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them, such as \u0120the."""
+        return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_text(self, token: int) -> str:
         """One token's text as it is behind others: at the start some decoders drop a space."""

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from formats.errors import InputError
@@ -146,12 +146,16 @@ class EngineClient:
         engine: str = ENGINE,
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
+        arguments: Sequence[str] = (),
     ) -> "EngineClient":
         """Start the process and wait for its model to load. Raises InputError if it cannot.
 
         `watch` gets what the engine tells of itself; the last report, of a dead one, is all zero.
+        `arguments` are further ones of the process.
         """
-        process, reader, writer = await start_child("qserve.engine.process", f"--engine={engine}")
+        process, reader, writer = await start_child(
+            "qserve.engine.process", f"--engine={engine}", *arguments
+        )
         client = cls(process, reader, writer, watch, limits or Limits())
         try:
             writer.write(messages.encode(Start(config=config)))

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 
 from formats.errors import InputError
-from qserve.engine import messages
+from qserve import logs
+from qserve.engine import cpu_threads, messages
 from qserve.engine.messages import (
     Abort,
     Add,
@@ -80,8 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="qserve.engine.process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # tests give their own
+    logs.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(arguments.log_level, arguments.log_format)
     limit_logging()
     line = _Line(socket.socket(fileno=arguments.fd))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -155,9 +157,11 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
         raise ClientGone
     try:
         module, _, name = engine_path.partition(":")
+        num_cores = len(os.sched_getaffinity(0))
+        config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
         with phase("Importing the engine"):
             make = getattr(importlib.import_module(module), name)
-        engine = make(message.config)
+        engine = make(config)
     except InputError as error:
         failure = StartFailed(subject=error.subject, problem=error.problem, remedy=error.remedy)
     except Exception as error:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 from formats.errors import InputError
@@ -53,12 +53,13 @@ class EngineSupervisor:
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
         on_restart: Callable[[], None] | None = None,
+        arguments: Sequence[str] = (),
     ) -> "EngineSupervisor":
         """Start the engine. Raises InputError if it cannot, however many `restarts` there are.
 
         `on_restart` is called whenever it runs again.
         """
-        options = {"engine": engine, "watch": watch, "limits": limits}
+        options = {"engine": engine, "watch": watch, "limits": limits, "arguments": arguments}
         supervisor = cls(config, restarts, options, on_restart)
         supervisor._client = await EngineClient.start(config, **options)
         supervisor._task = asyncio.create_task(supervisor._supervise())

@@ -43,6 +43,8 @@ class WorkerGroup:
         self._max_model_len = max_model_len
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         device = _pick_device(config.device)
+        if device.type == "cpu" and config.cpu_threads is not None:
+            torch.set_num_threads(config.cpu_threads)
         # Where no kernel was compiled yet, its processes start while the model is loaded.
         self._compile_pool = _compile_pool(config, device)
         try:

@@ -22,7 +22,6 @@ from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.server.admission import Admission
 
-PREFIX = "qserve"
 REASONS = ("stop", "length", "abort", "error")
 
 # of the engine's last report
@@ -87,7 +86,8 @@ HISTOGRAMS = {
 class Metrics:
     """All metrics of one server. Used on its event loop alone."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prefix: str = "qserve") -> None:
+        self._prefix = prefix
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         # A folder's name may have bytes that are no text.
@@ -102,14 +102,14 @@ class Metrics:
             for name, (text, bounds) in HISTOGRAMS.items()
         }
         finished = Counter(
-            f"{PREFIX}:request_success",
+            f"{self._prefix}:request_success",
             "Outputs that ended, by reason; abort: the client left.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._finished = {reason: finished.labels(self._model, reason) for reason in REASONS}
         self._responses = Counter(
-            f"{PREFIX}:http_requests",
+            f"{self._prefix}:http_requests",
             "HTTP requests by the route and the status of their answer; 499: the client left.",
             ["handler", "status"],
             registry=self._registry,
@@ -155,7 +155,9 @@ class Metrics:
         self._responses.labels(handler, str(status)).inc()
 
     def _make(self, kind: type, name: str, text: str, **options: object) -> object:
-        metric = kind(f"{PREFIX}:{name}", text, ["model_name"], registry=self._registry, **options)
+        metric = kind(
+            f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry, **options
+        )
         return metric.labels(self._model)
 
 

@@ -15,7 +15,7 @@ from qserve.engine.request import RequestEvent
 from qserve.handling import DEFAULT
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
-OUT_OF_MEMORY = 105
+OUT_OF_MEMORY, EATS_MEMORY = 105, 106
 VOCAB_SIZE = 8192
 NUM_PAGES = 77
 
@@ -40,11 +40,23 @@ class FakeEngine:
             messages.receive = self._no_room
         self._running = {}
         self._journal(f"pid {os.getpid()}")
+        self._journal(f"cpu_threads {config.cpu_threads}")
 
     @staticmethod
     def _no_room(connection, direction):
         connection.recv(1)
         raise MemoryError("no room")
+
+    def _eat(self) -> None:
+        """Take all memory that the system gives, down to the last kilobytes, and keep it."""
+        self.eaten, size = [], 2**24
+        while True:
+            try:
+                self.eaten.append(bytearray(size))
+            except MemoryError:
+                size //= 4
+                if size < 2**10:
+                    raise
 
     def _journal(self, line: str) -> None:
         path = os.environ.get("FAKE_ENGINE_JOURNAL")
@@ -89,6 +101,8 @@ class FakeEngine:
                 raise RuntimeError("CUDA error: illegal address\nat 0xdeadbeef")
             if prompt[0] == OUT_OF_MEMORY and count == 2:
                 raise MemoryError
+            if prompt[0] == EATS_MEMORY and count == 2:
+                self._eat()
             if prompt[0] == PROCESS_DIES and count == 2:
                 os._exit(9)
             if prompt[0] == STEP_HANGS:

@@ -149,7 +149,7 @@ def tokenizer(docs_5m) -> Tokenizer:
 
 @pytest.fixture
 def server(tokenizer) -> Server:
-    return Server(tokenizer, ServerConfig(served_model_name="tiny"))
+    return Server(tokenizer, ServerConfig(served_model_name=["tiny"]))
 
 
 @pytest.fixture
