@@ -82,8 +82,8 @@ def rope_write_kv_(
     """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
 
     With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. Rotated queries are
-    multiplied by `query_scales` [max position], float32, of their positions. `inputs_ready` says that
-    `positions` and `slots` were complete before the kernel in front of this one began, so that
+    multiplied by `query_scales` [max position], float32, of their positions. `inputs_ready` says
+    that `positions` and `slots` were complete before the kernel in front of this one began, so that
     they may be read while it still runs.
     """
     op = "rope_write_kv_"
