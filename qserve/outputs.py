@@ -62,6 +62,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: list[CompletionOutput]
     finished: bool = False
+    num_cached_tokens: int = 0  # of the prompt: their KV pages were there
     metrics: RequestTimes | None = None
 
 
@@ -105,6 +106,8 @@ class OutputBuilder:
             self.output.metrics = replace(self.output.metrics, first_token_time=now)
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = list(event.prompt_logprobs)
+        if index == 0:
+            self.output.num_cached_tokens = event.num_cached
         completion.token_ids += event.token_ids
         if event.logprobs:
             completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
