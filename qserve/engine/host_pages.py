@@ -58,12 +58,15 @@ class HostPages:
             self._stores[slot] = page
             self.num_stored += 1
 
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """Let nothing be stored in their place before the next step has loaded them."""
+        for key in keys:
+            self._slots.move_to_end(key)
+            self._loading.add(self._slots[key])
+
     def load(self, key: bytes, page: int) -> None:
         """Fill a page of the device with what is here, which stays."""
-        self._slots.move_to_end(key)
-        slot = self._slots[key]
-        self._loads.append((slot, page))
-        self._loading.add(slot)
+        self._loads.append((self._slots[key], page))
         self.num_loaded += 1
 
     def drop(self, key: bytes) -> None:

@@ -85,9 +85,12 @@ class PagePool:
             self._num_holders[page] += 1
         block_table.extend(pages)
 
-    def load_(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Fill new pages from the host with what their keys stand for, before the next step."""
-        for page, key in zip(pages, keys, strict=True):
+    def load_(self, block_table: list[int], keys: Sequence[bytes]) -> None:
+        """Add new pages that are filled from the host, before the next step, by their keys."""
+        self.host.keep(keys)  # taking pages stores others there
+        start = len(block_table)
+        self.grow_(block_table, (start + len(keys)) * self.page_size)
+        for page, key in zip(block_table[start:], keys, strict=True):
             self.host.load(key, page)
             self.publish(page, key)
 

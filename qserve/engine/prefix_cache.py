@@ -70,14 +70,13 @@ class PrefixCache:
         """Give a request its pages, for all of its tokens; those that hold them already first."""
         pool, table, keys = self.pool, request.block_table, self._wanted(request)
         pages = pool.match(keys)
-        num_loaded = self._num_on_host(keys, len(pages))
+        num_found = len(pages) + self._num_on_host(keys, len(pages))
         pool.share_(table, pages)
+        if num_found > len(pages):
+            pool.load_(table, keys[len(pages) : num_found])
         pool.grow_(table, request.num_tokens)
-        start, end = len(pages), len(pages) + num_loaded
-        if num_loaded:
-            pool.load_(table[start:end], keys[start:end])
-        request.num_published = end
-        request.num_computed = end * pool.page_size
+        request.num_published = num_found
+        request.num_computed = num_found * pool.page_size
         if self.enabled and not request.num_preemptions:
             request.num_cached = request.num_computed
             self._num_queries += request.num_tokens
@@ -140,9 +139,6 @@ class PrefixCache:
         return 0 if self.pool.host is None else self.pool.host.match(keys[start:])
 
     def _extend_keys(self, request: Request) -> None:
-        extend_keys(
-            request.page_keys,
-            request.token_ids,
-            page_size=self.pool.page_size,
-            root=root_key(salt=request.cache_salt, generation=self._generation),
-        )
+        keys = request.page_keys
+        last = keys[-1] if keys else root_key(salt=request.cache_salt, generation=self._generation)
+        extend_keys(keys, request.token_ids, page_size=self.pool.page_size, last=last)

@@ -21,14 +21,17 @@ def root_key(*, salt: str = "", adapter: str = "", generation: int = 0) -> bytes
 
 
 def extend_keys(
-    keys: list[bytes], token_ids: Sequence[int], *, page_size: int, root: bytes
+    keys: list[bytes], token_ids: Sequence[int], *, page_size: int, last: bytes
 ) -> None:
-    """Append the keys of the full pages of `token_ids` beyond those that `keys` has."""
+    """Append the keys of the full pages of `token_ids` beyond those that `keys` has.
+
+    `last`: the key before, which is the root where there is none yet.
+    """
     start = len(keys) * page_size
     num_pages = len(token_ids) // page_size
     data = memoryview(array(TOKEN, token_ids[start : num_pages * page_size])).cast("B")
     width = page_size * array(TOKEN).itemsize
-    key = keys[-1] if keys else root
+    key = last
     for offset in range(0, len(data), width):
         digest = sha256(key)
         digest.update(data[offset : offset + width])

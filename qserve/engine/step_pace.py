@@ -14,10 +14,12 @@ import numpy as np
 # to its end, if slowly.
 MIN_PROMPT_TOKENS = 64
 FORGET = 0.98  # the weight of a step among those after it: 50 steps count
-ERRORS_KEPT = 2.0  # mean errors of the prediction that are kept free below the target
+ERRORS_KEPT = 2.0  # mean relative errors of the prediction that are kept free below the target
 # A step that took more than so many times the prediction was held up by something else, such as
 # the compilation of a kernel; it counts as one that took so long.
 MAX_SURPRISE = 4.0
+# The variance of a factor that nothing is known of, in those of one step's measurement.
+UNKNOWN = 1000.0
 MIN_STEPS = 8  # before this the prediction is not trusted, and no step is called a surprise
 
 
@@ -50,7 +52,7 @@ class StepPace:
         """`target`: seconds that a running request may wait for its next token."""
         self.target = target
         self._factors = np.zeros(5)
-        self._covariance = np.eye(5)  # of the factors, in seconds: they are far below one
+        self._covariance = np.eye(5) * UNKNOWN
         self._mean_error = 0.0
         self._num_steps = 0
 
@@ -68,10 +70,11 @@ class StepPace:
         self._factors += gain * (seconds - self._factors @ features)
         covariance = (self._covariance - np.outer(gain, features @ self._covariance)) / FORGET
         # What no step has shown for long would be forgotten without bound.
-        self._covariance = covariance / max(1.0, covariance.diagonal().max())
+        self._covariance = covariance * min(1.0, UNKNOWN / covariance.diagonal().max())
         self._num_steps += 1
-        if self._num_steps > MIN_STEPS:
-            self._mean_error += (abs(seconds - predicted) - self._mean_error) * (1 - FORGET)
+        if self._num_steps > MIN_STEPS and predicted > 0:
+            error = abs(seconds / predicted - 1)
+            self._mean_error += (error - self._mean_error) * (1 - FORGET)
 
     def max_prompt_tokens(self, load: StepLoad, start: int, limit: int) -> int:
         """Tokens of a prompt, from its position `start` on, beside decodes that are planned."""
@@ -79,8 +82,7 @@ class StepPace:
             return limit  # nobody waits for a token
         if self._num_steps < MIN_STEPS:
             return min(limit, MIN_PROMPT_TOKENS)
-        spare = max(self.target / 2, self.target - ERRORS_KEPT * self._mean_error)
-        spare -= self.predict(load)
+        spare = self.target / (1 + ERRORS_KEPT * self._mean_error) - self.predict(load)
         # each token more costs its own work and that of the keys before it
         linear = max(self._factors[1], 1e-9) / 1e3 + max(self._factors[4], 0.0) * start / 1e7
         square = max(self._factors[4], 0.0) / 2 / 1e7

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from formats.checkpoint import CONFIG, read_json
+from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.text_part import has_text_part
 from qserve.model.context_length import ContextLength
 from qserve.model.rope import RopeConfig
 
@@ -59,6 +60,8 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
+        if has_text_part(raw):
+            raw = CheckpointReader(folder).config
         block = find_block(Path(folder), raw)
         family = family_of(raw)
         try:
