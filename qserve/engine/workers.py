@@ -63,7 +63,7 @@ class WorkerGroup:
             if config.load_format == "dummy":
                 source = DummySource(model, device, config.seed)
             else:
-                source = WeightSource(CheckpointReader(config.model), model)
+                source = WeightSource(CheckpointReader(config.model), model, device)
             decoder = load(
                 model,
                 source,
