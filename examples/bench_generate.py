@@ -167,9 +167,9 @@ def main() -> None:
             dtype=arguments.dtype,
             enforce_eager=arguments.enforce_eager,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            enable_prefix_caching=False,  # every prompt is measured several times
             max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
-            enable_prefix_caching=False,  # the same prompts are computed again and again
         )
         start_s = time.perf_counter() - started
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

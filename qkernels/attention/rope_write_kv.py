@@ -45,6 +45,7 @@ def rope_write_kv_(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """As ops.rope_write_kv_."""
@@ -60,6 +61,7 @@ def rope_write_kv_(
         k_norm_D=k_norm_D,
         eps=eps,
         interleaved=interleaved,
+        query_scales=query_scales,
         inputs_ready=inputs_ready,
     )
 
@@ -77,6 +79,7 @@ def _launch(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
     """Write k and v; with q, rotate q and k first. Returns the new q."""
@@ -112,6 +115,7 @@ def _launch(
             slots_T.contiguous(),
             None if q_norm_D is None else q_norm_D.contiguous(),
             None if k_norm_D is None else k_norm_D.contiguous(),
+            None if query_scales is None else query_scales.contiguous(),
             cache.k_pages,
             cache.v_pages,
             cache.k_scales,
@@ -160,6 +164,7 @@ def _rope_write_kv(
     slots_ptr,  # [T]
     q_norm_ptr,  # [D] or None
     k_norm_ptr,
+    query_scales_ptr,  # [max position] or None
     k_pages_ptr,  # [P, B, J, D]
     v_pages_ptr,
     k_scales_ptr,  # [P, B, J] with 8-bit KV, else None
@@ -221,6 +226,9 @@ def _rope_write_kv(
         q = _rotated(
             rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, INTERLEAVED, SUM
         )
+        if query_scales_ptr is not None:
+            scale = tl.load(query_scales_ptr + tl.load(positions_ptr + token).to(tl.int64))
+            q = (q.to(tl.float32) * scale).to(q_out_ptr.dtype.element_ty)
         tl.store(q_out_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=real)
         return
     if slot < 0:

@@ -301,13 +301,15 @@ class Engine:
     def _step_facts(self, plan: StepPlan) -> dict[str, Any]:
         """The fields of EngineReport that tell of a step."""
         now, cache = self._clock(), self.scheduler.cache
+        for request in plan.admitted:
+            request.queue_seconds = now - request.arrived
         looked_up = cache.take_counts()
         return {
             "num_step_tokens": plan.num_tokens,
             "num_preempted": len(plan.preempted),
             "num_prefix_queries": looked_up[0],
             "num_prefix_hits": looked_up[1],
-            "queue_seconds": tuple(now - request.arrived for request in plan.admitted),
+            "queue_seconds": tuple(request.queue_seconds for request in plan.admitted),
         }
 
     def _measure(self, flight: _Flight, has_waited: bool) -> None:

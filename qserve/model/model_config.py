@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
@@ -15,6 +15,7 @@ from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.text_part import has_text_part
 from qserve.model.context_length import ContextLength
+from qserve.model.filled_config import filled_config
 from qserve.model.rope import RopeConfig
 
 
@@ -67,7 +68,7 @@ class ModelConfig:
         try:
             # The block is ours to read: transformers would look for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = AutoConfig.for_model(plain.pop("model_type"), **plain)
+            config = SimpleNamespace(**filled_config(plain))
         except Exception as error:  # what a config class raises is not documented
             problem = f"transformers refuses it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
@@ -101,7 +102,7 @@ class ModelConfig:
         ropes = _ropes(config, family, head_dim, windows)
         return cls(
             family=family,
-            values=config.to_dict(),
+            values=vars(config),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -114,7 +115,7 @@ class ModelConfig:
             context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
             windows=windows,
-            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
+            dtype=_dtype(config.dtype),
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),
         )
@@ -131,6 +132,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         f"expected one of {', '.join(served)}, found {names!r:.200}",
         "a new family is a row of formats/families.py and a module of qserve/model/families",
     )
+
+
+def _dtype(name: str | None) -> torch.dtype:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def _windows(config: Any, kind: str) -> tuple[int | None, ...]:

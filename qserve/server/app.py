@@ -147,6 +147,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
             except asyncio.CancelledError:
                 return 0
         worker = None
+        metrics.describe_cache(engine_config)
         try:
             worker = _start_worker(client, tokenizer, config)
             stopping = threading.Event()

@@ -229,7 +229,7 @@ def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, erro
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [
-        ("/", "GET", 404),
+        ("/", "POST", 405),
         ("/v1", "GET", 404),
         ("/v1/embeddings", "POST", 404),
         ("/v1/models/", "GET", 404),
