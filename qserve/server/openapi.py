@@ -95,6 +95,7 @@ FORMS: dict[str, dict] = {
     "min_tokens": _integer(0),
     "n": _integer(1, MAX_N),
     "presence_penalty": _number(-2, 2),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "prompt": {
         "anyOf": [
             {"type": "string", "minLength": 1},
@@ -118,6 +119,7 @@ FORMS: dict[str, dict] = {
 # forms that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (CompletionRequest, "logprobs"): _integer(0, MAX_LOGPROBS),
+    (CompletionRequest, "max_tokens"): _integer(0),
     (TokenizeRequest, "prompt"): {"type": "string"},
 }
 REQUIRED = {"input", "messages", "prompt", "tokens"}
