@@ -83,8 +83,8 @@ def rope_write_kv_(
 
     With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. Rotated queries are
     multiplied by `query_scales` [max position], float32, of their positions. `inputs_ready` says
-    that `positions` and `slots` were complete before the kernel in front of this one began, so that
-    they may be read while it still runs.
+    that `positions` and `slots` were complete before the kernel in front of this one began, so
+    that they may be read while it still runs.
     """
     op = "rope_write_kv_"
     check_split_k_heads(op, q_THD, k_TJD, v_TJD)
