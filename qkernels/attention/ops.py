@@ -18,7 +18,7 @@ from qkernels.attention.checks import (
 )
 from qkernels.attention.config import DECODE_MAX_ROWS
 from qkernels.attention.step import AttentionStep
-from qkernels.checks import check_float, check_limb_rows, check_tensor, expect_ndim
+from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -31,16 +31,17 @@ def apply_rope(
     k_TJD: torch.Tensor,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions; both results are new.
 
     `cos_sin` [max position, width] holds cos in its first half and sin in its second, float32;
     `width` may be less than D, then the other channels pass through. Channels c and c + width/2
-    make a pair.
+    make a pair, or 2 c and 2 c + 1 where they are interleaved.
     """
     check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
     run = dispatch.implementation("apply_rope", device=q_THD.device.type, dtype=q_THD.dtype)
-    return run(q_THD, k_TJD, cos_sin, positions_T)
+    return run(q_THD, k_TJD, cos_sin, positions_T, interleaved)
 
 
 def write_kv_(
@@ -74,6 +75,7 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
@@ -90,7 +92,7 @@ def rope_write_kv_(
         raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
     if q_norm_D is not None:
         for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
-            check_tensor(f"{op} {name}", norm, q_THD.shape[-1:], (q_THD.dtype,), q_THD)
+            check_norm(f"{op} {name}", norm, q_THD)
     return _writer(op, q_THD, cache)(
         q_THD,
         k_TJD,
@@ -102,6 +104,7 @@ def rope_write_kv_(
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
+        interleaved=interleaved,
         inputs_ready=inputs_ready,
     )
 

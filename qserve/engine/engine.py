@@ -41,7 +41,7 @@ class Engine:
         self.config = config
         self.model_config = ModelConfig.from_folder(config.model)
         self.max_model_len = _pick_length(config, self.model_config)
-        self.model_config.rope.check_length(self.max_model_len)
+        self.model_config.check_length(self.max_model_len)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
         num_pages = self._pick_num_pages()
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)

@@ -27,7 +27,7 @@ def warm_up_steps(
     `page_bytes`: of one element of the KV pages. With CUDA graphs, decode steps of every size are
     launched when they are captured, and only those that no graph holds are left.
     """
-    device = decoder.norm.weight.device
+    device = decoder.embedding.weight.device
     sms = sm_count(device)
 
     def step(num_requests: int, count: int, keys: int) -> StepInput:

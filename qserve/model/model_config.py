@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
-from formats.families import FAMILIES, Family, served_architectures
+from formats.families import FAMILIES, served_architectures
+from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.rope import RopeConfig
 
@@ -29,13 +30,19 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
     max_position: int
     tied_head: bool
     windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
     dtype: torch.dtype  # that the checkpoint states
     quant: QuantConfig | None  # None: a float checkpoint
     eos_token_ids: frozenset[int]
+
+    def check_length(self, max_model_len: int) -> None:
+        """Raise InputError for positions that the rotation of some layer cannot have."""
+        for rope in self.ropes:
+            if rope is not None:
+                rope.check_length(max_model_len)
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -76,7 +83,7 @@ class ModelConfig:
             )
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        max_position = config.max_position_embeddings
+        windows = _windows(config, family.window)
         return cls(
             family=family,
             values=config.to_dict(),
@@ -88,12 +95,10 @@ class ModelConfig:
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            rope=RopeConfig.from_dict(
-                config.rope_parameters, dim=head_dim, max_position=max_position
-            ),
-            max_position=max_position,
+            ropes=_ropes(config, family, head_dim, windows),
+            max_position=config.max_position_embeddings,
             tied_head=bool(config.tie_word_embeddings),
-            windows=_windows(config, family.window),
+            windows=windows,
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),
@@ -120,6 +125,29 @@ def _windows(config: Any, kind: str) -> tuple[int | None, ...]:
     if kind == "layer_types":
         return tuple(window if t == "sliding_attention" else None for t in config.layer_types)
     return (None,) * config.num_hidden_layers
+
+
+def _ropes(
+    config: Any, family: Family, head_dim: int, windows: tuple[int | None, ...]
+) -> tuple[RopeConfig | None, ...]:
+    """Of each layer. transformers states one for all, or one for each type of layer."""
+    stated = config.rope_parameters
+    by_type = stated if any(isinstance(value, dict) for value in stated.values()) else None
+    ropes = []
+    for number, window in enumerate(windows):
+        if family.rope == "no_rope_layers":
+            rotates = bool(config.no_rope_layers[number])  # 1: it does rotate
+        else:
+            rotates = family.rope == "all" or config.sliding_window is None or window is not None
+        parameters = by_type[config.layer_types[number]] if by_type else stated
+        rope = RopeConfig.from_dict(
+            parameters,
+            dim=head_dim,
+            max_position=config.max_position_embeddings,
+            interleaved=family.interleaved_rope,
+        )
+        ropes.append(rope if rotates else None)
+    return tuple(ropes)
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

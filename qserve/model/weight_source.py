@@ -7,7 +7,7 @@ import torch
 from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
-from formats.families import DERIVED
+from formats.family import DERIVED
 from formats.kv_cache import check_kv_scale, find_kv_scales
 from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
 from formats.weights import Weight
