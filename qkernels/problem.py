@@ -31,6 +31,7 @@ class Problem:
     soft_cap: bool = False  # scores are bent into a range
     chunk: bool = False  # more query rows than a decode step has
     tma_pages: bool = True  # the copy engine takes their address and strides
+    alike: str | None = None  # why weights, of experts, cannot stand in one; None: they can
 
 
 @functools.cache
