@@ -121,7 +121,7 @@ def layer_map(family: Family) -> LayerMap:
         rotatable=not experts and all(n.feeds or n.size == "head_dim" for n in family.norms),
         family=family,
         experts_module=experts.module if experts else "",
-        renormalized=bool(experts and experts.renormalized),
+        normalized=experts.routing.normalized if experts else False,
         expert_linears_by_input=(
             (_stored(experts.gate_up), _stored(experts.down)) if experts else ()
         ),

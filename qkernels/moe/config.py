@@ -83,6 +83,11 @@ def _sorted_config(rows: float, packed: bool) -> ExpertsConfig:
     return ExpertsConfig(block_m=128, block_n=64, stages=4)
 
 
+def sort_chunk(pairs: int) -> int:
+    """Pairs that a block of the sort reads at a time."""
+    return min(2048, max(128, power_of_two(pairs)))
+
+
 def num_blocks(config: ExpertsConfig, pairs: int, num_experts: int) -> int:
     """The most blocks of pairs that there can be, whichever the experts are."""
     return (pairs + min(num_experts, pairs) * (config.block_m - 1)) // config.block_m

@@ -24,6 +24,7 @@ ExpertMatrix = torch.Tensor | Weight
 class ExpertWeights:
     """The experts of a layer as a checkpoint has them: `gate_up` is gate's rows above up's."""
 
+    top_k: int  # experts of a token
     gate_up: Sequence[ExpertMatrix]  # of each expert, [2 I, C]
     down: Sequence[ExpertMatrix]  # [C, I]
     gate_up_bias_EN: torch.Tensor | None = None
@@ -58,13 +59,14 @@ class ExpertList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsProblem:
-    """What a plan depends on besides M and k."""
+    """What a plan depends on besides M."""
 
     kernel: str  # the row of qkernels.dispatch
     kind: str  # of the stacks
     spec: QuantSpec | None
     activation: ActivationSpec | None
     num_experts: int
+    top_k: int
     hidden: int  # C
     inner: int  # I
     dtype: torch.dtype

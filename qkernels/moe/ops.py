@@ -92,13 +92,13 @@ def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
 
 
 @functools.lru_cache(maxsize=2**14)
-def _plan(problem: ExpertsProblem, M: int, top_k: int) -> ExpertsPlan:
-    return dispatch.module_of("experts", problem.kernel).plan(problem, M, top_k)
+def _plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
+    return dispatch.module_of("experts", problem.kernel).plan(problem, M)
 
 
-def plan_experts(prepared: PreparedExperts, M: int, top_k: int) -> ExpertsPlan:
-    """How `experts` runs M >= 1 tokens of k experts each. Cached."""
-    return _plan(prepared.problem, M, top_k)
+def plan_experts(prepared: PreparedExperts, M: int) -> ExpertsPlan:
+    """How `experts` runs M >= 1 tokens. Cached."""
+    return _plan(prepared.problem, M)
 
 
 def experts(
@@ -115,7 +115,7 @@ def experts(
     problem = prepared.problem
     check_tensor("experts x", x_MC, (None, problem.hidden), (problem.dtype,), x_MC)
     M = x_MC.shape[0]
-    check_tensor("experts ids", routes.ids_Mk, (M, None), (torch.int32,), x_MC)
+    check_tensor("experts ids", routes.ids_Mk, (M, problem.top_k), (torch.int32,), x_MC)
     check_tensor(
         "experts shares", routes.shares_Mk, tuple(routes.ids_Mk.shape), (torch.float32,), x_MC
     )
@@ -123,6 +123,6 @@ def experts(
         check_tensor("experts shared", shared_MC, (M, problem.hidden), (problem.dtype,), x_MC)
     if M == 0:
         return torch.empty_like(x_MC)
-    plan = plan or plan_experts(prepared, M, routes.ids_Mk.shape[1])
+    plan = plan or plan_experts(prepared, M)
     module = dispatch.module_of("experts", problem.kernel)
     return module.experts(x_MC.contiguous(), routes, prepared, plan, shared_MC)

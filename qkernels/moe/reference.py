@@ -84,6 +84,7 @@ def prepare_experts(
             spec=spec_of(weights.down[0]),
             activation=getattr(weights.down[0], "activation", None),
             num_experts=len(weights.down),
+            top_k=weights.top_k,
             hidden=hidden,
             inner=inner,
             dtype=dtype,
@@ -108,7 +109,7 @@ def _list(
     return ExpertList(members=tuple(members), bias_EN=bias_EN)
 
 
-def plan(problem: ExpertsProblem, M: int, top_k: int) -> ExpertsPlan:
+def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
     return ExpertsPlan(variant="reference")
 
 

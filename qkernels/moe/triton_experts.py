@@ -56,6 +56,7 @@ def prepare_experts(
             spec=down.spec,
             activation=down.activation,
             num_experts=len(weights.down),
+            top_k=weights.top_k,
             hidden=hidden,
             inner=inner,
             dtype=dtype,
@@ -64,10 +65,10 @@ def prepare_experts(
     )
 
 
-def plan(problem: ExpertsProblem, M: int, top_k: int) -> ExpertsPlan:
+def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
     return plan_experts(
         M=M,
-        top_k=top_k,
+        top_k=problem.top_k,
         num_experts=problem.num_experts,
         hidden=problem.hidden,
         inner=problem.inner,

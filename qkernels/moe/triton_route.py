@@ -10,9 +10,8 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.moe.config import sort_chunk
 from qkernels.moe.routing import Routes, Routing
-
-SORT_CHUNK = 2048  # pairs that a block of the sort reads at a time
 
 
 def route(
@@ -148,7 +147,7 @@ def sort_pairs(ids_Mk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     P = ids_Mk.numel()
     sorted_P = torch.empty((P,), dtype=torch.int32, device=ids_Mk.device)
     counts_E = torch.empty((num_experts,), dtype=torch.int32, device=ids_Mk.device)
-    chunk = min(SORT_CHUNK, max(128, power_of_two(P)))
+    chunk = sort_chunk(P)
     with on_device(ids_Mk):
         launch(
             _sort_pairs,

@@ -13,10 +13,14 @@ from tqdm import tqdm
 from formats.errors import CheckpointError
 from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
-from qkernels import QuantLinear
+from qkernels import QuantLinear, ops
+from qkernels.moe.experts import ExpertWeights, PreparedExperts
+from qkernels.moe.routing import SILU
 from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
+from qserve.model.blocks.moe import Router
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
+from qserve.model.expert_weights import expert_matrix, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
 from qserve.model.weight_source import WeightSource
@@ -180,6 +184,56 @@ class LayerWeights:
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
         return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+
+    def has_norm(self, name: str) -> bool:
+        """Whether the model has a norm of the family's row."""
+        config = self._weights.config.values
+        return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
+
+    def router(self) -> Router:
+        """What chooses the layer's experts."""
+        experts, config = self._family.experts, self._weights.config.values
+        rule, routing = experts.routing, routing_of(experts, config)
+        E = routing.num_experts
+        name = f"{self._prefix}.{experts.router}"
+        shape = (E, self._weights.config.hidden_size)
+        correction = None
+        if rule.correction:
+            stored = f"{self._prefix}.{experts.module}.{rule.correction}"
+            correction = self._weights.source.tensor(stored, (E,)).to(
+                self._weights.device, torch.float32
+            )
+        weight = self._weights.tensor(f"{name}.weight", shape)
+        return Router(
+            routing,
+            weight.float() if rule.float32 else weight,
+            self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
+            correction,
+        )
+
+    def shared_gate(self) -> FloatLinear | None:
+        """The gate of the layer's shared expert, where it has one."""
+        shared = self._family.experts.shared
+        if not shared.gate:
+            return None
+        name = f"{self._prefix}.{shared.gate}.weight"
+        return FloatLinear(self._weights.tensor(name, (1, self._weights.config.hidden_size)))
+
+    def experts(self) -> PreparedExperts:
+        """The layer's experts, prepared for their kernel."""
+        weights, row = self._weights, self._family.experts
+        routing = routing_of(row, weights.config.values)
+        numbers = range(routing.num_experts)
+        gate_up, down = (
+            [expert_matrix(weights, self._prefix, projection, number) for number in numbers]
+            for projection in (row.gate_up, row.down)
+        )
+        return ops.prepare_experts(
+            ExpertWeights(top_k=routing.top_k, gate_up=gate_up, down=down, glu=SILU),
+            weights.dtype,
+            weights.device,
+            self.kernels.get("experts"),
+        )
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""

@@ -77,7 +77,7 @@ def test_sort_is_stable(device, M, k, E):
     assert counts.tolist() == [int((ids == e).sum()) for e in range(E)]
 
 
-def make_experts(scheme, hidden, inner, E, glu, bias, dtype, seed=0):
+def make_experts(scheme, hidden, inner, E, k, glu, bias, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(N, K, number):
@@ -91,6 +91,7 @@ def make_experts(scheme, hidden, inner, E, glu, bias, dtype, seed=0):
         return with_activation(rounded, scheme, static)
 
     return ExpertWeights(
+        top_k=k,
         gate_up=[matrix(2 * inner, hidden, e) for e in range(E)],
         down=[matrix(hidden, inner, e) for e in range(E)],
         gate_up_bias_EN=torch.randn(E, 2 * inner, generator=generator) if bias else None,
@@ -99,13 +100,13 @@ def make_experts(scheme, hidden, inner, E, glu, bias, dtype, seed=0):
     )
 
 
-def run(weights, M, k, dtype, device, plan=None, shared=False):
+def run(weights, M, dtype, device, plan=None, shared=False):
     """(the kernels' sum, plain torch's) of random tokens and routes."""
     E, (hidden, _) = len(weights.down), shape_of(weights.down[0])
     generator = torch.Generator().manual_seed(M)
     x = torch.randn(M, hidden, generator=generator).to(device, dtype)
     logits = torch.randn(M, E, generator=generator).to(device)
-    routes = reference.route(logits, Routing(num_experts=E, top_k=k, normalized=True))
+    routes = reference.route(logits, Routing(num_experts=E, top_k=weights.top_k, normalized=True))
     extra = torch.randn(M, hidden, generator=generator).to(device, dtype) if shared else None
     prepared = ops.prepare_experts(weights, dtype, device, kernel="triton")
     assert prepared.problem.kernel == "triton"
@@ -133,16 +134,16 @@ def test_every_scheme(device, half, poison, assert_close, scheme, M):
     parsed = None if scheme is None else Scheme.parse(scheme)
     blocks = scheme in ("w4a16-sym", "w8a8-fp8-block")
     hidden, inner = (256, 128) if blocks else (64, 96 if scheme is None else 64)
-    weights = make_experts(parsed, hidden, inner, 6, SILU, False, half)
-    got, want = run(weights, M, 3, half, device)
+    weights = make_experts(parsed, hidden, inner, 6, 3, SILU, False, half)
+    got, want = run(weights, M, half, device)
     assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme])
 
 
 @pytest.mark.parametrize("M", [1, 3, 17, 33])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_biases_and_clamped_activation(device, half, poison, assert_close, M, shared):
-    weights = make_experts(Scheme.parse("w8a16-sym-g32"), 64, 64, 4, CLAMPED, True, half)
-    got, want = run(weights, M, 2, half, device, shared=shared)
+    weights = make_experts(Scheme.parse("w8a16-sym-g32"), 64, 64, 4, 2, CLAMPED, True, half)
+    got, want = run(weights, M, half, device, shared=shared)
     assert_close("gpt-oss", want, reduced(got), 4e-3)
 
 
@@ -151,24 +152,24 @@ def test_biases_and_clamped_activation(device, half, poison, assert_close, M, sh
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_plans(device, half, poison, assert_close, variant, split, block_n):
     """Every form of the sum, and more blocks than pairs: most have nothing to do."""
-    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 192, 9, SILU, False, half)
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 192, 9, 2, SILU, False, half)
     first = ExpertsConfig(block_m=16, block_n=block_n)
     down = ExpertsConfig(block_m=16, block_n=block_n, split=split)
     plan = ExpertsPlan(variant=variant, gate_up=first, down=down, output="parts")
-    got, want = run(weights, 6, 2, half, device, plan, shared=True)
+    got, want = run(weights, 6, half, device, plan, shared=True)
     assert got.parts.shape == (2 * split + 1, 6, 128)
     assert_close("parts", want, reduced(got), 3e-3)
-    again, _ = run(weights, 6, 2, half, device, plan, shared=True)
+    again, _ = run(weights, 6, half, device, plan, shared=True)
     assert torch.equal(got.parts, again.parts)
     plan = ExpertsPlan(variant=variant, gate_up=first, down=first)
-    got, want = run(weights, 6, 2, half, device, plan, shared=True)
+    got, want = run(weights, 6, half, device, plan, shared=True)
     assert_close("sum", want, got, 3e-3)
 
 
 def test_one_expert_gets_every_token(device, half, poison, assert_close):
     """More pairs than a block has: the expert's blocks follow each other."""
-    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 64, 64, 2, SILU, False, half)
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 64, 64, 2, 2, SILU, False, half)
     config = ExpertsConfig(block_m=16, block_n=64)
     plan = ExpertsPlan(variant="sorted", gate_up=config, down=config)
-    got, want = run(weights, 50, 2, half, device, plan)
+    got, want = run(weights, 50, half, device, plan)
     assert_close("all", want, got, 3e-3)
