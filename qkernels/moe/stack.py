@@ -17,6 +17,7 @@ from qkernels import dispatch
 from qkernels.moe.experts import ExpertMatrix, ExpertStack, is_packed, shape_of, spec_of
 
 PAIR_ROWS = 8  # of gate, and then of up
+CODES_AT_ONCE = 2**27  # that are prepacked; each takes some 12 bytes meanwhile
 SCALE_INPUTS = 128  # inputs that share a scale of a block-scaled float8 weight
 
 
@@ -65,12 +66,11 @@ def stack(
     if isinstance(on_device[0], torch.Tensor):
         kind, tensors = "float", {"weight": torch.cat([m.to(dtype) for m in on_device])}
     else:
-        merged = merge(list(on_device), "experts") if len(on_device) > 1 else on_device[0]
-        activation = merged.activation
-        if is_packed(merged) and activation is None:
-            kind, tensors = "packed", _prepacked(merged, dtype)
+        activation = on_device[0].activation
+        if is_packed(on_device[0]) and activation is None:
+            kind, tensors = "packed", _prepacked(on_device, dtype)
         else:
-            kind, tensors = "codes", _codes(merged)
+            kind, tensors = "codes", _codes(_merged(on_device))
     return ExpertStack(
         kind=kind,
         tensors=tensors,
@@ -82,9 +82,20 @@ def stack(
     )
 
 
-def _prepacked(weight: PackedWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    row = f"w{weight.spec.bits}a16"
-    return dispatch.linear_module(row).prepare_weight(weight, dtype).tensors
+def _prepacked(matrices: Sequence[PackedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As one prepacked weight, made of a few experts at a time to spare memory."""
+    N, K = shape_of(matrices[0])
+    module = dispatch.linear_module(f"w{matrices[0].spec.bits}a16")
+    at_once = max(1, CODES_AT_ONCE // (N * K))
+    parts = [
+        module.prepare_weight(_merged(matrices[first : first + at_once]), dtype).tensors
+        for first in range(0, len(matrices), at_once)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _merged(matrices: Sequence[Weight]) -> Weight:
+    return merge(list(matrices), "experts") if len(matrices) > 1 else matrices[0]
 
 
 def _codes(weight: Weight) -> dict[str, torch.Tensor]:
