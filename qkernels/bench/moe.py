@@ -127,9 +127,9 @@ def _case(
         operation_rate=2 if op in ("moe_w8a8", "moe_fp8", "moe_fp8_block") else 1,
         calls=[lambda x=x: layer.run(x, zeros_MC) for x in xs],
         want=_want(xs[0], routes[0], weights),
-        values=lambda normed_MC, total_MC: total_MC,
+        values=lambda normed_and_total: normed_and_total[1],
         # between the products the kernels round to bfloat16, some to 8 bits
-        allowed_error=5e-2 if bits == 8 else 1e-2,
+        allowed_error=7e-2 if bits == 8 else 1.5e-2,
         baselines=others,
     )
 
