@@ -67,7 +67,7 @@ TINY_FAMILIES = {
                 "rope_type": "yarn",
                 "rope_theta": 10000.0,
                 "factor": 16.0,
-                "original_max_position_embeddings": 16,
+                "original_max_position_embeddings": 8,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.6,
@@ -207,29 +207,39 @@ def quantized_5m(docs_5m, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """family -> folder of a tiny random float model, made once."""
-    import transformers
-
     made = {}
 
     def make(family: str) -> Path:
         if family not in made:
-            cls, extra = TINY_FAMILIES[family]
-            config = getattr(transformers, cls)(**{**TINY, **extra})
-            torch.manual_seed(5)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for name, parameter in model.named_parameters():
-                if "norm" in name or "bias" in name:
-                    # Gemma's norms multiply by 1 + weight
-                    is_one = "norm" in name and "gemma" not in family
-                    torch.nn.init.normal_(parameter, float(is_one), 0.2)
-            for name, buffer in model.named_buffers():
-                if name.endswith("correction_bias"):
-                    torch.nn.init.normal_(buffer, 0.0, 0.2)
-            made[family] = tmp_path_factory.mktemp("tiny") / family
-            model.save_pretrained(made[family])
+            made[family] = make_tiny(
+                tmp_path_factory.mktemp("tiny") / family, *TINY_FAMILIES[family]
+            )
         return made[family]
 
     return make
+
+
+def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
+    """Write a tiny random float model."""
+    import transformers
+
+    config = getattr(transformers, config_class)(**{**TINY, **extra})
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            # Gemma's norms multiply by 1 + weight
+            is_one = "norm" in name and "Gemma" not in config_class
+            torch.nn.init.normal_(parameter, float(is_one), 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
+    if config.tie_word_embeddings and "Qwen" not in config_class:
+        # A head that is the embedding says the last token again where embeddings are large.
+        with torch.no_grad():
+            model.get_input_embeddings().weight.div_(16)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

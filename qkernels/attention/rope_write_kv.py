@@ -301,10 +301,10 @@ def _rotated(
     x, other = x.to(tl.float32), other.to(tl.float32)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = weighted(x * shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :], DTYPE)
+        x = weighted(x * shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)
         x = x.to(tl.float32)
         weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0)
-        other = weighted(other * shrink, weight[None, :], DTYPE).to(tl.float32)
+        other = weighted(other * shrink, weight, DTYPE).to(tl.float32)
     return (x * cos[None, :] + other * sin[None, :]).to(DTYPE)
 
 

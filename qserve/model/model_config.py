@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from formats.checkpoint import CONFIG, read_json
+from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.text_part import has_text_part
 from qserve.model.rope import RopeConfig
 
 
@@ -45,6 +46,11 @@ class ModelConfig:
                 rope.check_length(max_model_len)
 
     @property
+    def longest_window(self) -> int | None:
+        """Keys that a query sees in the layer where it sees most; None: all."""
+        return None if None in self.windows else max(self.windows)
+
+    @property
     def sizes(self) -> dict[str, int | None]:
         """The numbers that shapes of the family's row name."""
         return self.family.sizes({**self.values, "head_dim": self.head_dim})
@@ -53,6 +59,8 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
+        if has_text_part(raw):
+            raw = CheckpointReader(folder).config
         block = find_block(Path(folder), raw)
         family = family_of(raw)
         try:

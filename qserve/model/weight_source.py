@@ -83,6 +83,12 @@ class WeightSource:
 
     def audit(self) -> None:
         """Raise CheckpointError, with the names, where tensors were left over."""
+        if self.reader.num_other_parts:
+            logger.info(
+                "%s: the text model alone; %d tensors of other parts are not read",
+                self.reader.folder,
+                self.reader.num_other_parts,
+            )
         if self._mislabelled:
             logger.warning(
                 "%s: checkpoint_format says that zeros are %s, in %d linears the data says"

@@ -22,7 +22,6 @@ from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.server.admission import Admission
 
-PREFIX = "qserve"
 REASONS = ("stop", "length", "abort", "error")
 
 # of the engine's last report
@@ -48,6 +47,8 @@ ADMITTED = {
 COUNTERS = {
     "engine_restarts": "Times that the engine was started again after its end.",
     "num_preemptions": "Times that an output gave its KV pages back, to be computed again.",
+    "prefix_cache_queries": "Tokens that were looked for in the prefix cache.",
+    "prefix_cache_hits": "Tokens that were found there, and so were not computed.",
     "prompt_tokens": "Prompt tokens of outputs that got a token, once for each output.",
     "generation_tokens": "Tokens that the engine made.",
 }
@@ -85,7 +86,8 @@ HISTOGRAMS = {
 class Metrics:
     """All metrics of one server. Used on its event loop alone."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prefix: str = "qserve") -> None:
+        self._prefix = prefix
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         # A folder's name may have bytes that are no text.
@@ -100,14 +102,14 @@ class Metrics:
             for name, (text, bounds) in HISTOGRAMS.items()
         }
         finished = Counter(
-            f"{PREFIX}:request_success",
+            f"{self._prefix}:request_success",
             "Outputs that ended, by reason; abort: the client left.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._finished = {reason: finished.labels(self._model, reason) for reason in REASONS}
         self._responses = Counter(
-            f"{PREFIX}:http_requests",
+            f"{self._prefix}:http_requests",
             "HTTP requests by the route and the status of their answer; 499: the client left.",
             ["handler", "status"],
             registry=self._registry,
@@ -139,6 +141,9 @@ class Metrics:
             self._histograms["iteration_tokens_total"].observe(report.num_step_tokens)
         if report.num_preempted:
             self._counters["num_preemptions"].inc(report.num_preempted)
+        if report.num_prefix_queries:
+            self._counters["prefix_cache_queries"].inc(report.num_prefix_queries)
+            self._counters["prefix_cache_hits"].inc(report.num_prefix_hits)
         for seconds in report.queue_seconds:
             self._histograms["request_queue_time_seconds"].observe(seconds)
 
@@ -150,7 +155,9 @@ class Metrics:
         self._responses.labels(handler, str(status)).inc()
 
     def _make(self, kind: type, name: str, text: str, **options: object) -> object:
-        metric = kind(f"{PREFIX}:{name}", text, ["model_name"], registry=self._registry, **options)
+        metric = kind(
+            f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry, **options
+        )
         return metric.labels(self._model)
 
 

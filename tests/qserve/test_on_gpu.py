@@ -159,7 +159,7 @@ def test_prompts_run_in_graphs_of_padded_size(quantized_5m, count):
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         found.append(output.outputs[0])
         if not settings:
-            graphs = llm.engine.runner._graphs
+            graphs = llm.engine.runner.graphs
             assert max(k.num_tokens for k in graphs._keys if k.is_chunk) == 192
     first = [completion.logprobs[0] for completion in found]
     assert first[0].top_tokens[0] == first[1].top_tokens[0]

@@ -121,17 +121,15 @@ def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
     """With the padding of graphs and their fixed places, but run eagerly in place of a replay."""
     replayed = []
 
-    def prepare(graphs, step):
-        graphs.step = step
-        graphs._batches = {
-            key: graphs._buffers.batch(key, graphs._max_context_len) for key in graphs._keys
-        }
+    def capture(graphs, key):
+        graphs._buffers.pad_(key)
+        graphs._batches[key] = graphs._buffers.batch(key, graphs._max_context_len)
 
     def replay(graphs, key):
         replayed.append(key)
-        return graphs.step(graphs._batches[key])
+        return graphs._step(graphs._batches[key])
 
-    monkeypatch.setattr(StepGraphs, "_capture", prepare)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(StepGraphs, "replay", replay)
     plain, captured = (
         make_engine(steps_in_flight=1, max_num_seqs=6, max_num_batched_tokens=24) for _ in range(2)

@@ -15,7 +15,11 @@ from qserve.sampling_params import SamplingParams
 def make_engine(docs_5m):
     def make(steps_in_flight: int, **settings) -> Engine:
         config = EngineConfig(
-            model=str(docs_5m), device="cpu", block_size=4, max_num_seqs=2, **settings
+            model=str(docs_5m),
+            device="cpu",
+            block_size=4,
+            max_num_seqs=2,
+            **{"enable_prefix_caching": False} | settings,
         )
         return Engine(config, steps_in_flight=steps_in_flight)
 

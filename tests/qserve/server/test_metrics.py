@@ -205,7 +205,9 @@ def test_failures_are_errors(server, read, how, status, stream, at):
 
 
 def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
-    server = make_server(ServerConfig(served_model_name="tiny", api_key="k", max_num_queued_reqs=0))
+    server = make_server(
+        ServerConfig(served_model_name=["tiny"], api_key=["k"], max_num_queued_reqs=0)
+    )
     key = {"Authorization": "Bearer k"}
     server.post(COMPLETIONS, {"prompt": "a"})
     server.get("/metrics")
@@ -317,7 +319,7 @@ def test_any_name_of_a_model_can_be_written(name):
 
 
 def test_two_servers_in_one_process_count_apart(make_server):
-    first, second = (make_server(ServerConfig(served_model_name="tiny")) for _ in range(2))
+    first, second = (make_server(ServerConfig(served_model_name=["tiny"])) for _ in range(2))
     first.complete(max_tokens=2)
     assert parse(first.get("/metrics").text)["generation_tokens_total"] == 2
     assert parse(second.get("/metrics").text)["generation_tokens_total"] == 0
