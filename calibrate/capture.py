@@ -49,8 +49,9 @@ class LayerRunner:
                 f"transformers {transformers.__version__} cannot read it: {one_line(error)}",
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
-        # Soft-capped attention scores exist in the plain implementation only.
-        self.eager = getattr(config, "attn_logit_softcapping", None) is not None
+        # Soft caps and sinks exist in the plain implementation of attention only.
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        self.eager = capped or bool(layer_map.family.sinks)
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)
@@ -77,7 +78,7 @@ class LayerRunner:
         with torch.device("meta"):
             module = self._make_layer(layer)
             twice = False
-            if self.layer_map.has_experts(self.raw_config, layer):
+            if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
                 module.mlp.experts = Experts(self.layer_map, self.config, self.raw_config)
                 setattr(module, experts.module, module.mlp)

@@ -56,10 +56,14 @@ class LayerMap:
         """Whether a layer has experts in place of a dense feed-forward."""
         return self.experts is not None and self.experts.stand_in(layer, config)
 
+    def has_own_linears(self, config: dict[str, Any], layer: int) -> bool:
+        """Whether the layer has experts whose matrices are tensors of their own."""
+        return self.has_experts(config, layer) and not self.experts.fused
+
     def inputs(self, config: dict[str, Any], layer: int) -> tuple[tuple[str, ...], ...]:
         """Local names of a layer's linears in the order they run; those of one input together."""
         dense = not self.has_experts(config, layer)
-        count = self.num_experts(config) if not dense else 0
+        count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
         return tuple(map(_stored, self.family.projections(count, dense)))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:

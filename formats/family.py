@@ -118,6 +118,10 @@ class Experts:
     down: Projection
     routing: Router
     shared: SharedExpert | None = None
+    # All experts' matrices are one tensor each, transposed, with biases; gate and up alternate.
+    # Or they are MXFP4, in pairs of tensors, as they are.
+    fused: bool = False
+    clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     # Keys of config.json. The layers that keep the dense feed-forward: a list of them; all before
     # a number; all but each n-th.
     dense_layers_key: str = ""
@@ -145,6 +149,15 @@ class Experts:
             shapes[f"{self.router}.bias"] = (E,)
         if self.routing.correction:
             shapes[f"{self.module}.{self.routing.correction}"] = (E,)
+        if self.fused:
+            C, inner = ("hidden_size",), (self.down.inputs,)
+            both, stem = inner * 2, f"{self.module}.experts"
+            shapes |= {
+                f"{stem}.gate_up_proj": (E, C, both),
+                f"{stem}.gate_up_proj_bias": (E, both),
+                f"{stem}.down_proj": (E, inner, C),
+                f"{stem}.down_proj_bias": (E, C),
+            }
         if self.shared and self.shared.gate:
             shapes[f"{self.shared.gate}.weight"] = (("one",), ("hidden_size",))
         return shapes
@@ -171,6 +184,7 @@ class Family:
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: the feed-forward is gate_up and down
+    sinks: str = ""  # a tensor of a layer: a score of each head that takes weight and adds nothing
     norms: tuple[Norm, ...]
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
     float32_norms: bool = False  # the factors are float32, and rounding comes after them
@@ -220,7 +234,7 @@ class Family:
         if self.experts and dense:
             yield from (self.gate_up, self.down)
         elif self.experts:
-            for number in range(num_experts):
+            for number in range(0 if self.experts.fused else num_experts):
                 yield self.experts.gate_up.expert(number)
                 yield self.experts.down.expert(number)
             if self.experts.shared:
@@ -252,6 +266,8 @@ class Family:
             for norm in self.norms
             if is_set(norm.present, config)
         }
+        if self.sinks:
+            shapes[self.sinks] = (("num_attention_heads",),)
         if self.experts and not dense:
             shapes |= self.experts.tensors(config)
         return shapes

@@ -148,6 +148,18 @@ TINY_FAMILIES = {
             "mlp_only_layers": [1],
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "swiglu_limit": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         {
@@ -227,7 +239,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if "norm" in name or "bias" in name or "sinks" in name:
             # Gemma's norms multiply by 1 + weight
             is_one = "norm" in name and "Gemma" not in config_class
             torch.nn.init.normal_(parameter, float(is_one), 0.2)

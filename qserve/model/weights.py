@@ -14,13 +14,12 @@ from formats.errors import CheckpointError
 from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
 from qkernels import QuantLinear, ops
-from qkernels.moe.experts import ExpertWeights, PreparedExperts
-from qkernels.moe.routing import SILU
+from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
 from qserve.model.blocks.moe import Router
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
-from qserve.model.expert_weights import expert_matrix, routing_of
+from qserve.model.expert_weights import expert_weights, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
 from qserve.model.weight_source import WeightSource
@@ -221,19 +220,18 @@ class LayerWeights:
 
     def experts(self) -> PreparedExperts:
         """The layer's experts, prepared for their kernel."""
-        weights, row = self._weights, self._family.experts
-        routing = routing_of(row, weights.config.values)
-        numbers = range(routing.num_experts)
-        gate_up, down = (
-            [expert_matrix(weights, self._prefix, projection, number) for number in numbers]
-            for projection in (row.gate_up, row.down)
-        )
-        return ops.prepare_experts(
-            ExpertWeights(top_k=routing.top_k, gate_up=gate_up, down=down, glu=SILU),
-            weights.dtype,
-            weights.device,
-            self.kernels.get("experts"),
-        )
+        weights = self._weights
+        found = expert_weights(weights, self._prefix)
+        kernel = self.kernels.get("experts")
+        return ops.prepare_experts(found, weights.dtype, weights.device, kernel)
+
+    def sinks(self) -> dict[str, torch.Tensor]:
+        """The scores of each head that attention takes beside the keys', if the family has them."""
+        if not self._family.sinks:
+            return {}
+        name, shape = f"{self._prefix}.{self._family.sinks}", (self._weights.config.num_heads,)
+        found = self._weights.source.tensor(name, shape)
+        return {"sinks": found.to(self._weights.device, torch.float32)}
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""

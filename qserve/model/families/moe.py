@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and GLM-4.5: Llama with experts in place of a feed-forward.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and GLM-4.5: experts in place of a feed-forward.
 
 Columns of formats/families.py hold what differs: the router's rule, the shared expert, the layers
 without experts, norms over heads.
@@ -25,7 +25,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     }
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
-        attention=llama.build_attention(config, weights, **head_norms),
+        attention=llama.build_attention(config, weights, **head_norms, **weights.sinks()),
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
         mlp=build_mlp(config, weights),
     )

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
+from formats import mxfp4
 from qkernels import ops
 from qkernels.moe.routing import Routing
 from qserve.llm import LLM
@@ -15,7 +16,7 @@ from qserve.sampling_params import SamplingParams
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -114,3 +115,30 @@ def test_deepseek_v2_chooses_as_transformers_does(method):
     own = routes.ids_Mk.long().argsort(-1)
     assert torch.equal(routes.ids_Mk.gather(1, own).long(), ids.gather(1, order))
     torch.testing.assert_close(routes.shares_Mk.gather(1, own), want.gather(1, order))
+
+
+def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
+    """As gpt-oss is published; the same experts in float give the same logits."""
+    source = tiny_model("gpt_oss")
+    generator = torch.Generator().manual_seed(0)
+    packed, numbers = {}, {}
+
+    def quantize(state):
+        for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+            E, K, N = state.pop(name).shape
+            blocks = torch.randint(256, (E, N, K // 32, 16), generator=generator).to(torch.uint8)
+            scales = torch.randint(121, 125, (E, N, K // 32), generator=generator).to(torch.uint8)
+            packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, scales
+            experts = [mxfp4.decode(*each) for each in zip(blocks, scales, strict=True)]
+            whole = torch.stack([each.dequantize().t() for each in experts])
+            numbers[name] = whole.contiguous()
+        state.update(packed)
+
+    def config(value):
+        value["quantization_config"] = {"quant_method": "mxfp4"}
+
+    folder = edited(source, tmp_path / "mxfp4", quantize, config)
+    plain = edited(source, tmp_path / "float", lambda state: state.update(numbers))
+    assert len(numbers) == 6
+    assert relative(logits(folder), logits(plain)) < 1e-5
+    assert relative(logits(folder), logits(source)) > 0.1
