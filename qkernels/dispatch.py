@@ -178,6 +178,7 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rowwise", "silu_and_mul", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "gelu_and_mul", "norm_act", problem.needs_triton_on_gpu),
     *_rows("moe", "route", "triton_route", problem.needs_triton_on_gpu),
+    *_rows("moe", "route_tokens", "triton_route", problem.needs_triton_on_gpu),
     *_rows("moe", "experts", "triton_experts", moe.triton_experts),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )

@@ -158,8 +158,8 @@ class EngineConfig:
     )
     kernel: list[str] = setting(
         [],
-        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or attention;"
-        " NAME as qkernels/README.md lists them; may be repeated",
+        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
+        " attention; NAME as qkernels/README.md lists them; may be repeated",
     )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS

@@ -88,7 +88,7 @@ class _Layer:
         self.norm_C = torch.ones(C, device="cuda", dtype=torch.bfloat16)
 
     def route(self, x_MC: torch.Tensor) -> Routes:
-        return ops.route(functional.linear(x_MC, self.router_EC), self.routing)
+        return ops.route_tokens(x_MC, self.router_EC, self.routing)
 
     def run(self, x_MC: torch.Tensor, residual_MC: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = ops.experts(x_MC, self.route(x_MC), self.prepared)

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from qkernels import dispatch
-from qkernels.checks import check_float, check_tensor
+from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.moe.config import ExpertsPlan
 from qkernels.moe.experts import ExpertsProblem, ExpertWeights, PreparedExperts, shape_of, spec_of
@@ -37,6 +37,25 @@ def route(
         )
     run = dispatch.implementation("route", device=logits_ME.device.type, dtype=logits_ME.dtype)
     return run(logits_ME, routing, correction_E)
+
+
+def route_tokens(
+    x_MC: torch.Tensor,
+    weight_EC: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    correction_E: torch.Tensor | None = None,
+) -> Routes:
+    """`route` of the router's logits x W^T + bias, which are computed in the weight's dtype."""
+    check_float("route_tokens x", x_MC)
+    E, C = routing.num_experts, expect_ndim("route_tokens x", x_MC, 2)[1]
+    check_tensor("route_tokens weight", weight_EC, (E, C), FLOAT_DTYPES, x_MC)
+    if bias_E is not None:
+        check_tensor("route_tokens bias", bias_E, (E,), (weight_EC.dtype,), x_MC)
+    if correction_E is not None:
+        check_tensor("route_tokens correction", correction_E, (E,), (torch.float32,), x_MC)
+    run = dispatch.implementation("route_tokens", device=x_MC.device.type, dtype=x_MC.dtype)
+    return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E)
 
 
 def prepare_experts(

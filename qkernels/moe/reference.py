@@ -54,6 +54,18 @@ def route(
     return Routes(ids_Mk.to(torch.int32), shares_Mk)
 
 
+def route_tokens(
+    x_MC: torch.Tensor,
+    weight_EC: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    correction_E: torch.Tensor | None = None,
+) -> Routes:
+    """As ops.route_tokens."""
+    logits_ME = F.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
+    return route(logits_ME, routing, correction_E)
+
+
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """Indices along the last dim, the largest first, of equal ones the lowest."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -23,8 +23,8 @@ from qkernels.moe.routing import Glu, Routes
 from qkernels.moe.stack import SCALE_INPUTS, stack
 from qkernels.moe.tiles_triton import ExpertsTile
 from qkernels.moe.triton_packed import experts_packed
+from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
 from qkernels.moe.triton_plain import experts_plain
-from qkernels.moe.triton_route import sort_pairs, sum_pairs
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
 from qkernels.wna16.layout import TILE_N, k_step

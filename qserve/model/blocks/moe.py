@@ -6,7 +6,6 @@ Legend: T tokens of the step, C hidden size, E experts.
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
 
 from qkernels import ops
 from qkernels.linear.plan import LinearInput
@@ -34,8 +33,7 @@ class Router(torch.nn.Module):
         self.register_buffer("correction", correction_E)
 
     def forward(self, x_TC: torch.Tensor) -> Routes:
-        logits_TE = functional.linear(x_TC.to(self.weight.dtype), self.weight, self.bias)
-        return ops.route(logits_TE, self.routing, self.correction)
+        return ops.route_tokens(x_TC, self.weight, self.routing, self.bias, self.correction)
 
 
 class SharedExpert(torch.nn.Module):

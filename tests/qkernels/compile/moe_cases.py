@@ -60,3 +60,4 @@ def experts(M: int, shape: Shape, scheme: str | None) -> None:
 
 def route(routing: Routing) -> None:
     ops.route(empty(1, routing.num_experts), routing)
+    ops.route_tokens(empty(1, 4096), empty(routing.num_experts, 4096), routing)

@@ -55,6 +55,29 @@ def test_route(device, half, poison, assert_close, name, ties):
     assert_close("shares", want.shares_Mk, got.shares_Mk, 1e-3 if routing.rounded else 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "M", "C"), [("glm", 3, 96), ("gpt-oss", 1, 1100), ("qwen2-moe", 5, 64)]
+)
+def test_route_tokens(device, half, poison, assert_close, name, M, C):
+    """The router's product and the choice at once; many tokens go through torch's product."""
+    from qkernels.gpu.workspace import workspace
+    from qkernels.moe.triton_route import route_tokens
+
+    routing = ROUTINGS[name]
+    generator = torch.Generator().manual_seed(C)
+    dtype = torch.float32 if name == "glm" else half
+    E = routing.num_experts
+    x = torch.randn(M, C, generator=generator).to(device, half)
+    weight = torch.randn(E, C, generator=generator).to(device, dtype)
+    bias = torch.randn(E, generator=generator).to(device, dtype) if name == "gpt-oss" else None
+    correction = torch.randn(E, generator=generator).to(device) if name == "glm" else None
+    got = route_tokens(x, weight, routing, bias, correction)
+    want = reference.route_tokens(x, weight, routing, bias, correction)
+    assert torch.equal(got.ids_Mk, want.ids_Mk)
+    assert_close("shares", want.shares_Mk, got.shares_Mk, 2e-3)
+    assert not workspace(device)[1].any(), "counters are left at zero"
+
+
 def test_route_of_nan_names_experts(device, half):
     """Whatever the logits are, the products must not read beyond their weights."""
     from qkernels.moe.triton_route import route
@@ -68,7 +91,7 @@ def test_route_of_nan_names_experts(device, half):
 
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 1, 1), (5, 2, 3), (130, 2, 5), (700, 3, 4)])
 def test_sort_is_stable(device, M, k, E):
-    from qkernels.moe.triton_route import sort_pairs
+    from qkernels.moe.triton_pairs import sort_pairs
 
     generator = torch.Generator().manual_seed(M)
     ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
@@ -128,13 +151,13 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("M", [1, 5, 40])
+@pytest.mark.parametrize("M", [1, 5, 33])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_every_scheme(device, half, poison, assert_close, scheme, M):
     parsed = None if scheme is None else Scheme.parse(scheme)
     blocks = scheme in ("w4a16-sym", "w8a8-fp8-block")
-    hidden, inner = (256, 128) if blocks else (64, 96 if scheme is None else 64)
-    weights = make_experts(parsed, hidden, inner, 6, 3, SILU, False, half)
+    hidden, inner = (128, 128) if blocks else (64, 96 if scheme is None else 64)
+    weights = make_experts(parsed, hidden, inner, 5, 2, SILU, False, half)
     got, want = run(weights, M, half, device)
     assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme])
 
@@ -147,23 +170,27 @@ def test_biases_and_clamped_activation(device, half, poison, assert_close, M, sh
     assert_close("gpt-oss", want, reduced(got), 4e-3)
 
 
-@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("split", "block_n"), [(1, 64), (2, 128)])
 @pytest.mark.parametrize("variant", ["few", "sorted"])
-@pytest.mark.parametrize("block_n", [64, 128])
 def test_plans(device, half, poison, assert_close, variant, split, block_n):
-    """Every form of the sum, and more blocks than pairs: most have nothing to do."""
-    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 192, 9, 2, SILU, False, half)
+    """Every form of the sum, and more blocks than there are experts to read."""
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, False, half)
     first = ExpertsConfig(block_m=16, block_n=block_n)
     down = ExpertsConfig(block_m=16, block_n=block_n, split=split)
     plan = ExpertsPlan(variant=variant, gate_up=first, down=down, output="parts")
-    got, want = run(weights, 6, half, device, plan, shared=True)
-    assert got.parts.shape == (2 * split + 1, 6, 128)
+    got, want = run(weights, 3, half, device, plan, shared=True)
+    assert got.parts.shape == (2 * split + 1, 3, 128)
     assert_close("parts", want, reduced(got), 3e-3)
-    again, _ = run(weights, 6, half, device, plan, shared=True)
-    assert torch.equal(got.parts, again.parts)
-    plan = ExpertsPlan(variant=variant, gate_up=first, down=first)
-    got, want = run(weights, 6, half, device, plan, shared=True)
-    assert_close("sum", want, got, 3e-3)
+    if split == 1:
+        plan = ExpertsPlan(variant=variant, gate_up=first, down=first)
+        got, want = run(weights, 3, half, device, plan, shared=True)
+        assert_close("sum", want, got, 3e-3)
+
+
+def test_equal_inputs_give_equal_bits(device, half):
+    weights = make_experts(Scheme.parse("w4a16-sym-g64"), 64, 64, 3, 2, SILU, False, half)
+    first, second = (run(weights, 2, half, device)[0].parts for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_one_expert_gets_every_token(device, half, poison, assert_close):
@@ -171,5 +198,5 @@ def test_one_expert_gets_every_token(device, half, poison, assert_close):
     weights = make_experts(Scheme.parse("w4a16-sym-g32"), 64, 64, 2, 2, SILU, False, half)
     config = ExpertsConfig(block_m=16, block_n=64)
     plan = ExpertsPlan(variant="sorted", gate_up=config, down=config)
-    got, want = run(weights, 50, half, device, plan)
+    got, want = run(weights, 20, half, device, plan)
     assert_close("all", want, got, 3e-3)
