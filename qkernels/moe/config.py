@@ -43,9 +43,20 @@ class ExpertsPlan:
 
 
 def plan_experts(
-    *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int, packed: bool
+    *,
+    M: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    sm_count: int,
+    shared_bytes: int,
+    packed: bool,
 ) -> ExpertsPlan:
-    """Of the kernels for any GPU. `packed`: 4 or 8 bits beside 16-bit activations."""
+    """Of the kernels for any GPU. `packed`: 4 or 8 bits beside 16-bit activations.
+
+    `shared_bytes`: what one block may have.
+    """
     pairs = M * top_k
     if M <= FEW_TOKENS and pairs <= FEW_PAIRS:
         block_m = max(MIN_ROWS, power_of_two(M))
@@ -56,7 +67,7 @@ def plan_experts(
         if split * top_k * M * hidden <= MOST_PARTIALS and split * top_k <= MOST_PARTS:
             return ExpertsPlan(variant="few", gate_up=one, down=down, output="parts")
         return ExpertsPlan(variant="few", gate_up=one, down=one)
-    config = _sorted_config(pairs / num_experts, packed)
+    config = _sorted_config(pairs / num_experts, packed, shared_bytes)
     return ExpertsPlan(variant="sorted", gate_up=config, down=config)
 
 
@@ -73,14 +84,15 @@ def _down_split(tiles: int, steps: int, top_k: int, sums: int, sm_count: int) ->
     return 1
 
 
-def _sorted_config(rows: float, packed: bool) -> ExpertsConfig:
+def _sorted_config(rows: float, packed: bool, shared_bytes: int) -> ExpertsConfig:
     """For so many pairs of an expert on average."""
-    for block_m in (16, 32, 64):
-        if rows <= 0.75 * block_m:
-            return ExpertsConfig(block_m=block_m, block_n=64, stages=4)
-    if packed:
-        return ExpertsConfig(block_m=128, block_n=64, stages=3)
-    return ExpertsConfig(block_m=128, block_n=64, stages=4)
+    block_m = next((each for each in (16, 32, 64) if rows <= 0.75 * each), 128)
+    # 128 inputs of x in 16 bits and of W in 8; or of both 64 in 16 bits, which is 128 in 8
+    of_stage = 2 * block_m * 128 + 64 * 128 if packed else (block_m + 64) * 128
+    stages = 3 if packed and block_m == 128 else 4
+    return ExpertsConfig(
+        block_m=block_m, block_n=64, stages=max(2, min(stages, shared_bytes // of_stage))
+    )
 
 
 def sort_chunk(pairs: int) -> int:

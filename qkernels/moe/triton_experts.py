@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from qkernels.gpu.config import power_of_two
-from qkernels.gpu.device import has_pdl, sm_count, uses_ptx
+from qkernels.gpu.device import has_pdl, shared_bytes, sm_count, uses_ptx
 from qkernels.gpu.launch import launch, on_device
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan, num_blocks, plan_experts
 from qkernels.moe.experts import (
@@ -73,6 +73,7 @@ def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
         hidden=problem.hidden,
         inner=problem.inner,
         sm_count=sm_count(problem.device),
+        shared_bytes=shared_bytes(problem.device),
         packed=problem.kind == "packed",
     )
 

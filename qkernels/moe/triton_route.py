@@ -201,6 +201,9 @@ def choose_experts(
 ):
     """Write a token's experts and their shares."""
     NONE: tl.constexpr = 1 << 30
+    SLOTS: tl.constexpr = RULE.slots
+    TOP_K: tl.constexpr = RULE.top_k
+    TOP_GROUPS: tl.constexpr = RULE.top_groups
     token = token.to(tl.int64)
     size = E // RULE.groups
     g, s = tl.arange(0, RULE.padded_groups), tl.arange(0, RULE.in_group)
@@ -221,7 +224,7 @@ def choose_experts(
     if correction_ptr is not None:
         choice += tl.load(correction_ptr + e, mask=mask, other=0.0)
     choice = tl.where(mask, choice, -float("inf"))
-    if RULE.top_groups < RULE.groups:
+    if RULE.groups > TOP_GROUPS:
         best = tl.max(choice, 1)
         if RULE.by_two:
             # of equal scores one alone is left out
@@ -229,16 +232,16 @@ def choose_experts(
             best += tl.max(tl.where(s[None, :] == at[:, None], -float("inf"), choice), 1)
         best = tl.where(g < RULE.groups, best, -float("inf"))
         kept = g < 0
-        for _ in tl.static_range(RULE.top_groups):
+        for _ in tl.static_range(TOP_GROUPS):
             chosen = _first_largest(best, g, NONE)
             kept |= g == chosen
             best = tl.where(g == chosen, -float("inf"), best)
         choice = tl.where(kept[:, None], choice, -float("inf"))
-    j = tl.arange(0, RULE.slots)
-    ids = tl.zeros((RULE.slots,), tl.int32)
-    shares = tl.full((RULE.slots,), -float("inf"), tl.float32)
+    j = tl.arange(0, SLOTS)
+    ids = tl.zeros((SLOTS,), tl.int32)
+    shares = tl.full((SLOTS,), -float("inf"), tl.float32)
     left = mask
-    for i in tl.static_range(RULE.top_k):
+    for i in tl.static_range(TOP_K):
         # among those left, so that one is found even where all scores are NaN or -inf
         best_score = tl.max(tl.where(left, choice, -float("inf")))
         candidates = left & (choice >= best_score)
@@ -251,11 +254,11 @@ def choose_experts(
     if RULE.scores == "softmax_of_chosen":
         exps = tl.exp(shares - tl.max(shares))
         shares = exps / tl.sum(exps)
-    shares = tl.where(j < RULE.top_k, shares, 0.0)
+    shares = tl.where(j < TOP_K, shares, 0.0)
     if RULE.normalized:
         shares = shares / (tl.sum(shares) + 1e-20)
     shares = shares * factor
     if RULE.rounded:
         shares = shares.to(logits_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(ids_ptr + token * RULE.top_k + j, ids, mask=j < RULE.top_k)
-    tl.store(shares_ptr + token * RULE.top_k + j, shares, mask=j < RULE.top_k)
+    tl.store(ids_ptr + token * TOP_K + j, ids, mask=j < TOP_K)
+    tl.store(shares_ptr + token * TOP_K + j, shares, mask=j < TOP_K)

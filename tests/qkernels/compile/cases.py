@@ -344,13 +344,13 @@ EXPERTS = {
         run=lambda: moe.experts(1, moe.QWEN3_30B, "w4a16-sym"), quick=SM90, product="wgmma"
     ),
     "experts w4a16 M=16": Case(
-        run=lambda: moe.experts(16, moe.MIXTRAL, "w4a16-asym"), quick=SM80, product="wgmma"
+        run=lambda: moe.experts(16, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
     ),
     "experts w4a16 M=64": Case(
         run=lambda: moe.experts(64, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
     ),
     "experts w4a16 M=4096": Case(
-        run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), quick=SM90, product="wgmma"
+        run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), product="wgmma"
     ),
     "experts w8a16 M=16": Case(
         run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
@@ -364,7 +364,6 @@ EXPERTS = {
     ),
     "experts w8a8-fp8-block M=512": Case(
         run=lambda: moe.experts(512, moe.QWEN3_30B, "w8a8-fp8-block"),
-        quick=SM90,
         product="wgmma",
         least=89,
     ),
