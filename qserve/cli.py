@@ -17,6 +17,7 @@ import qserve
 from formats.errors import InputError
 from qserve import config_file
 from qserve.config import (
+    BatchConfig,
     BenchConfig,
     ConvertConfig,
     EngineConfig,
@@ -25,9 +26,10 @@ from qserve.config import (
     InspectConfig,
     QuantizeConfig,
     ServerConfig,
+    TalkConfig,
 )
 
-SHORT_FLAGS = {"output": "-o"}
+SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Command:
     help: str
     settings: tuple[type, ...]
     run: Callable[..., int]
-    argument: str = "model"
+    argument: str | None = "model"  # None: there is none
     argument_help: str = "model folder"
     argument_choices: tuple[str, ...] | None = None
 
@@ -84,6 +86,24 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig) -> int:
     from qserve.server.app import serve as serve_http
 
     return serve_http(engine, server)
+
+
+def chat(config: TalkConfig) -> int:
+    from qserve import talk
+
+    return talk.chat(config)
+
+
+def complete(config: TalkConfig) -> int:
+    from qserve import talk
+
+    return talk.complete(config)
+
+
+def run_batch(model: str, engine: EngineConfig, config: BatchConfig) -> int:
+    from qserve.run_batch import run_batch as run
+
+    return run(engine, config)
 
 
 def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
@@ -216,6 +236,23 @@ COMMANDS: dict[str, Command] = {
         settings=(EngineConfig, ServerConfig),
         run=serve,
     ),
+    "chat": Command(
+        help="talk to the model of a running server",
+        settings=(TalkConfig,),
+        run=chat,
+        argument=None,
+    ),
+    "complete": Command(
+        help="let the model of a running server continue texts",
+        settings=(TalkConfig,),
+        run=complete,
+        argument=None,
+    ),
+    "run-batch": Command(
+        help="answer the requests of a file, without a server",
+        settings=(EngineConfig, BatchConfig),
+        run=run_batch,
+    ),
     "generate": Command(
         help="continue one prompt and print the text",
         settings=(EngineConfig, GenerateConfig),
@@ -265,7 +302,9 @@ def main(argv: list[str] | None = None) -> int:
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
-        return command.run(getattr(arguments, command.argument), *settings)
+        if command.argument is not None:
+            settings.insert(0, getattr(arguments, command.argument))
+        return command.run(*settings)
     except (InputError, OSError) as error:
         print(f"qserve {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -282,12 +321,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help.capitalize())
-        sub.add_argument(
-            command.argument,
-            metavar=None if command.argument_choices else command.argument.upper(),
-            choices=command.argument_choices,
-            help=command.argument_help,
-        )
+        if command.argument is not None:
+            sub.add_argument(
+                command.argument,
+                metavar=None if command.argument_choices else command.argument.upper(),
+                choices=command.argument_choices,
+                help=command.argument_help,
+            )
         if command.has_config_file:
             sub.add_argument(
                 config_file.FLAG,

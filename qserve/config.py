@@ -362,6 +362,38 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TalkConfig:
+    """What `qserve chat` and `qserve complete` are told."""
+
+    url: str = setting("http://127.0.0.1:8000/v1", "the server, up to its /v1")
+    model_name: str | None = setting(None, "the model; default: the first that the server has")
+    api_key: str | None = setting(
+        None, "the server's key; default: the environment's QSERVE_API_KEY or OPENAI_API_KEY"
+    )
+    quick: str | None = setting(None, "answer this one text and end")
+    system_prompt: str | None = setting(None, "what the system says before a chat")
+    max_tokens: int | None = setting(None, "most tokens of an answer", low=1)
+    temperature: float | None = setting(None, "default: the server's", low=0, high=2)
+    top_p: float | None = setting(None, "default: the server's", low=0, high=1)
+    seed: int | None = setting(None, "for the same answer again, where the server can do that")
+    stats: bool = setting(False, "print the time to the first token, and tokens per second")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """What `qserve run-batch` is told beside the engine's settings."""
+
+    input: str = setting(REQUIRED, "file with a request in each line, in OpenAI's batch format")
+    output: str = setting(REQUIRED, "file for the answers, in the order in which they end")
+    served_model_name: list[str] = setting(
+        [], "names that requests may give; default: the model folder as typed", many=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """What `qserve eval` is told beside the engine's settings."""
 

@@ -54,6 +54,7 @@ MUST_NOT_LOAD = {
     "qserve": {"torch", "transformers", "fastapi"},
     "qserve.cli": {"torch", "transformers", "fastapi"},
     "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
+    "qserve.engine.engine": {"fastapi", "transformers"},  # which takes seconds (filled_config.py)
     "qserve.engine.process": {"fastapi", "uvicorn", "prometheus_client"},
 }
 

@@ -76,13 +76,15 @@ def rope_write_kv_(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
 
-    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. `inputs_ready` says that
-    `positions` and `slots` were complete before the kernel in front of this one began, so that
-    they may be read while it still runs.
+    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. Rotated queries are
+    multiplied by `query_scales` [max position], float32, of their positions. `inputs_ready` says
+    that `positions` and `slots` were complete before the kernel in front of this one began, so
+    that they may be read while it still runs.
     """
     op = "rope_write_kv_"
     check_split_k_heads(op, q_THD, k_TJD, v_TJD)
@@ -93,6 +95,9 @@ def rope_write_kv_(
     if q_norm_D is not None:
         for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
             check_norm(f"{op} {name}", norm, q_THD)
+    if query_scales is not None:
+        shape = (cos_sin.shape[0],)
+        check_tensor(f"{op} query_scales", query_scales, shape, (torch.float32,), q_THD)
     return _writer(op, q_THD, cache)(
         q_THD,
         k_TJD,
@@ -105,6 +110,7 @@ def rope_write_kv_(
         k_norm_D=k_norm_D,
         eps=eps,
         interleaved=interleaved,
+        query_scales=query_scales,
         inputs_ready=inputs_ready,
     )
 

@@ -112,14 +112,17 @@ def rope_write_kv_(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor:
-    """Norm q and k where norms are given, rotate them, write k and v; returns q."""
+    """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled."""
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
         q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
     q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T, interleaved)
     write_kv_(k_TJD, v_TJD, cache, slots_T)
+    if query_scales is not None:
+        q_THD = (q_THD * query_scales[positions_T][:, None, None]).to(q_THD.dtype)
     return q_THD
 
 

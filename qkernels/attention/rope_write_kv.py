@@ -15,7 +15,6 @@ from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.codes_triton import CODE_RANGE, encode, magnitude_bits, scale_of
-from qkernels.operands.norm_triton import weighted
 from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import load_reduced, partials_source
 
@@ -45,6 +44,7 @@ def rope_write_kv_(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """As ops.rope_write_kv_."""
@@ -60,6 +60,7 @@ def rope_write_kv_(
         k_norm_D=k_norm_D,
         eps=eps,
         interleaved=interleaved,
+        query_scales=query_scales,
         inputs_ready=inputs_ready,
     )
 
@@ -77,6 +78,7 @@ def _launch(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
     """Write k and v; with q, rotate q and k first. Returns the new q."""
@@ -112,6 +114,7 @@ def _launch(
             slots_T.contiguous(),
             None if q_norm_D is None else q_norm_D.contiguous(),
             None if k_norm_D is None else k_norm_D.contiguous(),
+            None if query_scales is None else query_scales.contiguous(),
             cache.k_pages,
             cache.v_pages,
             cache.k_scales,
@@ -160,6 +163,7 @@ def _rope_write_kv(
     slots_ptr,  # [T]
     q_norm_ptr,  # [D] or None
     k_norm_ptr,
+    query_scales_ptr,  # [max position] or None
     k_pages_ptr,  # [P, B, J, D]
     v_pages_ptr,
     k_scales_ptr,  # [P, B, J] with 8-bit KV, else None
@@ -221,6 +225,9 @@ def _rope_write_kv(
         q = _rotated(
             rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, INTERLEAVED, SUM
         )
+        if query_scales_ptr is not None:
+            scale = tl.load(query_scales_ptr + tl.load(positions_ptr + token).to(tl.int64))
+            q = (q.to(tl.float32) * scale).to(q_out_ptr.dtype.element_ty)
         tl.store(q_out_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=real)
         return
     if slot < 0:
@@ -301,11 +308,19 @@ def _rotated(
     x, other = x.to(tl.float32), other.to(tl.float32)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = weighted(x * shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)
-        x = x.to(tl.float32)
+        x = _scaled(x, shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)
         weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0)
-        other = weighted(other * shrink, weight, DTYPE).to(tl.float32)
+        other = _scaled(other, shrink, weight, DTYPE)
     return (x * cos[None, :] + other * sin[None, :]).to(DTYPE)
+
+
+@triton.jit
+def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
+    """The end of an RMSNorm, rounded where rowwise.norm_act.rms_norm rounds."""
+    normed = x * shrink
+    if weight.dtype != tl.float32:  # else the product alone is rounded
+        normed = normed.to(DTYPE).to(tl.float32)
+    return (weight.to(tl.float32)[None, :] * normed).to(DTYPE).to(tl.float32)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ A start captures few: the largest, which take the pool's memory, and the smalles
 request runs in. The others are captured while the engine is idle, or when a step first needs them.
 """
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,8 @@ import torch
 from qserve.engine.batch import Batch
 from qserve.engine.step_buffers import GraphKey, StepBuffers
 from qserve.engine.step_input import StepInput, table_width
+
+logger = logging.getLogger(__name__)
 
 # The first token of an 8B in W4A16 on an H200 comes after 17.6 / 20.4 ms in graphs, of 768 / 1000
 # tokens. Launching a step takes Python 22 to 23 ms, whatever its size (32 layers; measured with 8).
@@ -110,9 +113,24 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Capture the smallest that is not yet. Returns False where there is none."""
         key = next((key for key in self._keys if key not in self._batches), None)
-        if key is not None:
-            self._capture(key)
-        return key is not None
+        return key is not None and self._has(key)
+
+    def _has(self, key: GraphKey) -> bool:
+        """Whether the graph is there, captured now where it was not.
+
+        Where the device has no memory for it, there will be no others than those captured.
+        """
+        if key not in self._batches:
+            try:
+                self._capture(key)
+            except torch.OutOfMemoryError:
+                self._keys = [each for each in self._keys if each in self._batches]
+                logger.warning(
+                    "No memory for more than %d CUDA graphs; lower --gpu-memory-utilization",
+                    len(self._keys),
+                )
+                return False
+        return True
 
     def _capture(self, key: GraphKey) -> None:
         """Takes about 0.1 s for 32 layers, and waits for the step in flight."""
@@ -128,18 +146,14 @@ class StepGraphs:
         self._batches[key] = batch
 
     def key_for(self, step: StepInput) -> GraphKey | None:
-        """The smallest graph that holds a step, or None."""
+        """The smallest graph that holds a step, captured now where it was not, or None."""
         if step.max_context_len > self._max_context_len:
             return None
-        return smallest_key(self._keys, step)
+        key = smallest_key(self._keys, step)
+        return key if key is None or self._has(key) else smallest_key(self._keys, step)
 
     def fill_(self, key: GraphKey, step: StepInput) -> torch.Tensor:
-        """Copy a step to where its graph reads it. Returns the place of the token ids.
-
-        Captures the graph where that was not done.
-        """
-        if key not in self._batches:
-            self._capture(key)
+        """Copy a step to where its graph reads it. Returns the place of the token ids."""
         self._buffers.fill_(key, step)
         return self._batches[key].token_ids_T
 

@@ -24,7 +24,7 @@ from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.policies import make_policy
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
-from qserve.engine.request import Request, RequestEvent
+from qserve.engine.request import Request, RequestEvent, Status
 from qserve.engine.request_rows import RequestRows
 from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
@@ -215,16 +215,43 @@ class Engine:
             if prompts is not None:
                 step = replace(step, prompt_rows=prompts.rows)
             launched = self._clock()
-            handle = self.workers.launch(step)
+            try:
+                handle = self.workers.launch(step)
+            except torch.OutOfMemoryError as error:
+                # What is in flight first: it may hold tokens of the same requests.
+                return self._ended(events + self._take_results(0) + self._fail(plan, error))
             self._in_flight.append(_Flight(plan, prompts, handle, launched))
-        due = self._max_in_flight if plan.chunks else 0
-        while len(self._in_flight) > due:
+        events += self._take_results(self._max_in_flight if plan.chunks else 0)
+        return self._ended(events)
+
+    def _take_results(self, num_left: int) -> list[RequestEvent]:
+        """Wait for the steps in flight, the oldest first, but the last `num_left`."""
+        events: list[RequestEvent] = []
+        while len(self._in_flight) > num_left:
             flight = self._in_flight.popleft()
             if flight.prompts is not None:
                 flight.handle.prompts.give_to(flight.prompts)
             sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
             self._measure(flight, has_waited=bool(sampled))
             events += self.scheduler.update(flight.plan, sampled, logprobs)
+        return events
+
+    def _fail(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[RequestEvent]:
+        """End the requests of a step that the device had no memory for. The others go on."""
+        self.workers.free_unused()
+        reason = (
+            f"the device ran out of memory in a step of {plan.num_tokens} tokens; lower"
+            " --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization"
+        )
+        logger.error("%s: %s", reason, str(error).partition("\n")[0])
+        return [
+            self.scheduler.fail(request, reason)
+            for request in {chunk.request: None for chunk in plan.chunks}
+            if request.status is not Status.FINISHED
+        ]
+
+    def _ended(self, events: list[RequestEvent]) -> list[RequestEvent]:
+        """Forget the requests that events end. Returns the events."""
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request_id, None)
@@ -274,13 +301,15 @@ class Engine:
     def _step_facts(self, plan: StepPlan) -> dict[str, Any]:
         """The fields of EngineReport that tell of a step."""
         now, cache = self._clock(), self.scheduler.cache
+        for request in plan.admitted:
+            request.queue_seconds = now - request.arrived
         looked_up = cache.take_counts()
         return {
             "num_step_tokens": plan.num_tokens,
             "num_preempted": len(plan.preempted),
             "num_prefix_queries": looked_up[0],
             "num_prefix_hits": looked_up[1],
-            "queue_seconds": tuple(now - request.arrived for request in plan.admitted),
+            "queue_seconds": tuple(request.queue_seconds for request in plan.admitted),
         }
 
     def _measure(self, flight: _Flight, has_waited: bool) -> None:
@@ -340,10 +369,12 @@ class Engine:
 
 
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:
-    length = model.max_position if config.max_model_len is None else config.max_model_len
-    if not 2 <= length <= model.max_position:
+    longest, source = model.context.length, model.context.source
+    length = longest if config.max_model_len is None else config.max_model_len
+    if not 2 <= length <= longest:
         raise InputError(
             "--max-model-len",
-            f"expected 2 to {model.max_position} (the model's limit), found {length}",
+            f"expected 2 to {longest} (config.json: {source}), found {length}",
         )
+    logger.info("Using max model len %d (config.json: %d by %s)", length, longest, source)
     return length

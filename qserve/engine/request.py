@@ -33,6 +33,7 @@ class RequestEvent(NamedTuple):
     num_cached: int = 0  # tokens of the prompt that were not computed: their KV pages were there
     # one for each token of the prompt, None for its first: with the first event, where asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    queue_seconds: float = 0.0  # from its arrival to its first step
 
 
 Flow = tuple[str, str]  # client, group
@@ -66,6 +67,7 @@ class Request:
     cache_salt: str = ""  # it shares KV pages with requests of the same salt alone
     reads_cache: bool = True  # False: compute all of the prompt, as its log probabilities need
     arrived: float = 0.0  # time.perf_counter() when it was sent to the engine
+    queue_seconds: float = 0.0  # from then to its first step; the engine fills it
     status: Status = Status.WAITING
     num_computed: int = 0  # positions whose keys and values are written, or are by steps in flight
     num_pending: int = 0  # tokens sampled by steps in flight
@@ -151,4 +153,5 @@ class Request:
             logprobs,
             self.num_cached,
             prompt_logprobs,
+            self.queue_seconds,
         )

@@ -134,6 +134,11 @@ class WorkerGroup:
         if not runner.config.enforce_eager:
             self._capture_graphs()
 
+    def free_unused(self) -> None:
+        """Give back the device's memory that nothing uses, after it ran out."""
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def capture_next(self) -> bool:
         """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""
         return self.runner.capture_next()

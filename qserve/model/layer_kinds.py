@@ -1,5 +1,6 @@
 """Which layers of a decoder launch the same kernels. Knows shapes and types, not what layers do."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 
@@ -7,8 +8,8 @@ import torch
 
 from qserve.model.decoder import Decoder
 
-# A kernel is compiled for these; float arguments and texts (names) make no kernel of their own.
-COUNTED = (int, bool, torch.dtype, torch.device, type(None))
+# A kernel may be compiled for these. Texts are names, of which each layer has its own.
+COUNTED = (int, float, bool, torch.dtype, torch.device, type(None))
 
 
 def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
@@ -20,13 +21,9 @@ def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
     for number, layer in enumerate(decoder.layers):
         first_of_kind.setdefault((number == 0, _kind(layer, ())), number)
     numbers = sorted(first_of_kind.values())
-    sample = Decoder(
-        decoder.config,
-        embedding=decoder.embedding,
-        layers=[decoder.layers[number] for number in numbers],
-        norm=decoder.norm,
-        head=decoder.head,
-    )
+    sample = copy.copy(decoder)
+    sample._modules = dict(decoder._modules)  # torch's own table of submodules, else shared
+    sample.layers = torch.nn.ModuleList([decoder.layers[number] for number in numbers])
     return sample, numbers
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
@@ -14,6 +14,8 @@ from formats.families import FAMILIES, served_architectures
 from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.text_part import has_text_part
+from qserve.model.context_length import ContextLength
+from qserve.model.filled_config import filled_config
 from qserve.model.rope import RopeConfig
 
 
@@ -32,7 +34,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
-    max_position: int
+    context: ContextLength
     tied_head: bool
     windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
     dtype: torch.dtype  # that the checkpoint states
@@ -66,12 +68,12 @@ class ModelConfig:
         try:
             # The block is ours to read: transformers would look for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = AutoConfig.for_model(plain.pop("model_type"), **plain)
+            config = SimpleNamespace(**filled_config(plain))
         except Exception as error:  # what a config class raises is not documented
             problem = f"transformers refuses it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
         try:
-            return cls._from_config(family, config, block, Path(folder))
+            return cls._from_config(family, config, raw, block, Path(folder))
         except InputError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -80,9 +82,14 @@ class ModelConfig:
 
     @classmethod
     def _from_config(
-        cls, family: Family, config: Any, block: dict | None, folder: Path
+        cls,
+        family: Family,
+        config: Any,
+        raw: Mapping[str, Any],
+        block: dict | None,
+        folder: Path,
     ) -> "ModelConfig":
-        """The same, of transformers' config and the quantization block."""
+        """The same, of transformers' config, config.json as it is, and the quantization block."""
         activation = getattr(config, family.activation_key)
         if activation != family.activation:
             raise InputError(
@@ -92,9 +99,10 @@ class ModelConfig:
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         windows = _windows(config, family.window)
+        ropes = _ropes(config, family, head_dim, windows)
         return cls(
             family=family,
-            values=config.to_dict(),
+            values=vars(config),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -103,11 +111,11 @@ class ModelConfig:
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            ropes=_ropes(config, family, head_dim, windows),
-            max_position=config.max_position_embeddings,
+            ropes=ropes,
+            context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
             windows=windows,
-            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
+            dtype=_dtype(config.dtype),
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),
         )
@@ -124,6 +132,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         f"expected one of {', '.join(served)}, found {names!r:.200}",
         "a new family is a row of formats/families.py and a module of qserve/model/families",
     )
+
+
+def _dtype(name: str | None) -> torch.dtype:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def _windows(config: Any, kind: str) -> tuple[int | None, ...]:

@@ -162,7 +162,6 @@ class LayerWeights:
     def __init__(self, weights: Weights, number: int) -> None:
         self.number = number
         self.rotary = weights.rotary(weights.config.ropes[number])
-        self.max_model_len, self.device = weights.max_model_len, weights.device
         self.kernels = weights.kernels
         self._weights, self._family = weights, weights.family
         self._prefix = weights.family.layer.format(i=number)

@@ -57,14 +57,30 @@ async def run(service: Service, client: str, job: Job) -> list[Output]:
 
 async def deltas(service: Service, client: str, job: Job) -> Deltas:
     """The deltas of all choices in the order they come. Raises as `run` does."""
-    async with aclosing(_deltas(service, client, job)) as stream:
-        if job.timeout is None:
+    lengths = [0] * job.num_choices
+    with service.admission.admit(client, job.num_choices, job.num_engine_tokens):
+        service.metrics.count_request(job.params[0].n)
+        async with aclosing(_in_time(job, _choices(service, client, job))) as stream:
+            async for index, delta in stream:
+                lengths[index] += len(delta.token_ids)
+                yield index, delta
+    service.metrics.count_longest(max(lengths))
+
+
+async def _in_time(job: Job, stream: Deltas) -> Deltas:
+    """The same deltas; raises ApiError(408) when the job has had its time.
+
+    Around each wait for the engine; how long a client may take to read is limited elsewhere.
+    """
+    end = None
+    if job.timeout is not None:
+        left = job.timeout - (time.perf_counter() - job.arrived)
+        end = asyncio.get_running_loop().time() + left
+    async with aclosing(stream):
+        if end is None:
             async for item in stream:
                 yield item
             return
-        # Around each wait for the engine; how long a client may take to read is limited elsewhere.
-        left = job.timeout - (time.perf_counter() - job.arrived)
-        end = asyncio.get_running_loop().time() + left
         while True:
             try:
                 async with asyncio.timeout_at(end):
@@ -76,32 +92,31 @@ async def deltas(service: Service, client: str, job: Job) -> Deltas:
             yield item
 
 
-async def _deltas(service: Service, client: str, job: Job) -> Deltas:
-    with service.admission.admit(client, job.num_choices, job.num_engine_tokens):
-        if job.num_choices == 1:
-            async with aclosing(_choice(service, client, job, 0)) as stream:
-                async for item in stream:
-                    yield item
-            return
-        # Holds one delta of each choice at most; behind it the engine's events merge.
-        inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
-        tasks: list[asyncio.Task] = []
-        starting = asyncio.create_task(_start(tasks, inbox, service, client, job))
-        try:
-            num_running = job.num_choices
-            while num_running:
-                item = await inbox.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_running -= 1
-                else:
-                    yield item
-        finally:
-            starting.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(starting, *tasks, return_exceptions=True)
+async def _choices(service: Service, client: str, job: Job) -> Deltas:
+    if job.num_choices == 1:
+        async with aclosing(_choice(service, client, job, 0)) as stream:
+            async for item in stream:
+                yield item
+        return
+    # Holds one delta of each choice at most; behind it the engine's events merge.
+    inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
+    tasks: list[asyncio.Task] = []
+    starting = asyncio.create_task(_start(tasks, inbox, service, client, job))
+    try:
+        num_running = job.num_choices
+        while num_running:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        starting.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
 async def _start(
@@ -129,7 +144,7 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
     prompt, params = job.choice(index)
     stream = TextStream(service.tokenizer, params, prompt)
     request_id = f"{job.key}-{index}"
-    with service.metrics.output(job.arrived, len(prompt)) as meter:
+    with service.metrics.output(job.arrived, len(prompt), params.max_tokens) as meter:
         events = service.client.generate(
             request_id,
             prompt,

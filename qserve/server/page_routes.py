@@ -24,6 +24,11 @@ async def openapi(request: Request) -> Response:
     return json_response(document() | ({"servers": [{"url": root}]} if root else {}))
 
 
+@router.api_route("/", methods=READ)
+async def chat() -> Response:
+    return _page("index.html")
+
+
 @router.api_route("/docs", methods=READ)
 async def docs() -> Response:
     return _page("docs.html")

@@ -8,6 +8,7 @@ from qserve.engine.request import TokenLogprobs
 from qserve.server.generation import Output
 from qserve.server.job import Job
 from qserve.server.logprobs import chat_logprobs, completion_logprobs
+from qserve.server.text_offsets import TextOffsets
 from qserve.text import TextDelta, Tokenizer
 
 
@@ -51,8 +52,8 @@ class Reply:
     tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    # characters that a choice's tokens made so far, where a stream tells of log probabilities
-    offsets: dict[int, int] = field(default_factory=dict)
+    # of each choice, where log probabilities are told
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # choices of which a chunk was sent
 
     prefix = whole_object = chunk_object = ""
@@ -147,9 +148,11 @@ class CompletionReply(Reply):
         return {"text": delta.text}
 
     def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
-        offset = self.offsets.get(index, 0)
-        formatted = completion_logprobs(self.tokenizer, tokens, offset)
-        self.offsets[index] = offset + sum(map(len, formatted["tokens"]))
+        if index not in self.offsets:
+            prompt, params = self.job.choice(index)
+            self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
+        offsets = [self.offsets[index].take(token) for token, _ in tokens]
+        formatted = completion_logprobs(self.tokenizer, tokens, offsets)
         if self.job.tokens_as_ids:
             formatted["tokens"] = [f"token_id:{token}" for token, _ in tokens]
         return formatted

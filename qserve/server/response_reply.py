@@ -41,9 +41,9 @@ class ResponseReply:
             event("content_part.added", **place, part=_part("")),
         )
         async for _, delta in deltas:
-            if not output.num_tokens:
-                for each in opening:
-                    yield each
+            for each in opening:
+                yield each
+            opening = ()
             output.add(delta)
             yield event("output_text.delta", **place, delta=delta.text, logprobs=[])
         yield event("output_text.done", **place, text=output.text, logprobs=[])

@@ -43,6 +43,10 @@ ENGINE_FLAGS = {
     "--prefill-batch-size",
     "--target-itl-ms",
 }
+TALK_FLAGS = {
+    *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),
+    *("--temperature", "--top-p", "--seed", "--stats"),
+}
 # Adding a flag means adding it here; renaming one breaks its users.
 FLAGS = {
     "quantize": {
@@ -77,6 +81,9 @@ FLAGS = {
         *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
         *("--log-level", "--log-format", "--metrics-prefix"),
     },
+    "chat": TALK_FLAGS,
+    "complete": TALK_FLAGS,
+    "run-batch": ENGINE_FLAGS | {"-i", "--input", "-o", "--output", "--served-model-name"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "convert": {"--format", "--max-shard-size"},

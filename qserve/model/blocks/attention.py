@@ -40,7 +40,7 @@ class Attention(torch.nn.Module):
         q_norm: torch.Tensor | None = None,  # of each head [D], or of all of a token's [H D]
         k_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,  # float32 [H]
-        query_scales: torch.Tensor | None = None,  # [positions], of rotated queries
+        query_scales: torch.Tensor | None = None,  # float32 [positions], of rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         kernel: str | None = None,  # asked for or forbidden by name
@@ -105,10 +105,9 @@ class Attention(torch.nn.Module):
             k_norm_D=self.k_norm if self.norms_heads else None,
             eps=self.eps,
             interleaved=self.rotary.interleaved,
+            query_scales=self.query_scales,
             inputs_ready=True,  # a step's inputs are there before its embedding begins
         )
-        if self.query_scales is not None:
-            q = q * self.query_scales[step.positions_T][:, None, None]
         output = self.o_proj.plan(q.shape[0], "norm")
         limbs = output.input if isinstance(output.input, LimbForm) else None
         out = ops.paged_attention(

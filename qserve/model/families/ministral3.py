@@ -26,5 +26,4 @@ def query_scales(config: ModelConfig, weights: Weights) -> torch.Tensor | None:
     if not beta or weights.max_model_len <= original:
         return None
     positions = torch.arange(weights.max_model_len, device=weights.device)
-    scales = 1 + beta * torch.log(1 + torch.floor(positions / original))
-    return scales.to(weights.dtype)
+    return 1 + beta * torch.log(1 + torch.floor(positions / original))

@@ -118,6 +118,7 @@ def test_rope_and_write(
     positions = torch.tensor([0, 39, 7, 7, 12], device=device)
     norms = {"interleaved": interleaved}
     if normed:
+        norms["query_scales"] = torch.linspace(0.5, 2, 40).to(device)
         norms |= {"q_norm_D": randn(D) + 1, "k_norm_D": randn(D) + 1, "eps": 1e-5}
     # on the CPU, whose division is exact; a GPU's by a constant is not
     got, want = make_pages(D, codes), [t.cpu() for t in make_pages(D, codes)]

@@ -237,9 +237,7 @@ def test_pages_come_back_as_they_went(dtype):
         for part in (cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales)
         if part is not None
     ]
-    before = [
-        part.clone().view(torch.uint8) if part.is_contiguous() else part.clone() for part in parts
-    ]
+    before = [bits(part).clone() for part in parts]
     copies = PageCopies(caches, num_slots, torch.device("cpu"))
     pages = torch.randperm(num_pages)[:num_slots].numpy()
     slots = torch.randperm(num_slots).numpy()

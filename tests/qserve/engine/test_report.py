@@ -73,6 +73,14 @@ def test_time_in_the_queue_begins_when_the_request_was_sent(make_engine):
     assert 100 < seconds < time.perf_counter() - sent
 
 
+def test_first_token_tells_how_long_its_request_queued(make_engine):
+    engine = make_engine(0, num_gpu_blocks_override=50)
+    params = SamplingParams(max_tokens=1)
+    engine.add_request("a", [5], params, time.perf_counter() - 7)
+    (event,) = engine.step()
+    assert event.queue_seconds == engine.report().queue_seconds[0] > 7
+
+
 def test_preempted_outputs_are_counted_and_queue_once(make_engine):
     engine = make_engine(0, num_gpu_blocks_override=6)
     add(engine, "a", 6, 12)

@@ -342,3 +342,29 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         theirs.weight.copy_(decoder.norm.weight - 1)
         want = theirs(x)
     assert torch.equal(decoder.norm(x, None, None)[0], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3"])
+def test_logits_on_a_gpu_are_the_cpus(written, name):
+    """In bfloat16, a prompt and decode steps: a wrong reading differs by far more."""
+    folder = written("w4a16-sym-g32", "gptq", name)
+    on_cpu = LLM(folder, device="cpu", max_model_len=64)
+    on_gpu = LLM(
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=2,
+        gpu_memory_utilization=0.1,
+        enforce_eager=True,
+    )
+    # a tiny random model turns a last bit of 8 into up to 4 percent
+    assert relative(on_gpu.logits(TOKENS).cpu(), on_cpu.logits(TOKENS)) < 0.1
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = on_gpu.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    tokens = output.outputs[0].token_ids
+    logits_TV = on_cpu.logits(TOKENS + tokens)[-9:-1]
+    chosen_T = logits_TV[torch.arange(8), torch.tensor(tokens)]
+    behind_T = (logits_TV.amax(-1) - chosen_T) / (logits_TV.amax(-1) - logits_TV.mean(-1))
+    assert behind_T.max() < 0.3, "far from the largest"

@@ -178,8 +178,9 @@ def test_many_wrong_items_give_one_small_error(server, error):
     error(server.chat(messages=[{"role": 5}] * 50_000), 400)
     error(server.complete(stop=["y" * 500_000] * 5), 400)
     error(server.complete(model="m" * 500_000), 404)
-    error(server.get("/v1/models/" + "m" * 50_000), 404)
-    error(server.get("/" + "m" * 50_000), 404)
+    error(server.get("/v1/models/" + "m" * 15_000), 404)
+    error(server.get("/" + "m" * 15_000), 404)
+    error(server.get("/" + "m" * 50_000), 431)
 
 
 def test_prompt_of_exactly_the_limit_and_around_it(server, error):
@@ -229,7 +230,7 @@ def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, erro
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [
-        ("/", "GET", 404),
+        ("/", "POST", 405),
         ("/v1", "GET", 404),
         ("/v1/embeddings", "POST", 404),
         ("/v1/models/", "GET", 404),

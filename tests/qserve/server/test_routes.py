@@ -236,7 +236,7 @@ def test_description_is_whole():
     assert fields["guided_json"] == {"type": "null"}
 
 
-@pytest.mark.parametrize("path", ["/docs"])
+@pytest.mark.parametrize("path", ["/", "/docs"])
 def test_pages_load_nothing_from_elsewhere(server, path):
     reply = server.get(path)
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
