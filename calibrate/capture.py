@@ -142,12 +142,15 @@ class LayerRunner:
     def final_logits(
         self, hidden_SD: torch.Tensor, norm_D: torch.Tensor, head_VD: torch.Tensor
     ) -> torch.Tensor:
-        """Last norm and head, with the model's soft cap where it has one."""
+        """Last norm and head, with the divisor and the soft cap of models that have them."""
         norm = self._norm_class(hidden_SD.shape[-1], eps=self.config.rms_norm_eps)
         norm.load_state_dict({"weight": norm_D.to(self.device, self.dtype)}, assign=True)
         with torch.no_grad():
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        family = self.layer_map.family
+        divisor = getattr(self.config, family.logits_divisor_key or "-", None)
+        cap = getattr(self.config, family.logits_cap_key or "-", None)
+        logits_SV = logits_SV if divisor is None else logits_SV / divisor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
 
     def _kind(self, layer: int) -> str:
@@ -239,7 +242,7 @@ class HiddenStates:
             self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         else:
             self.states_WSD = _in_file(spill, shape, runner.dtype)
-        scale = shape[-1] ** 0.5 if runner.layer_map.embedding_times_root else 1.0
+        scale = runner.layer_map.family.embedding_factor(runner.config.to_dict())
         for number, ids_S in enumerate(ids_WS):
             rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)
             self.states_WSD[number] = rows_SD * torch.tensor(scale, dtype=runner.dtype)

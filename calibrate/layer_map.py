@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import CheckpointError, InputError
-from formats.families import FAMILIES, Family, Projection
+from formats.families import FAMILIES
+from formats.family import Family, Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class LayerMap:
     scale_pairs: tuple[ScalePair, ...]
     norm_offset: float  # a norm multiplies by (offset + weight)
     rotatable: bool  # nothing stands between a linear's output and the residual stream
-    embedding_times_root: bool  # embeddings are multiplied by sqrt(hidden size)
+    family: Family
     # A mixture of experts: where it is on disk (transformers calls it `mlp`), and whether the
     # chosen experts' shares are made to add up to 1 whatever config.json says.
     experts_module: str = ""
@@ -77,7 +78,7 @@ class LayerMap:
 
     def tied_head(self, config: dict[str, Any]) -> str | None:
         """The head's name where it is the embedding: a copy of it in the file is never read."""
-        return self.head if config.get("tie_word_embeddings", False) else None
+        return self.head if self.family.is_tied(config) else None
 
     def required_tensors(self, config: dict[str, Any]) -> list[str]:
         """Every tensor that a float checkpoint of this architecture must hold."""
@@ -118,7 +119,7 @@ def layer_map(family: Family) -> LayerMap:
         norm_offset=family.norm_offset,
         # a router reads the residual stream, and a norm after a linear stands in its way
         rotatable=not experts and all(n.feeds or n.size == "head_dim" for n in family.norms),
-        embedding_times_root=family.embedding_times_root,
+        family=family,
         experts_module=experts.module if experts else "",
         renormalized=bool(experts and experts.renormalized),
         expert_linears_by_input=(
@@ -138,12 +139,14 @@ def _stored(projection: Projection) -> tuple[str, ...]:
 def _scale_pairs(family: Family) -> Iterator[ScalePair]:
     """In the order they run. Of experts none: the router reads their input too, in float."""
     norm_of = {norm.feeds: norm.name for norm in family.norms}
-    yield ScalePair(previous=norm_of[family.qkv.name], linears=_stored(family.qkv), kind="norm")
+    if family.qkv.name in norm_of:
+        yield ScalePair(previous=norm_of[family.qkv.name], linears=_stored(family.qkv), kind="norm")
     yield ScalePair(previous=_stored(family.qkv)[-1], linears=_stored(family.o), kind="values")
     if family.experts:
         return
     gate_up = _stored(family.gate_up)
-    yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
+    if family.gate_up.name in norm_of:
+        yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
     yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
 
 

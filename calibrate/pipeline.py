@@ -37,7 +37,7 @@ from formats.checkpoint import (
     find_side_files,
 )
 from formats.errors import InputError
-from formats.families import ATTENTION
+from formats.family import ATTENTION
 from formats.layouts import Layout
 from formats.padding import make_padding
 from formats.plan import make_plan

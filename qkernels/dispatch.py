@@ -166,13 +166,16 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rowwise", "rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
     *_rows("rowwise", "add_rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
     *_rows("rowwise", "silu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
+    *_rows("rowwise", "gelu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
     *_rows("rowwise", "to_limbs", "limbs", rowwise.triton_limbs),
     *_rows("rowwise", "rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "add_rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "silu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
+    *_rows("rowwise", "gelu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "rms_norm", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "add_rms_norm", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "silu_and_mul", "norm_act", problem.needs_triton_on_gpu),
+    *_rows("rowwise", "gelu_and_mul", "norm_act", problem.needs_triton_on_gpu),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )
 

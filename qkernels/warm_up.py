@@ -4,6 +4,7 @@ All of it follows from the plans and configs that the operations choose by; noth
 Legend: M rows of x, R requests, T tokens of a step.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from qkernels.attention.config import DECODE_MAX_ROWS, default_attention_config, prefill_split
@@ -16,6 +17,11 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import LimbForm, limb_tiles
 from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
+
+# Every number of rows up to the first is planned. Beyond it plans follow from whole tiles: one in
+# so many is planned there, and those between two that differ.
+EVERY_ROW = 1024
+ROWS_APART = 32
 
 
 def row_boundaries(
@@ -34,9 +40,7 @@ def plan_boundaries(
     weight: PreparedWeight, max_rows: int, consumer: Consumer | None = None
 ) -> list[int]:
     """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
-    return _first_of_each(
-        range(1, max_rows + 1), lambda M: compiled(plan_linear(weight, M, consumer), M)
-    )
+    return _first_of_each_range(max_rows, lambda M: compiled(plan_linear(weight, M, consumer), M))
 
 
 def compiled(plan: GemmPlan, M: int) -> object:
@@ -110,6 +114,29 @@ def _powers(least: int, most: int) -> Iterator[int]:
     while least <= most:
         yield least
         least *= 2
+
+
+def _first_of_each_range(most: int, key: Callable[[int], object]) -> list[int]:
+    """The first of 1..most of every key.
+
+    Beyond EVERY_ROW, where a plan that costs 0.1 ms is made for thousands of rows, rows between
+    two that have the same key count as having it, too.
+    """
+    found = {M: key(M) for M in range(1, min(most, EVERY_ROW) + 1)}
+
+    def between(low: int, high: int) -> None:
+        if high - low < 2 or found[low] == found[high]:
+            return
+        middle = (low + high) // 2
+        found[middle] = key(middle)
+        between(low, middle)
+        between(middle, high)
+
+    marks = [*range(EVERY_ROW, most, ROWS_APART), most]
+    for low, high in itertools.pairwise(marks):
+        found[high] = key(high)
+        between(low, high)
+    return _first_of_each(sorted(found), found.__getitem__)
 
 
 def _first_of_each(cases: Iterable, key: Callable[[object], object]) -> list:

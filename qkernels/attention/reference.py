@@ -29,10 +29,23 @@ def apply_rope(
     k_TJD: torch.Tensor,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the first cos_sin.shape[1] channels of each head, halves paired (NeoX), in float32."""
-    cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].chunk(2, dim=-1)
-    return _rotate(q_THD, cos_T1F, sin_T1F), _rotate(k_TJD, cos_T1F, sin_T1F)
+    """Rotate the first cos_sin.shape[1] channels of each head, in float32.
+
+    Halves are paired (NeoX), or neighbours where they are interleaved.
+    """
+    half = cos_sin.shape[1] // 2
+    cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].split([half, half], dim=-1)
+    rotate = _rotate_neighbours if interleaved else _rotate
+    return rotate(q_THD, cos_T1F, sin_T1F), rotate(k_TJD, cos_T1F, sin_T1F)
+
+
+def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = 2 * cos.shape[-1]
+    first, second = x[..., 0:width:2].float(), x[..., 1:width:2].float()
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.flatten(-2).to(x.dtype), x[..., width:]], dim=-1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -98,14 +111,18 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor:
-    """Norm q and k where norms are given, rotate them, write k and v; returns q."""
+    """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled."""
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
         q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
-    q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T)
+    q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T, interleaved)
     write_kv_(k_TJD, v_TJD, cache, slots_T)
+    if query_scales is not None:
+        q_THD = (q_THD * query_scales[positions_T][:, None, None]).to(q_THD.dtype)
     return q_THD
 
 

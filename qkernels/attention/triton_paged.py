@@ -19,7 +19,7 @@ import triton.language as tl
 
 from qkernels.attention.cache import PagedKv
 from qkernels.attention.config import AttentionConfig, default_attention_config
-from qkernels.attention.merge_splits import merge_splits, whole
+from qkernels.attention.merge_splits import merge_splits
 from qkernels.attention.step import AttentionStep
 from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
@@ -52,7 +52,7 @@ def paged_attention(
         q_THD = q_THD.contiguous()
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return whole(out_THD, limbs)
+        return out_THD
     if config is None:
         problem = {
             "num_requests": R,
@@ -144,7 +144,7 @@ def paged_attention(
                 **pdl_options(q_THD, T),
             )
     if config.split == 1:
-        return whole(out_THD, limbs)
+        return out_THD
     return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
 
 

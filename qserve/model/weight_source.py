@@ -7,7 +7,7 @@ import torch
 from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
-from formats.families import DERIVED
+from formats.family import DERIVED
 from formats.kv_cache import check_kv_scale, find_kv_scales
 from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
 from formats.weights import Weight
@@ -83,6 +83,12 @@ class WeightSource:
 
     def audit(self) -> None:
         """Raise CheckpointError, with the names, where tensors were left over."""
+        if self.reader.num_other_parts:
+            logger.info(
+                "%s: the text model alone; %d tensors of other parts are not read",
+                self.reader.folder,
+                self.reader.num_other_parts,
+            )
         if self._mislabelled:
             logger.warning(
                 "%s: checkpoint_format says that zeros are %s, in %d linears the data says"

@@ -11,10 +11,11 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import CheckpointError
-from formats.families import ATTENTION, Projection, Shape, is_set, size
+from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
 from qkernels import QuantLinear
 from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
+from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
@@ -45,6 +46,7 @@ class Weights:
         self._sizes = config.sizes
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
         self._progress = progress
+        self._rotaries: list[tuple[RopeConfig | None, Rotary]] = []
 
     def embedding(self) -> torch.Tensor:
         """The table of tokens [V, C]."""
@@ -67,20 +69,31 @@ class Weights:
         for number in tqdm(numbers, desc="Loading layers", disable=not self._progress):
             yield LayerWeights(self, number)
 
-    def cos_sin(self, rope: RopeConfig) -> torch.Tensor:
-        """The table of rotations of all positions, which follows from the config."""
-        return cos_sin_table(rope, self.max_model_len, self.device)
+    def rotary(self, rope: RopeConfig | None) -> Rotary:
+        """The rotations of all positions, one table for layers alike; None: of no channel."""
+        for known, rotary in self._rotaries:
+            if known == rope:
+                return rotary
+        if rope is None:
+            rotary = Rotary(torch.empty(self.max_model_len, 0, device=self.device))
+        else:
+            table = cos_sin_table(rope, self.max_model_len, self.device)
+            rotary = Rotary(table, rope.interleaved)
+        self._rotaries.append((rope, rotary))
+        return rotary
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A float tensor. Raises CheckpointError where it is missing or has another shape."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """What a norm multiplies by: the tensor, plus 1 in families that store it without."""
-        if not self.family.norm_offset:
-            return self.tensor(name, shape)
+        """What a norm multiplies by: the tensor, plus 1 in families that store it without.
+
+        In float32 where the family rounds after the product alone (ops.rms_norm).
+        """
         stored = self.source.tensor(name, shape).to(self.device, torch.float32)
-        return (stored + self.family.norm_offset).to(self.dtype)
+        dtype = torch.float32 if self.family.float32_norms else self.dtype
+        return (stored + self.family.norm_offset).to(dtype)
 
     def linear(
         self, names: Sequence[str], outs: Sequence[int], ins: int, *, bias: bool = False
@@ -145,6 +158,7 @@ class LayerWeights:
 
     def __init__(self, weights: Weights, number: int) -> None:
         self.number = number
+        self.rotary = weights.rotary(weights.config.ropes[number])
         self.kernels = weights.kernels
         self._weights, self._family = weights, weights.family
         self._prefix = weights.family.layer.format(i=number)

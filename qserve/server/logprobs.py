@@ -24,13 +24,15 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], offset: int) -> dict:
-    """The `logprobs` of a completion's choice whose first token begins at character `offset`.
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Token], offsets: Sequence[int]
+) -> dict:
+    """The `logprobs` of a completion's choice whose tokens begin at the characters `offsets`.
 
     The alternatives of a token are keyed by text and always hold the token itself. Of tokens that
     look alike, such as parts of characters, that one counts, else the likeliest.
     """
-    texts, offsets, tops = [], [], []
+    texts, tops = [], []
     for token, found in tokens:
         text = tokenizer.token_text(token)
         top: dict[str, float] = {}
@@ -38,14 +40,12 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], offset: i
             top.setdefault(tokenizer.token_text(other), _finite(value))
         top[text] = _finite(found.logprob)
         texts.append(text)
-        offsets.append(offset)
         tops.append(top)
-        offset += len(text)
     return {
         "tokens": texts,
         "token_logprobs": [_finite(found.logprob) for _, found in tokens],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

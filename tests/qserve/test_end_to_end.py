@@ -125,8 +125,13 @@ def test_metrics_add_up_to_what_was_asked_for(server):
     assert grown["inter_token_latency_seconds_count"] == 32 - 4
     assert grown["e2e_request_latency_seconds_count"] == 4
     assert grown["request_queue_time_seconds_count"] == 4
-    # the last token of each output is never computed
-    assert grown["iteration_tokens_total_sum"] == 2 * 43 + 32 - 4
+    # The last token of each output is never computed, nor what the second output of 40 tokens
+    # finds: two pages of 16.
+    assert (grown["prefix_cache_queries_total"], grown["prefix_cache_hits_total"]) == (2 * 43, 32)
+    assert grown["iteration_tokens_total_sum"] == 2 * 43 - 32 + 32 - 4
+    again = client.completions.create(model="docs", prompt=[5] * 40, max_tokens=1)
+    assert again.usage.prompt_tokens_details.cached_tokens == 32
+    assert usages[1].prompt_tokens_details.cached_tokens == 0
     assert grown["iteration_tokens_total_count"] >= 2 * 8
     assert after["kv_cache_pages"] > 0
     held = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting")

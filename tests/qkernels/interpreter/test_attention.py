@@ -7,11 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
 from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
-from qkernels.operands.limbs import LimbForm
-from qkernels.operands.limbs_reference import from_limbs
+from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
 
@@ -129,7 +130,7 @@ def check(assert_close, tolerance, device, poison):
                     config=tile if split is None else replace(tile, split=split),
                 )
             )
-            if limbs is not None:
+            if isinstance(results[-1], Limbs):  # a result that is not split becomes them in ops
                 results[-1] = from_limbs(results[-1]).to(dtype).view(T, H, D)
         want = [
             exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap)
@@ -202,6 +203,25 @@ def test_the_result_as_limbs(check, half, H, J, D, counts, split):
     lengths = [300, 2, 65, 129][: len(counts)]
     form = LimbForm(bits=4, with_sums=True)
     check(counts, lengths, H, J, D, 16, half, None, split, limbs=form)
+
+
+def test_a_result_that_is_not_split_becomes_limbs(half, device):
+    q = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, half)
+    pages = torch.randn(2, 16, 1, 64, generator=torch.Generator().manual_seed(1)).to(device, half)
+    tables, starts, lengths = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in ([[0], [1]], [0, 1, 2], [9, 16])
+    )
+    step = {"max_query_len": 1, "max_context_len": 16, "scale": 0.125, "window": None}
+
+    def run(limbs):
+        arguments = q, pages, pages.flip(0), tables, starts, lengths
+        return run_attention(ops, *arguments, **step, limbs=limbs, kernel="triton")
+
+    form = LimbForm(bits=4, with_sums=True)
+    got, want = run(form), to_limbs(run(None).flatten(1), form)
+    for name in ("words", "scales", "sums"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
 @pytest.mark.parametrize("split", [1, 4])

@@ -13,6 +13,7 @@ import uvicorn
 from qserve.config import ServerConfig
 from qserve.engine.client import RefusedError
 from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.handling import Handling
 from qserve.server.app import build_app, uvicorn_config
 from qserve.server.http_protocol import Connections
 from qserve.text import Tokenizer
@@ -37,6 +38,9 @@ class ScriptedClient:
         self.is_alive = True
         self.is_restarting = False
         self.clients: list[str] = []
+        self.handlings: list[Handling] = []
+        self.num_resets = 0
+        self.num_cached = 0  # of each request's prompt
         self.text = "Hello there, general reader."
         self.endless = False
         self.delay = 0.0  # seconds before each token
@@ -49,8 +53,14 @@ class ScriptedClient:
         self.running: set[str] = set()
         self.aborted: list[str] = []
 
-    async def generate(self, request_id, prompt_token_ids, params, watch, client, *, group):
+    def reset_prefix_cache(self):
+        self.num_resets += 1
+
+    async def generate(
+        self, request_id, prompt_token_ids, params, watch, client, *, group, handling
+    ):
         self.clients.append(client)
+        self.handlings.append(handling)
         if self.refuses:
             raise RefusedError(f"request {request_id}", "can never run")
         self.requests.append((request_id, prompt_token_ids, params))
@@ -89,6 +99,7 @@ class ScriptedClient:
                     finish_reason=reason,
                     stop_token=token if is_stop else None,
                     ended_by_token=is_end or is_stop,
+                    num_cached=self.num_cached,
                     logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
                 watch(event)
@@ -138,7 +149,7 @@ def tokenizer(docs_5m) -> Tokenizer:
 
 @pytest.fixture
 def server(tokenizer) -> Server:
-    return Server(tokenizer, ServerConfig(served_model_name="tiny"))
+    return Server(tokenizer, ServerConfig(served_model_name=["tiny"]))
 
 
 @pytest.fixture
