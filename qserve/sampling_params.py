@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from formats.errors import InputError
+from qserve.errors import ParameterError
+from qserve.structured.params import StructuredOutputsParams, as_structured_outputs
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_TOKEN_IDS = 1024
@@ -14,10 +15,6 @@ MAX_LOGIT_BIAS = 1024  # entries
 MAX_INTEGER = 2**63 - 1
 SEEDS = 2**64
 MAX_REPETITION_PENALTY = 100.0
-
-
-class ParameterError(InputError):
-    """A sampling parameter is out of range; `subject` is its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +46,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None  # the form of the text, or a dict
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -58,6 +56,8 @@ class SamplingParams:
         bias = self.logit_bias or ()
         entries = bias.items() if isinstance(bias, dict) else bias
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in entries))
+        form = as_structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", form)
         self._require("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
         self._require(
             "temperature", math.isfinite(self.temperature) and 0 <= self.temperature <= 2, "0 to 2"

@@ -16,6 +16,7 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.constrained import Constrained
 from qserve.engine.deadlines import Deadlines
 from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
@@ -104,6 +105,7 @@ class Engine:
             window=self.model_config.longest_window,
         )
         self._requests: dict[str, Request] = {}
+        self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
         self._in_flight: deque[_Flight] = deque()
         self._last_result = 0.0  # when the last step's tokens came, by `clock`
@@ -125,7 +127,9 @@ class Engine:
         return self.model_config.vocab_size
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.num_requests > 0
+        if self._in_flight or self.scheduler.num_requests:
+            return True
+        return self._constrained.num_waiting > 0
 
     def add_request(
         self,
@@ -187,7 +191,11 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None,
         )
-        self.scheduler.add(request)
+        self.scheduler.check(request)
+        if params.structured_outputs is None:
+            self.scheduler.add(request)
+        else:
+            self._constrained.add(request)
         self._requests[request_id] = request
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
@@ -196,11 +204,12 @@ class Engine:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self.scheduler.finish(request)
+            self._drop(request)
 
     def step(self) -> list[RequestEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
         events = [self._miss(request) for request in self._deadlines.missed(self._clock())]
+        events += self._admit_constrained()
         plan = self.scheduler.schedule()
         self._unreported = self._step_facts(plan)
         for request in plan.preempted:
@@ -223,6 +232,19 @@ class Engine:
             self._in_flight.append(_Flight(plan, prompts, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
         return self._ended(events)
+
+    def _admit_constrained(self) -> list[RequestEvent]:
+        """Queue the requests whose grammars are compiled; of those that cannot be, the ends."""
+        if not self._constrained.num_waiting:
+            return []
+        events = []
+        is_idle = not self._in_flight and not self.scheduler.num_requests
+        for request, error in self._constrained.take_compiled(wait_a_little=is_idle):
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                events.append(_failure(request, error))
+        return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:
         """Wait for the steps in flight, the oldest first, but the last `num_left`."""
@@ -271,7 +293,7 @@ class Engine:
         step, self._unreported = self._unreported, NO_STEP
         return EngineReport(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + self._constrained.num_waiting,
             num_waiting_tokens=scheduler.waiting.num_tokens,
             num_pages_used=pool.num_pages - pool.num_free,
             num_pages=pool.num_pages,
@@ -325,13 +347,16 @@ class Engine:
         self._last_result = now if has_waited else math.inf
 
     def _miss(self, request: Request) -> RequestEvent:
-        self.scheduler.finish(request)
-        return RequestEvent(
-            request_id=request.request_id,
-            token_ids=(),
-            finish_reason="error",
-            error=f"its time is up after {request.num_known - request.num_prompt_tokens} tokens",
-        )
+        self._drop(request)
+        num_tokens = request.num_known - request.num_prompt_tokens
+        return _failure(request, f"its time is up after {num_tokens} tokens")
+
+    def _drop(self, request: Request) -> None:
+        """End a request, wherever it is."""
+        if self._constrained.remove(request):
+            request.status = Status.FINISHED
+        else:
+            self.scheduler.finish(request)
 
     def _host_pages(self) -> HostPages | None:
         """Room for KV pages in the host's memory, where it is asked for."""
@@ -366,6 +391,12 @@ class Engine:
             params=SamplingParams(top_p=0.9),
             num_copies=rows,
         )
+
+
+def _failure(request: Request, reason: str) -> RequestEvent:
+    return RequestEvent(
+        request_id=request.request_id, token_ids=(), finish_reason="error", error=reason
+    )
 
 
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from qserve.sampling_params import SamplingParams
+from qserve.structured.constraint import Constraint
 
 
 class TokenLogprobs(NamedTuple):
@@ -82,6 +83,7 @@ class Request:
     row: int = -1  # of the step arrays (request_rows.py); -1: none
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
+    constraint: Constraint | None = None  # the form that its output must have
 
     @property
     def flow(self) -> Flow:
@@ -141,6 +143,14 @@ class Request:
             count, reason, stop_token, by_token = 0, "length", None, False
         taken = tuple(sampled[:count])
         self.token_ids += taken
+        error = ""
+        if self.constraint is not None:
+            for token in taken[:-1] if by_token else taken:
+                self.constraint.take(token)
+            if self.constraint.error:
+                reason, error = "error", f"structured_outputs: {self.constraint.error}"
+            elif reason is None and self.constraint.is_complete:
+                reason = "stop"
         if logprobs:
             logprobs = tuple([each for each in logprobs[:count] if each is not None])
         return RequestEvent(
@@ -149,7 +159,7 @@ class Request:
             reason,
             stop_token,
             by_token,
-            "",
+            error,
             logprobs,
             self.num_cached,
             prompt_logprobs,

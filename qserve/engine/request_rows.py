@@ -9,6 +9,7 @@ import numpy as np
 from qkernels.sampling.settings import (
     BIAS_END,
     BIAS_START,
+    MASK_START,
     NUM_WORDS,
     SampleRow,
     pack_bias,
@@ -27,6 +28,7 @@ class RequestRows:
         self.tables_NX = np.zeros((num_rows, table_width(1)), np.int32)
         self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
         self.has_bias_N = np.zeros(num_rows, bool)  # it has to be packed in each step
+        self.is_constrained_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
         self.needs_history_N = np.zeros(num_rows, bool)  # penalties, and its counts are not filled
         self._num_pages_N = np.zeros(num_rows, np.int64)
         self._sampled_N = np.zeros(num_rows, np.int64)
@@ -64,6 +66,7 @@ class RequestRows:
         self.words_NP[row, :-2] = pack_row(sampling)
         self.words_NP[row, -2:] = 0
         self.has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
+        self.is_constrained_N[row] = request.constraint is not None
         self.needs_history_N[row] = request.params.has_penalties
 
     def _reclaim(self) -> None:
@@ -126,3 +129,21 @@ def biases(
         entries += pack_bias(sample_row(request, request.row, int(positions[index])))
         words_SP[index, BIAS_END] = len(entries)
     return np.array(entries, np.int64)
+
+
+def masks(
+    requests: list[Request],
+    positions: np.ndarray,
+    is_constrained_S: np.ndarray,
+    words_SP: np.ndarray,
+    first: int,
+) -> np.ndarray:
+    """The masks of a step's samples, whose places from `first` on `words_SP` notes. int64 [E]."""
+    found: list[np.ndarray] = []
+    for index in np.flatnonzero(is_constrained_S):
+        request = requests[index]
+        may_end = request.may_end_after(int(positions[index]) - request.num_prompt_tokens)
+        mask = request.constraint.mask(request.stop_token_ids | request.eos_token_ids, may_end)
+        words_SP[index, MASK_START] = first + len(found) * len(mask)
+        found.append(mask)
+    return np.concatenate(found)

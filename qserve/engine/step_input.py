@@ -12,7 +12,7 @@ import numpy as np
 from qkernels.sampling.settings import NUM_LOGPROBS, POSITION
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request
-from qserve.engine.request_rows import RequestRows, biases, table_width
+from qserve.engine.request_rows import RequestRows, biases, masks, table_width
 from qserve.engine.step_plan import Chunk, StepPlan
 from qserve.sampling_params import SamplingParams
 
@@ -106,6 +106,11 @@ class StepInput:
         bias = np.zeros(0, np.int64)
         if has_bias_S.any():
             bias = biases([requests[i] for i in of_S], words[:, POSITION], has_bias_S, words)
+        is_constrained_S = rows.is_constrained_N[rows_S]
+        if is_constrained_S.any():
+            of_requests = [requests[i] for i in of_S]
+            masks_E = masks(of_requests, words[:, POSITION], is_constrained_S, words, len(bias))
+            bias = np.concatenate([bias, masks_E])
         pending_row = rows.sampled_rows(rows_R[pending_R])
         rows.take_sampled(rows_S)
         return cls(

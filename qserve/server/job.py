@@ -11,6 +11,7 @@ from typing import Any
 from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
+from qserve.server.output_form import output_form
 from qserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -191,7 +192,7 @@ def _job(
     echoed: list[str],
     arrived: float,
 ) -> Job:
-    params = []
+    params, form = [], output_form(request)
     prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
@@ -200,7 +201,7 @@ def _job(
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
         check_vocabulary(model, prompt, "prompt")
-        params.append(sampling_params(request, model.defaults, room))
+        params.append(sampling_params(request, model.defaults, room, form))
     return new_job(
         prefix,
         prompts=prompts,

@@ -166,6 +166,8 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None  # SamplingParams checks its length
+    response_format: dict[str, Any] | None = None  # output_form.py reads it, and the next
+    structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None

@@ -24,8 +24,6 @@ _COMMON: dict[str, tuple] = {
     "logprob_token_ids": ([],),
     "prompt_embeds": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "use_beam_search": (False,),
 }

@@ -36,6 +36,12 @@ class Constraint:
         if not self.error and not self._matcher.consume_token(token):
             self._fail(self._matcher.get_error())
 
+    def mask(self, ends: Iterable[int], may_end: bool) -> np.ndarray:
+        """The mask of the next token, in words of 64 bits."""
+        words = np.zeros(2 * -(-self._vocab_size // 64), np.int32)
+        self.fill_(words[: num_mask_words(self._vocab_size)], ends, may_end)
+        return words.view(np.int64)
+
     def fill_(self, words: np.ndarray, ends: Iterable[int], may_end: bool) -> None:
         """Write the mask of the next token; `ends` are the tokens that end the output.
 

@@ -16,7 +16,7 @@ MAX_REASON = 300  # characters of the library's own message
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's JSON. Raises ParameterError, and InputError without llguidance."""
+    """The grammar in llguidance's JSON. Raises ParameterError; InputError without llguidance."""
     body = _BODIES[params.kind](params)
     if not params.prefix:
         return _dump([body])

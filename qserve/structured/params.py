@@ -40,7 +40,9 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) not in (None, (), False)]
         if len(given) != 1:
             found = ", ".join(given) or "none"
-            raise ParameterError(FIELD, f"expected exactly one of {', '.join(KINDS)}, found {found}")
+            raise ParameterError(
+                FIELD, f"expected exactly one of {', '.join(KINDS)}, found {found}"
+            )
         self._check_types()
         getattr(self, f"_check_{self.kind}", self._check_text)()
 
@@ -128,4 +130,5 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
     unknown = value.keys() - {field.name for field in fields(StructuredOutputsParams)}
     if unknown:
         raise ParameterError(f"{FIELD}.{min(unknown)}", "no such field")
-    return StructuredOutputsParams(**{name: each for name, each in value.items() if each is not None})
+    given = {name: each for name, each in value.items() if each is not None}
+    return StructuredOutputsParams(**given)
