@@ -27,7 +27,7 @@ from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey, load_keys
 from qserve.server.budget import Budget
 from qserve.server.errors import add_error_handlers
-from qserve.server.framing import RefuseTwoLengths
+from qserve.server.framing import CheckHead
 from qserve.server.http_protocol import (
     ACCEPTED_AT_ONCE,
     KERNEL_QUEUE,
@@ -114,7 +114,7 @@ def build_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
         )
-    app.add_middleware(RefuseTwoLengths)
+    app.add_middleware(CheckHead)
     app.add_middleware(NameRequests)
     app.add_middleware(CountResponses, metrics=metrics)
     return app

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from qserve.engine.request import TokenLogprobs
-from qserve.text import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from qserve.text import REPLACEMENT, Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON has not; vLLM's number
 
@@ -25,24 +25,17 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
-    tokens: Sequence[Token],
-    offset: int,
-    text_offsets: Sequence[int] | None = None,
+    tokenizer: Tokenizer, tokens: Sequence[Token], offsets: Sequence[int]
 ) -> dict:
-    """The `logprobs` of a completion's choice whose first token begins at character `offset`.
-
-    `text_offsets`: where each token begins, where that does not follow from the texts of tokens.
+    """The `logprobs` of a completion's choice whose tokens begin at the characters `offsets`.
 
     The alternatives of a token are keyed by text and always hold the token itself. Of tokens that
     look alike, such as parts of characters, that one counts, else the likeliest.
     """
-    texts, offsets, tops = [], [], []
+    texts, tops = [], []
     for token, found in tokens:
         text = tokenizer.token_text(token)
         texts.append(text)
-        offsets.append(offset)
-        offset += len(text)
         if found is None:
             tops.append(None)
             continue
@@ -55,7 +48,7 @@ def completion_logprobs(
         "tokens": texts,
         "token_logprobs": [found and _finite(found.logprob) for _, found in tokens],
         "top_logprobs": tops,
-        "text_offset": offsets if text_offsets is None else list(text_offsets),
+        "text_offset": list(offsets),
     }
 
 
@@ -90,18 +83,6 @@ def cut(found: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
     return found._replace(
         top_tokens=found.top_tokens[:most], top_logprobs=found.top_logprobs[:most]
     )
-
-
-def text_offsets(
-    tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
-) -> list[int]:
-    """At which character of a prompt's text each of its tokens begins."""
-    detokenizer = IncrementalDetokenizer(tokenizer, (), skip_special_tokens)
-    offsets, length = [], 0
-    for token in prompt:
-        offsets.append(length)
-        length += len(detokenizer.push((token,)))
-    return offsets
 
 
 def _alternatives(found: TokenLogprobs) -> Iterable[tuple[int, float]]:

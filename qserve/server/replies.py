@@ -13,8 +13,8 @@ from qserve.server.logprobs import (
     completion_logprobs,
     cut,
     prompt_logprobs,
-    text_offsets,
 )
+from qserve.server.text_offsets import TextOffsets
 from qserve.text import TextDelta, Tokenizer
 
 
@@ -58,8 +58,8 @@ class Reply:
     tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    # characters that a choice's tokens made so far, where a stream tells of log probabilities
-    offsets: dict[int, int] = field(default_factory=dict)
+    # of each choice, where log probabilities are told
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # choices of which a chunk was sent
     told: set[int] = field(default_factory=set)  # those whose prompt's log probabilities were
 
@@ -185,21 +185,21 @@ class CompletionReply(Reply):
     def _format(
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
     ) -> dict:
-        echo = self.job.echo(index)
-        offset = self.offsets.get(index, len(echo))
-        formatted = completion_logprobs(self.tokenizer, tokens, offset)
-        self.offsets[index] = offset + sum(map(len, formatted["tokens"]))
+        prompt, params = self.job.choice(index)
+        if index not in self.offsets:
+            self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
+        start = len(self.job.echo(index))
+        offsets = [start + self.offsets[index].take(token) for token, _ in tokens]
         if of_prompt is not None:
             self.told.add(index)
-            prompt, params = self.job.choice(index)
+            before = TextOffsets(self.tokenizer, (), params.skip_special_tokens)
             echoed = [
                 (token, cut(found, params.logprobs))
                 for token, found in zip(prompt, of_prompt, strict=True)
             ]
-            offsets = text_offsets(self.tokenizer, prompt, params.skip_special_tokens)
-            before = completion_logprobs(self.tokenizer, echoed, 0, offsets)
-            formatted = {name: before[name] + formatted[name] for name in formatted}
+            offsets = [before.take(token) for token in prompt] + offsets
             tokens = echoed + tokens
+        formatted = completion_logprobs(self.tokenizer, tokens, offsets)
         if self.job.tokens_as_ids:
             formatted["tokens"] = [f"token_id:{token}" for token, _ in tokens]
         return formatted

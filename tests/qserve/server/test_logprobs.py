@@ -61,11 +61,11 @@ def test_alternatives_that_look_alike(tokenizer):
     assert len({one, two, three}) == 3
     assert {tokenizer.token_text(token) for token in (one, two, three)} == {"\ufffd"}
     drawn = TokenLogprobs(-3.0, (one, two, three), (-1.0, -2.0, -3.0))
-    (top,) = completion_logprobs(tokenizer, [(three, drawn)], 0)["top_logprobs"]
+    (top,) = completion_logprobs(tokenizer, [(three, drawn)], [0])["top_logprobs"]
     assert top == {"\ufffd": -3.0}
     a = tokenizer.encode("a")[0]
     drawn = TokenLogprobs(-0.5, (a, one, two), (-0.5, -1.0, -2.0))
-    (top,) = completion_logprobs(tokenizer, [(a, drawn)], 0)["top_logprobs"]
+    (top,) = completion_logprobs(tokenizer, [(a, drawn)], [0])["top_logprobs"]
     assert top == {"a": -0.5, "\ufffd": -1.0}
 
 
@@ -83,6 +83,19 @@ def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, tex
         if chunk["choices"][0]["logprobs"]
     ]
     assert {name: sum((part[name] for part in parts), []) for name in whole} == whole
+
+
+@pytest.mark.parametrize("text", ["a \U0001f995 b", "日本", TEXT])
+def test_offsets_index_the_text_also_across_split_characters(server, text):
+    server.client.text = text
+    choice = server.complete(logprobs=1, max_tokens=100, return_token_ids=True).json()["choices"][0]
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["token_ids"][:-1]
+    assert len(offsets) == len(tokens) and choice["text"] == text
+    for count, offset in enumerate(offsets):
+        # what is whole of the tokens before it
+        whole = server.tokenizer.decode(tokens[:count]).rstrip("\ufffd")
+        assert text[:offset] == whole
+    assert "\U0001f995" not in text or offsets.count(2) > 1
 
 
 def test_answer_without_visible_tokens_has_empty_lists(server):

@@ -178,8 +178,9 @@ def test_many_wrong_items_give_one_small_error(server, error):
     error(server.chat(messages=[{"role": 5}] * 50_000), 400)
     error(server.complete(stop=["y" * 500_000] * 5), 400)
     error(server.complete(model="m" * 500_000), 404)
-    error(server.get("/v1/models/" + "m" * 50_000), 404)
-    error(server.get("/" + "m" * 50_000), 404)
+    error(server.get("/v1/models/" + "m" * 15_000), 404)
+    error(server.get("/" + "m" * 15_000), 404)
+    error(server.get("/" + "m" * 50_000), 431)
 
 
 def test_prompt_of_exactly_the_limit_and_around_it(server, error):
