@@ -235,7 +235,8 @@ def test_description_is_whole():
     assert "422" not in text and "HTTPValidationError" not in text
     fields = document(256, 8192)["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
-    assert fields["guided_json"] == {"type": "null"}
+    assert fields["guided_json"] == {"enum": [None]}
+    assert fields["use_beam_search"] == {"enum": [False, None]}
     assert fields["max_tokens"]["anyOf"][0]["maximum"] == 256
 
 
