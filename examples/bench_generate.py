@@ -167,7 +167,6 @@ def main() -> None:
             dtype=arguments.dtype,
             enforce_eager=arguments.enforce_eager,
             kv_cache_dtype=arguments.kv_cache_dtype,
-            enable_prefix_caching=False,  # every prompt is measured several times
             max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
         )

@@ -15,7 +15,6 @@ from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.codes_triton import CODE_RANGE, encode, magnitude_bits, scale_of
-from qkernels.operands.norm_triton import weighted
 from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import load_reduced, partials_source
 
@@ -309,11 +308,19 @@ def _rotated(
     x, other = x.to(tl.float32), other.to(tl.float32)
     if norm_ptr is not None:
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = weighted(x * shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)
-        x = x.to(tl.float32)
+        x = _scaled(x, shrink, tl.load(norm_ptr + d, mask=d < D, other=0.0), DTYPE)
         weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0)
-        other = weighted(other * shrink, weight, DTYPE).to(tl.float32)
+        other = _scaled(other, shrink, weight, DTYPE)
     return (x * cos[None, :] + other * sin[None, :]).to(DTYPE)
+
+
+@triton.jit
+def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
+    """The end of an RMSNorm, rounded where rowwise.norm_act.rms_norm rounds."""
+    normed = x * shrink
+    if weight.dtype != tl.float32:  # else the product alone is rounded
+        normed = normed.to(DTYPE).to(tl.float32)
+    return (weight.to(tl.float32)[None, :] * normed).to(DTYPE).to(tl.float32)
 
 
 @triton.jit

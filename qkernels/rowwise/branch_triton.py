@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from qkernels.operands.norm_triton import weighted
-
 
 @triton.jit
 def changed_branch(x, weight, C, EPS: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
@@ -15,6 +13,17 @@ def changed_branch(x, weight, C, EPS: tl.constexpr, FACTOR: tl.constexpr, DTYPE:
     if FACTOR != 1.0:
         x = (x * FACTOR).to(DTYPE).to(tl.float32)
     return x
+
+
+@triton.jit
+def weighted(normed, weight, DTYPE: tl.constexpr):
+    """weight * normed in DTYPE; `normed` is x over its root mean square, float32.
+
+    With a float32 weight the product alone is rounded, else `normed` before it, too.
+    """
+    if weight.dtype != tl.float32:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return (weight.to(tl.float32) * normed).to(DTYPE)
 
 
 @triton.jit

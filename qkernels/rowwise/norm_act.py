@@ -11,11 +11,10 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
-from qkernels.operands.norm_triton import weighted
 from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
 from qkernels.rowwise.branch import PLAIN, Branch
-from qkernels.rowwise.branch_triton import changed_branch, gelu_argument
+from qkernels.rowwise.branch_triton import changed_branch, gelu_argument, weighted
 
 
 def _warps(block: int) -> int:

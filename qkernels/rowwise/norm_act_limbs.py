@@ -13,9 +13,8 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import load_steps, store_limbs, store_steps
-from qkernels.operands.norm_triton import weighted
 from qkernels.rowwise.branch import PLAIN, Branch
-from qkernels.rowwise.branch_triton import gelu_argument
+from qkernels.rowwise.branch_triton import gelu_argument, weighted
 from qkernels.rowwise.limbs import limbs_by_steps, to_limbs
 from qkernels.rowwise.norm_act import add_rms_norm, rms_norm
 

@@ -96,6 +96,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
         "min_tokens": _integer(0, max_model_len),
         "n": _integer(1, MAX_N),
         "presence_penalty": _number(-2, 2),
+        "prompt_logprobs": _integer(0, MAX_LOGPROBS),
         "prompt": {
             "anyOf": [
                 {"type": "string", "minLength": 1},
@@ -121,6 +122,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
 # forms that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (CompletionRequest, "logprobs"): _integer(0, MAX_LOGPROBS),
+    (CompletionRequest, "max_tokens"): _integer(0),
     (TokenizeRequest, "prompt"): {"type": "string"},
 }
 # of these fields one must be there, and be no null
