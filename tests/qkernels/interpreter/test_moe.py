@@ -174,7 +174,7 @@ def test_biases_and_clamped_activation(device, half, poison, assert_close, M, sh
 @pytest.mark.parametrize("variant", ["few", "sorted"])
 def test_plans(device, half, poison, assert_close, variant, split, block_n):
     """Every form of the sum, and more blocks than there are experts to read."""
-    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, False, half)
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, True, half)
     first = ExpertsConfig(block_m=16, block_n=block_n)
     down = ExpertsConfig(block_m=16, block_n=block_n, split=split)
     plan = ExpertsPlan(variant=variant, gate_up=first, down=down, output="parts")
