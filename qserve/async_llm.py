@@ -15,7 +15,15 @@ from qserve.config import EngineConfig
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
 from qserve.engine.supervisor import EngineSupervisor
-from qserve.outputs import EngineDeadError, OutputBuilder, Prompt, RequestOutput, read_prompt
+from qserve.handling import Handling
+from qserve.outputs import (
+    EngineDeadError,
+    OutputBuilder,
+    Prompt,
+    RequestOutput,
+    handling_of,
+    read_prompt,
+)
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
 
@@ -66,6 +74,8 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields all of its output whenever there is more of it.
 
@@ -79,12 +89,13 @@ class AsyncLLM:
         text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
         params = sampling_params or SamplingParams()
         name = request_id if request_id is not None else uuid.uuid4().hex
+        handling = handling_of(prompt, priority)
         builder = OutputBuilder(name, text, ids, params, tokenizer)
         if name in self._inboxes:
             raise InputError(f"request {name}", "is running already", "give each its own id")
         inbox = self._inboxes[name] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(_feed(inbox, client, builder, index))
+            asyncio.create_task(_feed(inbox, client, builder, index, handling))
             for index in range(len(builder.params))
         ]
         try:
@@ -121,6 +132,10 @@ class AsyncLLM:
         if not client.is_alive:
             raise EngineDeadError("the engine has died")
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget what KV pages hold: requests that come find none. Running ones go on."""
+        (await self._started())[1].reset_prefix_cache()
+
     async def get_tokenizer(self) -> Tokenizer:
         return (await self._started())[0]
 
@@ -150,12 +165,20 @@ class AsyncLLM:
 
 
 async def _feed(
-    inbox: asyncio.Queue, client: EngineSupervisor, builder: OutputBuilder, index: int
+    inbox: asyncio.Queue,
+    client: EngineSupervisor,
+    builder: OutputBuilder,
+    index: int,
+    handling: Handling,
 ) -> None:
     """Put the events of one choice into the inbox, or the error that ended them."""
     ids = builder.output.prompt_token_ids
     events = client.generate(
-        builder.engine_id(index), ids, builder.params[index], group=builder.output.request_id
+        builder.engine_id(index),
+        ids,
+        builder.params[index],
+        group=builder.output.request_id,
+        handling=handling,
     )
     try:
         async with aclosing(events):

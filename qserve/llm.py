@@ -40,11 +40,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         detokenize: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt, a text, a list of token ids, or a dict with one of them.
 
         Outputs come in the prompts' order. `detokenize` False leaves texts empty and needs no
-        tokenizer. Raises InputError.
+        tokenizer. `priority`: one for each prompt; with the policy "priority" the lower go first.
+        Raises InputError.
         """
         batch = as_batch(prompts)
         if isinstance(sampling_params, Sequence):
@@ -55,11 +57,16 @@ class LLM:
             raise InputError(
                 "sampling_params", f"expected one or {len(batch)}, found {len(params)}"
             )
+        priorities = [0] * len(batch) if priority is None else list(priority)
+        if len(priorities) != len(batch):
+            raise InputError("priority", f"expected {len(batch)}, found {len(priorities)}")
         names = [str(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
         try:
-            for name, prompt, each in zip(names, batch, params, strict=True):
-                self.llm_engine.add_request(name, prompt, each, detokenize=detokenize)
+            for name, prompt, each, order in zip(names, batch, params, priorities, strict=True):
+                self.llm_engine.add_request(
+                    name, prompt, each, priority=order, detokenize=detokenize
+                )
             found = self._run(len(batch), use_tqdm)
         except BaseException:
             self.llm_engine.abort_request(names)

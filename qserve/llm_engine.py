@@ -9,7 +9,14 @@ from typing import Any
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.outputs import EngineDeadError, OutputBuilder, Prompt, RequestOutput, read_prompt
+from qserve.outputs import (
+    EngineDeadError,
+    OutputBuilder,
+    Prompt,
+    RequestOutput,
+    handling_of,
+    read_prompt,
+)
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
 
@@ -51,11 +58,13 @@ class LLMEngine:
         params: SamplingParams,
         arrival_time: float | None = None,
         *,
+        priority: int = 0,
         detokenize: bool = True,
     ) -> None:
         """Queue a prompt. Raises InputError where it can never run.
 
-        `arrival_time` is by time.perf_counter(). `detokenize` False leaves texts empty.
+        `arrival_time` is by time.perf_counter(). With the policy "priority" a lower `priority` goes
+        first. `detokenize` False leaves texts empty.
         """
         self.check_health()
         if request_id in self._builders:
@@ -63,13 +72,14 @@ class LLMEngine:
                 f"request {request_id}", "is running already", "give each request its own id"
             )
         text, ids = read_prompt(prompt, self.get_tokenizer)
+        handling = handling_of(prompt, priority)
         tokenizer = self.get_tokenizer() if detokenize else None
         builder = OutputBuilder(request_id, text, ids, params, tokenizer)
         self._builders[request_id] = builder
         try:
             for index, choice in enumerate(builder.params):
                 engine_id = builder.engine_id(index)
-                self.engine.add_request(engine_id, ids, choice, arrival_time, group=request_id)
+                self.engine.add_request(engine_id, ids, choice, arrival_time, handling=handling)
                 self._choices[engine_id] = builder, index
         except BaseException:
             self.abort_request(request_id)

@@ -10,12 +10,14 @@ from typing import Any
 
 from formats.errors import InputError
 from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.handling import Handling
 from qserve.sampling_params import SamplingParams
 from qserve.text import TextStream, Tokenizer
 
-# A text, token ids, or a dict of vLLM's with one of these keys.
+# A text, token ids, or a dict of vLLM's with one of these keys, and maybe a cache_salt.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+CACHE_SALT = "cache_salt"  # such prompts share KV pages with those of the same salt alone
 
 
 class EngineDeadError(RuntimeError):
@@ -62,6 +64,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: list[CompletionOutput]
     finished: bool = False
+    num_cached_tokens: int = 0  # of the prompt: their KV pages were there
     metrics: RequestTimes | None = None
 
 
@@ -105,6 +108,8 @@ class OutputBuilder:
             self.output.metrics = replace(self.output.metrics, first_token_time=now)
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = list(event.prompt_logprobs)
+        if index == 0:
+            self.output.num_cached_tokens = event.num_cached
         completion.token_ids += event.token_ids
         if event.logprobs:
             completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
@@ -142,7 +147,7 @@ def read_prompt(prompt: Prompt, tokenizer_of: Any) -> tuple[str | None, list[int
     """A prompt's text, if it is one, and its tokens. `tokenizer_of()` gives the tokenizer."""
     if isinstance(prompt, Mapping):
         given = [key for key in PROMPT_KEYS if prompt.get(key) is not None]
-        unknown = prompt.keys() - set(PROMPT_KEYS)
+        unknown = prompt.keys() - {*PROMPT_KEYS, CACHE_SALT}
         if unknown or not given:
             found = ", ".join(sorted(map(str, prompt)))
             raise InputError("prompt", f"expected a dict with prompt or prompt_token_ids: {found}")
@@ -153,6 +158,12 @@ def read_prompt(prompt: Prompt, tokenizer_of: Any) -> tuple[str | None, list[int
     if isinstance(prompt, str):
         return prompt, tokenizer_of().encode(prompt)
     return None, list(prompt)
+
+
+def handling_of(prompt: Prompt, priority: int) -> Handling:
+    """What a prompt asks of the engine beside its sampling. Raises InputError."""
+    salt = prompt.get(CACHE_SALT) if isinstance(prompt, Mapping) else None
+    return Handling(priority=priority, cache_salt=salt or "")
 
 
 def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

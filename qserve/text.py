@@ -316,6 +316,7 @@ class TextDelta:
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: of token_ids, less a hidden end
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # where asked for, the first
     num_cached: int = 0  # tokens of the prompt that were not computed
 
 

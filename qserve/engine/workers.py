@@ -63,7 +63,7 @@ class WorkerGroup:
             if config.load_format == "dummy":
                 source = DummySource(model, device, config.seed)
             else:
-                source = WeightSource(CheckpointReader(config.model), model)
+                source = WeightSource(CheckpointReader(config.model), model, device)
             decoder = load(
                 model,
                 source,
@@ -145,6 +145,7 @@ class WorkerGroup:
 
     def _capture_graphs(self) -> None:
         runner = self.runner
+        torch.cuda.empty_cache()  # or what others gave back would count as the graphs' gain
         free, _ = torch.cuda.mem_get_info(runner.device)
         with (
             phase("Capturing the first CUDA graphs"),
@@ -153,6 +154,7 @@ class WorkerGroup:
             ),
         ):
             runner.capture_graphs(self._max_num_seqs, self._max_model_len)
+        torch.cuda.empty_cache()
         left, _ = torch.cuda.mem_get_info(runner.device)
         graphs = runner.graphs
         logger.info(

@@ -67,5 +67,8 @@ class DummySource:
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
         return {}
 
+    def expect(self, prefix: str) -> None:
+        """Nothing is read."""
+
     def audit(self) -> None:
         """Nothing can be left over."""

@@ -12,6 +12,7 @@ from formats.kv_cache import check_kv_scale, find_kv_scales
 from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
 from formats.weights import Weight
 from qserve.model.model_config import ModelConfig
+from qserve.model.read_ahead import ReadAhead
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,12 @@ logger = logging.getLogger(__name__)
 class WeightSource:
     """Named tensors of a checkpoint, with a record of which were used."""
 
-    def __init__(self, reader: CheckpointReader, config: ModelConfig) -> None:
+    def __init__(
+        self, reader: CheckpointReader, config: ModelConfig, device: torch.device | None = None
+    ) -> None:
+        """Tensors come to `device`, the CPU unless given, and are decoded there."""
         self.reader = reader
+        self._read = ReadAhead(reader, device or torch.device("cpu"))
         self.family, self.quant = config.family, config.quant
         self._tied_head = config.tied_head
         self._unread = self.family.draft_layers(config.values)
@@ -37,7 +42,11 @@ class WeightSource:
                 name, f"expected {list(shape)} from config.json, found {list(found)}"
             )
         self._used.add(name)
-        return self.reader.get(name)
+        return self._read.get(name)
+
+    def expect(self, prefix: str) -> None:
+        """Begin to read what is below a name: it will be asked for next."""
+        self._read.expect(f"{prefix}.")
 
     def is_quantized(self, module: str) -> bool:
         return is_quantized(module, self.reader.entries)
@@ -53,7 +62,7 @@ class WeightSource:
                 module, "has quantized tensors such as qweight, but no quantization_config"
             )
         names = tensor_names(module, LAYOUTS[self.quant.method], self.reader.entries)
-        tensors = {field: self.reader.get(name) for field, name in names.items()}
+        tensors = {field: self._read.get(name) for field, name in names.items()}
         self._used.update(names.values())
         weight = decode_linear(module, tensors, self.quant)
         if (weight.out_features, weight.in_features) != shape:
@@ -74,7 +83,7 @@ class WeightSource:
         for kind, found in find_kv_scales(attention, self).items():
             self._used.update(found)
             if found:
-                scale = self.reader.get(found[0])
+                scale = self._read.get(found[0])
                 check_kv_scale(found[0], scale)
                 scales[kind] = scale.float().reshape(())
         return scales
@@ -83,7 +92,8 @@ class WeightSource:
         return name in self.reader
 
     def audit(self) -> None:
-        """Raise CheckpointError, with the names, where tensors were left over."""
+        """Raise CheckpointError, with the names, where tensors were left over. Reads no more."""
+        self._read.close()
         if self.reader.num_other_parts:
             logger.info(
                 "%s: the text model alone; %d tensors of other parts are not read",

@@ -70,6 +70,9 @@ class Weights:
         """Those of each layer in turn."""
         numbers = range(self.config.num_layers)
         for number in tqdm(numbers, desc="Loading layers", disable=not self._progress):
+            for next_number in (number, number + 1):
+                if next_number < self.config.num_layers:
+                    self.source.expect(self.family.layer.format(i=next_number))
             yield LayerWeights(self, number)
 
     def rotary(self, rope: RopeConfig | None) -> Rotary:

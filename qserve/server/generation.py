@@ -7,9 +7,9 @@ in the engine.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.server.errors import ApiError, deadline_passed, engine_dead, generation_failed
@@ -34,6 +34,7 @@ class Output:
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # hidden ones included
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
 
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
@@ -41,6 +42,8 @@ class Output:
         self.num_cached = delta.num_cached
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             self.text = "".join(self.pieces)
@@ -159,6 +162,8 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
                 if event.finish_reason == "error":
                     raise _failure(service, job, event)
                 delta = stream.push(event)
+                if event.prompt_logprobs is not None:
+                    delta = replace(delta, prompt_logprobs=event.prompt_logprobs)
                 if stream.finished:
                     meter.reason = delta.finish_reason
                     break

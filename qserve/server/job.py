@@ -37,6 +37,7 @@ class Job:
     streams: bool = False
     streams_usage: bool = False  # in a chunk of its own, the last
     streams_usage_always: bool = False  # in each chunk
+    prompt_logprobs: int | None = None  # alternatives that the reply tells of the prompt's tokens
     returns_token_ids: bool = False
     tokens_as_ids: bool = False  # log probabilities name tokens by their ids
     ignored: tuple[str, ...] = ()  # fields of the body that change nothing
@@ -69,7 +70,10 @@ class Job:
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters that the engine runs for one choice."""
         prompt, repeat = divmod(index, self.params[0].n)
-        return self.prompts[prompt], self.params[prompt].choice(repeat)
+        params = self.params[prompt]
+        # Each choice of a reply has its own, also of the prompt.
+        choice = replace(params.choice(repeat), prompt_logprobs=params.prompt_logprobs)
+        return self.prompts[prompt], choice
 
     def echo(self, index: int) -> str:
         """The text that one choice's reply begins with."""
@@ -206,6 +210,7 @@ def _job(
         streams=bool(request.stream),
         streams_usage=request.wants_usage,
         streams_usage_always=request.wants_usage_always,
+        prompt_logprobs=request.prompt_logprobs,
         returns_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         ignored=tuple(request.ignored),

@@ -166,6 +166,7 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None  # SamplingParams checks its length
+    prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     # The chat's newer name for it. Completions have it nowhere else, where who sends it gets 16.
@@ -284,11 +285,13 @@ def _check(request: GenerationRequest) -> None:
     unsupported.refuse(request.model_extra, unsupported.TABLES[request.route])
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: expected only with stream: true.", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(
+            400,
+            "prompt_logprobs: expected without stream; echo with logprobs can be streamed.",
+            "prompt_logprobs",
+        )
     if not is_chat:
-        if request.echo and request.logprobs is not None:
-            raise ApiError(
-                400, "logprobs: expected without echo; prompts have none here yet.", "logprobs"
-            )
         return
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs: expected only with logprobs: true.", "top_logprobs")

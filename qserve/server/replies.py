@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from qserve.engine.request import TokenLogprobs
 from qserve.server.generation import Output
 from qserve.server.job import Job
-from qserve.server.logprobs import chat_logprobs, completion_logprobs
+from qserve.server.logprobs import (
+    Token,
+    chat_logprobs,
+    completion_logprobs,
+    cut,
+    prompt_logprobs,
+)
 from qserve.server.text_offsets import TextOffsets
 from qserve.text import TextDelta, Tokenizer
 
@@ -55,6 +61,7 @@ class Reply:
     # of each choice, where log probabilities are told
     offsets: dict[int, TextOffsets] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # choices of which a chunk was sent
+    told: set[int] = field(default_factory=set)  # those whose prompt's log probabilities were
 
     prefix = whole_object = chunk_object = ""
 
@@ -67,6 +74,7 @@ class Reply:
                 "logprobs": self._logprobs(index, output),
                 **_ending(output),
                 **self._token_ids(index, output.token_ids, opens=True),
+                **self._of_choice_prompt(index, output),
             }
             for index, output in enumerate(outputs)
         ]
@@ -74,12 +82,16 @@ class Reply:
             num_tokens=sum(output.num_tokens for output in outputs),
             cached={index: output.num_cached for index, output in enumerate(outputs)},
         )
-        return self._envelope(self.whole_object, choices) | {"usage": self._usage(counts)}
+        reply = self._envelope(self.whole_object, choices) | {"usage": self._usage(counts)}
+        return reply | self._of_prompt(outputs)
 
-    def opening(self, index: int, so_far: Counts) -> dict | None:
-        """The chunk before a choice's first text, if it has one."""
+    def opening(self, index: int, first: TextDelta, so_far: Counts) -> dict | None:
+        """The chunk before a choice's first text, if it has one. `first`: the delta behind it."""
         fields = self._opening(index)
-        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()), so_far)
+        if not fields:
+            return None
+        empty = TextDelta(text="", token_ids=(), prompt_logprobs=first.prompt_logprobs)
+        return self._chunk(index, fields, empty, so_far)
 
     def chunk(self, index: int, delta: TextDelta, so_far: Counts) -> dict:
         return self._chunk(index, self._delta(delta), delta, so_far)
@@ -118,10 +130,29 @@ class Reply:
     def _logprobs(self, index: int, part: Output | TextDelta) -> dict | None:
         """OpenAI's log probabilities; None where nobody asked, and in a chunk without tokens."""
         is_empty_chunk = isinstance(part, TextDelta) and not part.logprobs
-        if self.job.params[0].logprobs is None or is_empty_chunk:
+        of_prompt = None
+        if self.job.echoed and index not in self.told:
+            of_prompt = part.prompt_logprobs
+        if self.job.params[0].logprobs is None or (is_empty_chunk and of_prompt is None):
             return None
         tokens = list(zip(part.token_ids, part.logprobs, strict=False))
-        return self._format(index, tokens)
+        return self._format(index, tokens, of_prompt)
+
+    def _told_of_prompt(self, index: int, output: Output) -> list[dict | None] | None:
+        """`prompt_logprobs` of a choice; None: not asked for."""
+        most = self.job.prompt_logprobs
+        if most is None or output.prompt_logprobs is None:
+            return None
+        prompt, _ = self.job.choice(index)
+        return prompt_logprobs(self.tokenizer, prompt, output.prompt_logprobs, most)
+
+    def _of_choice_prompt(self, index: int, output: Output) -> dict:
+        """What a choice tells of its prompt."""
+        return {}
+
+    def _of_prompt(self, outputs: list[Output]) -> dict:
+        """What the reply tells of its prompt."""
+        return {}
 
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
         return {
@@ -147,11 +178,28 @@ class CompletionReply(Reply):
     def _delta(self, delta: TextDelta) -> dict:
         return {"text": delta.text}
 
-    def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
+    def _of_choice_prompt(self, index: int, output: Output) -> dict:
+        told = self._told_of_prompt(index, output)
+        return {} if told is None else {"prompt_logprobs": told}
+
+    def _format(
+        self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
+    ) -> dict:
+        prompt, params = self.job.choice(index)
+        special = params.skip_special_tokens
         if index not in self.offsets:
-            prompt, params = self.job.choice(index)
-            self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
+            start = len(self.job.echo(index))
+            self.offsets[index] = TextOffsets(self.tokenizer, prompt, special, start=start)
         offsets = [self.offsets[index].take(token) for token, _ in tokens]
+        if of_prompt is not None:
+            self.told.add(index)
+            echoed = [
+                (token, cut(found, params.logprobs))
+                for token, found in zip(prompt, of_prompt, strict=True)
+            ]
+            of_echo = TextOffsets(self.tokenizer, (), special)
+            offsets = [of_echo.take(token) for token in prompt] + offsets
+            tokens = echoed + tokens
         formatted = completion_logprobs(self.tokenizer, tokens, offsets)
         if self.job.tokens_as_ids:
             formatted["tokens"] = [f"token_id:{token}" for token, _ in tokens]
@@ -172,7 +220,13 @@ class ChatReply(Reply):
         is_bare_end = not delta.text and delta.finish_reason is not None
         return {"delta": {} if is_bare_end else {"content": delta.text}}
 
-    def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
+    def _of_prompt(self, outputs: list[Output]) -> dict:
+        told = self._told_of_prompt(0, outputs[0])
+        return {} if told is None else {"prompt_logprobs": told}
+
+    def _format(
+        self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
+    ) -> dict:
         formatted = chat_logprobs(self.tokenizer, tokens)
         if self.job.tokens_as_ids:
             for entry, (token, _) in zip(formatted["content"], tokens, strict=True):

@@ -104,7 +104,7 @@ async def _chunks(
         async for index, delta in deltas:
             if index not in opened:
                 opened.add(index)
-                opening = reply.opening(index, counts)
+                opening = reply.opening(index, delta, counts)
                 if opening is not None:
                     yield opening
             counts.add(index, delta)

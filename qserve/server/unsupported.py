@@ -23,7 +23,6 @@ _COMMON: dict[str, tuple] = {
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),

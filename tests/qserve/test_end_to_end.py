@@ -8,6 +8,7 @@ import urllib.request
 
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from qserve import LLM, SamplingParams
@@ -197,3 +198,23 @@ def test_engine_that_dies_ends_the_server(quantized_5m, start_server):
     ).stdout.split()
     subprocess.run(["kill", "-9", *children], check=False)
     assert server.process.wait(STOP_SECONDS) != 0
+
+
+def test_a_prompt_is_scored_as_lm_eval_does(server, quantized_5m, transformers_model):
+    """echo, logprobs and no tokens: transformers' log-softmax of each token of two prompts."""
+    prompts = [list(range(40, 75)), [9, 300, 12, 7, 7, 2000]]
+    reply = server.client().completions.create(
+        model="docs", prompt=prompts, max_tokens=0, echo=True, logprobs=1, temperature=0
+    )
+    model = transformers_model(quantized_5m)
+    for prompt, choice in zip(prompts, reply.choices, strict=True):
+        with torch.no_grad():
+            values_SV = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        want = values_SV[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.token_logprobs[1:] == pytest.approx(want.tolist(), abs=1e-3)
+        best = [max(top.values()) for top in found.top_logprobs[1:]]
+        assert best == pytest.approx(values_SV[:-1].max(-1).values.tolist(), abs=1e-3)
+        assert choice.finish_reason == "length"
+    assert reply.usage.completion_tokens == 0

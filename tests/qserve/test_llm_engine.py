@@ -121,3 +121,24 @@ def test_the_bar_tells_tokens_a_second(docs_5m, capsys):
     shown = capsys.readouterr().err
     assert "Processed prompts: 100%" in shown
     assert "output 0 tokens/s" not in shown.split("\r")[-1] and "tokens/s" in shown.split("\r")[-1]
+
+
+def test_priorities_and_salts_reach_the_engine(docs_5m):
+    llm = LLM(docs_5m, device="cpu", max_num_seqs=1, scheduling_policy="priority", block_size=4)
+    order = []
+    add = llm.engine.add_request
+
+    def watched(*arguments, **settings):
+        order.append(settings["handling"])
+        add(*arguments, **settings)
+
+    llm.engine.add_request = watched
+    prompt = list(range(5, 30))
+    prompts = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, detokenize=False, priority=[3, 2, 1])
+    assert [(each.priority, each.cache_salt) for each in order] == [(3, "a"), (2, "b"), (1, "a")]
+    ends = [output.metrics.finished_time for output in outputs]
+    assert ends[2] < ends[1] < ends[0]
+    assert [output.num_cached_tokens > 0 for output in outputs] == [True, False, False]
+    with pytest.raises(InputError, match="priority: expected 2, found 1"):
+        llm.generate([[5], [6]], GREEDY, priority=[1])

@@ -191,3 +191,34 @@ def test_prompts_run_in_graphs_of_padded_size(quantized_5m, count):
     first = [completion.logprobs[0] for completion in found]
     assert first[0].top_tokens[0] == first[1].top_tokens[0]
     assert first[0].logprob == pytest.approx(first[1].logprob, abs=0.05)
+
+
+def test_graphs_captured_when_idle_give_the_same_tokens(quantized_5m):
+    llm = make(quantized_5m, enable_prefix_caching=False)
+    graphs = llm.engine.runner.graphs
+    assert graphs.num_captured < graphs.num_keys, "a start captures few"
+    first = greedy(llm)
+    while llm.engine.use_idle_time():
+        pass
+    assert graphs.num_captured == graphs.num_keys
+    assert greedy(llm) == first
+
+
+def test_prompt_logprobs_are_those_of_the_logits(quantized_5m):
+    llm = make(quantized_5m, max_num_batched_tokens=64)
+    prompt = [(7 * i) % 8000 + 3 for i in range(150)]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    (output,) = llm.generate([prompt], params, use_tqdm=False, detokenize=False)
+    values_SV = llm.logits(prompt).log_softmax(-1).cpu()
+    for position, entry in enumerate(output.prompt_logprobs[1:], start=1):
+        want = values_SV[position - 1, prompt[position]].item()
+        assert entry.logprob == pytest.approx(want, abs=0.05)
+    assert len(output.prompt_logprobs) == len(prompt)
+
+
+def test_a_second_start_compiles_nothing(quantized_5m, caplog):
+    make(quantized_5m)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        make(quantized_5m)
+    assert "Warming up took" in caplog.text and "Compiling" not in caplog.text

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import qserve.engine.prompt_logprobs as module
+from qserve.engine.request import Request
+from qserve.engine.step_plan import Chunk, StepPlan
 from qserve.llm import LLM
 from qserve.sampling_params import ParameterError, SamplingParams
 
@@ -96,3 +98,34 @@ def test_no_tokens_only_with_prompt_logprobs():
         SamplingParams(max_tokens=0)
     with pytest.raises(ParameterError, match="prompt_logprobs.*0 to 20, found 21"):
         SamplingParams(prompt_logprobs=21)
+
+
+def request(length, prompt_logprobs=0):
+    return Request(
+        request_id="r",
+        token_ids=list(range(100, 100 + length)),
+        num_prompt_tokens=length,
+        max_tokens=4,
+        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        seed=0,
+        stop_token_ids=frozenset(),
+        eos_token_ids=frozenset(),
+        prompt_logprobs=None if prompt_logprobs is None else [],
+    )
+
+
+def test_rows_are_taken_once_though_the_prompt_is_computed_again():
+    """It gave its pages back in the middle of its prompt; another that asks stands behind it."""
+    again, silent, short = request(10, 2), request(3, None), request(3)
+    plan = module.plan_prompt_rows(StepPlan(chunks=(Chunk(again, 0, 6),)))
+    assert plan.rows.rows.tolist() == [0, 1, 2, 3, 4, 5]
+    assert plan.rows.targets.tolist() == [101, 102, 103, 104, 105, 106]
+    assert module.plan_prompt_rows(StepPlan(chunks=(Chunk(again, 0, 5),))) is None
+    chunks = (Chunk(silent, 0, 3, 1), Chunk(again, 5, 5, 1), Chunk(short, 0, 3, 1))
+    plan = module.plan_prompt_rows(StepPlan(chunks=chunks))
+    # 3 rows of the silent one; the sixth of the other is known; its last predicts no prompt token
+    assert plan.rows.rows.tolist() == [4, 5, 6, 8, 9]
+    assert plan.rows.targets.tolist() == [107, 108, 109, 101, 102]
+    assert plan.rows.num_alternatives == 2
+    assert [count for _, count in plan.counts] == [3, 2]
+    assert module.plan_prompt_rows(StepPlan(chunks=(Chunk(silent, 0, 3),))) is None

@@ -27,6 +27,14 @@ def logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(-1.25, tuple(t for t, _ in tops), tuple(p for _, p in tops))
 
 
+def of_prompt(prompt: list[int], params) -> tuple[TokenLogprobs | None, ...] | None:
+    """What the script tells of a prompt, where it is asked."""
+    if params.prompt_logprobs is None:
+        return None
+    rest = [logprobs(token, params.prompt_logprobs)._replace(rank=2) for token in prompt[1:]]
+    return (None, *rest)
+
+
 class ScriptedClient:
     """Stands for EngineClient. Says `text`, or the words of the prompt's script if there is one."""
 
@@ -66,6 +74,16 @@ class ScriptedClient:
         self.requests.append((request_id, prompt_token_ids, params))
         self.running.add(request_id)
         tokens = self.tokenizer.encode(self.text)
+        told = of_prompt(prompt_token_ids, params)
+        if params.max_tokens == 0:
+            reason = "length"
+            event = RequestEvent(
+                request_id=request_id, token_ids=(), finish_reason=reason, prompt_logprobs=told
+            )
+            watch(event)
+            yield event
+            self.running.discard(request_id)
+            return
         script = itertools.cycle(tokens) if self.endless else iter([*tokens, END])
         reason = None
         try:
@@ -100,6 +118,7 @@ class ScriptedClient:
                     stop_token=token if is_stop else None,
                     ended_by_token=is_end or is_stop,
                     num_cached=self.num_cached,
+                    prompt_logprobs=told if count == 1 else None,
                     logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
                 watch(event)

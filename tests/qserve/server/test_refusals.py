@@ -259,7 +259,6 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("length_penalty", True, 1),
         ("bad_words", ["x"], []),
         ("logits_processors", ["x"], []),
-        ("prompt_logprobs", 0, None),
         ("allowed_token_ids", [1], None),
         ("unknown_field", None, {"anything": [1]}),
     ],
