@@ -251,8 +251,6 @@ def test_unknown_route_or_method(server, error, path, method, status):
     [
         ("guided_json", {"type": "object"}, None),
         ("guided_regex", "a+", None),
-        ("structured_outputs", {"choice": ["a"]}, None),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("use_beam_search", True, False),
         ("max_new_tokens", 5, None),
         ("regex", "a+", None),
