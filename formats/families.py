@@ -345,6 +345,7 @@ FAMILIES: dict[str, Family] = {
                 shared=SharedExpert(**_gated("mlp.shared_experts", *_NAMES, "shared_experts")),
                 first_dense_key="first_k_dense_replace",
             ),
+            draft_layers_key="num_nextn_predict_layers",
             norms=(
                 *_norms_before("mlp"),
                 *(replace(norm, present="use_qk_norm") for norm in _HEAD_NORMS),

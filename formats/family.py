@@ -203,6 +203,9 @@ class Family:
     rules: ConfigRules | None = None  # None: the doctor leaves its config and tensors alone
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
+    draft_layers_key: str = (
+        ""  # layers behind those, which predict several tokens; nobody reads them
+    )
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = HEAD
@@ -211,6 +214,11 @@ class Family:
     def served(self) -> bool:
         """By qserve."""
         return bool(self.builder)
+
+    def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The prefixes of layers that the model does without."""
+        first, count = config[self.num_layers_key], config.get(self.draft_layers_key) or 0
+        return tuple(f"{self.layer.format(i=first + number)}." for number in range(count))
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
         """Whether the head is the embedding."""

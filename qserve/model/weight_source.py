@@ -28,6 +28,7 @@ class WeightSource:
         self._read = ReadAhead(reader, device or torch.device("cpu"))
         self.family, self.quant = config.family, config.quant
         self._tied_head = config.tied_head
+        self._unread = self.family.draft_layers(config.values)
         self._used: set[str] = set()
         self._mislabelled = 0  # linears whose zeros follow the other rule than the label says
 
@@ -110,7 +111,9 @@ class WeightSource:
         left = {
             name
             for name in self.reader.entries.keys() - self._used
-            if not name.endswith(DERIVED) and not self._is_zero_bias(name)
+            if not name.endswith(DERIVED)
+            and not name.startswith(self._unread)
+            and not self._is_zero_bias(name)
         }
         if self._tied_head:
             left.discard(self.family.head)  # stored twice by some writers

@@ -30,6 +30,8 @@ ROUTINGS = {
     ),
     "all": Routing(num_experts=5, top_k=5),
 }
+# errors against those in float16
+COARSER = {torch.float16: 1, torch.bfloat16: 6}
 CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
 
 
@@ -52,7 +54,9 @@ def test_route(device, half, poison, assert_close, name, ties):
         got = route(logits, routing, correction)
     want = reference.route(logits, routing, correction)
     assert torch.equal(got.ids_Mk, want.ids_Mk)
-    assert_close("shares", want.shares_Mk, got.shares_Mk, 1e-3 if routing.rounded else 1e-5)
+    assert_close(
+        "shares", want.shares_Mk, got.shares_Mk, 1e-3 * COARSER[half] if routing.rounded else 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,14 +71,17 @@ def test_route_tokens(device, half, poison, assert_close, name, M, C):
     generator = torch.Generator().manual_seed(C)
     dtype = torch.float32 if name == "glm" else half
     E = routing.num_experts
-    x = torch.randn(M, C, generator=generator).to(device, half)
-    weight = torch.randn(E, C, generator=generator).to(device, dtype)
-    bias = torch.randn(E, generator=generator).to(device, dtype) if name == "gpt-oss" else None
+
+    def numbers(*shape):  # few bits, so that every order of summation gives the same logits
+        return torch.randint(-3, 4, shape, generator=generator) / 8
+
+    x, weight = numbers(M, C).to(device, half), numbers(E, C).to(device, dtype)
+    bias = numbers(E).to(device, dtype) if name == "gpt-oss" else None
     correction = torch.randn(E, generator=generator).to(device) if name == "glm" else None
     got = route_tokens(x, weight, routing, bias, correction)
     want = reference.route_tokens(x, weight, routing, bias, correction)
     assert torch.equal(got.ids_Mk, want.ids_Mk)
-    assert_close("shares", want.shares_Mk, got.shares_Mk, 2e-3)
+    assert_close("shares", want.shares_Mk, got.shares_Mk, 2e-3 * COARSER[half])
     assert not workspace(device)[1].any(), "counters are left at zero"
 
 
@@ -159,7 +166,7 @@ def test_every_scheme(device, half, poison, assert_close, scheme, M):
     hidden, inner = (128, 128) if blocks else (64, 96 if scheme is None else 64)
     weights = make_experts(parsed, hidden, inner, 5, 2, SILU, False, half)
     got, want = run(weights, M, half, device)
-    assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme])
+    assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme] * COARSER[half])
 
 
 @pytest.mark.parametrize("M", [1, 3, 17, 33])
@@ -167,24 +174,24 @@ def test_every_scheme(device, half, poison, assert_close, scheme, M):
 def test_biases_and_clamped_activation(device, half, poison, assert_close, M, shared):
     weights = make_experts(Scheme.parse("w8a16-sym-g32"), 64, 64, 4, 2, CLAMPED, True, half)
     got, want = run(weights, M, half, device, shared=shared)
-    assert_close("gpt-oss", want, reduced(got), 4e-3)
+    assert_close("gpt-oss", want, reduced(got), 4e-3 * COARSER[half])
 
 
 @pytest.mark.parametrize(("split", "block_n"), [(1, 64), (2, 128)])
 @pytest.mark.parametrize("variant", ["few", "sorted"])
 def test_plans(device, half, poison, assert_close, variant, split, block_n):
     """Every form of the sum, and more blocks than there are experts to read."""
-    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, False, half)
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, True, half)
     first = ExpertsConfig(block_m=16, block_n=block_n)
     down = ExpertsConfig(block_m=16, block_n=block_n, split=split)
     plan = ExpertsPlan(variant=variant, gate_up=first, down=down, output="parts")
     got, want = run(weights, 3, half, device, plan, shared=True)
     assert got.parts.shape == (2 * split + 1, 3, 128)
-    assert_close("parts", want, reduced(got), 3e-3)
+    assert_close("parts", want, reduced(got), 3e-3 * COARSER[half])
     if split == 1:
         plan = ExpertsPlan(variant=variant, gate_up=first, down=first)
         got, want = run(weights, 3, half, device, plan, shared=True)
-        assert_close("sum", want, got, 3e-3)
+        assert_close("sum", want, got, 3e-3 * COARSER[half])
 
 
 def test_equal_inputs_give_equal_bits(device, half):
@@ -199,4 +206,4 @@ def test_one_expert_gets_every_token(device, half, poison, assert_close):
     config = ExpertsConfig(block_m=16, block_n=64)
     plan = ExpertsPlan(variant="sorted", gate_up=config, down=config)
     got, want = run(weights, 20, half, device, plan)
-    assert_close("all", want, got, 3e-3)
+    assert_close("all", want, got, 3e-3 * COARSER[half])

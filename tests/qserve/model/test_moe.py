@@ -142,3 +142,15 @@ def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
     assert len(numbers) == 6
     assert relative(logits(folder), logits(plain)) < 1e-5
     assert relative(logits(folder), logits(source)) > 0.1
+
+
+def test_layers_for_drafts_are_left_out(tiny_model, tmp_path):
+    """GLM-4.5 is published with one more layer, which predicts the token after the next."""
+    source = tiny_model("glm4_moe")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}
+    config = {"num_nextn_predict_layers": 1}
+    folder = edited(source, tmp_path / "x", lambda s: s.update(extra), lambda c: c.update(config))
+    assert torch.equal(logits(folder), logits(source))
+    changed = edited(folder, tmp_path / "y", config=lambda c: c.update(num_nextn_predict_layers=0))
+    with pytest.raises(Exception, match=r"1 tensors have no place.*layers\.3\.eh_proj"):
+        logits(changed)
