@@ -186,15 +186,6 @@ class CompletionReply(Reply):
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
     ) -> dict:
         prompt, params = self.job.choice(index)
-<<<<<<< HEAD
-        special = params.skip_special_tokens
-        if index not in self.offsets:
-            start = len(self.job.echo(index))
-            self.offsets[index] = TextOffsets(self.tokenizer, prompt, special, start=start)
-        offsets = [self.offsets[index].take(token) for token, _ in tokens]
-        if of_prompt is not None:
-            self.told.add(index)
-=======
         if index not in self.offsets:
             self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
         start = len(self.job.echo(index))
@@ -202,17 +193,11 @@ class CompletionReply(Reply):
         if of_prompt is not None:
             self.told.add(index)
             before = TextOffsets(self.tokenizer, (), params.skip_special_tokens)
->>>>>>> offline
             echoed = [
                 (token, cut(found, params.logprobs))
                 for token, found in zip(prompt, of_prompt, strict=True)
             ]
-<<<<<<< HEAD
-            of_echo = TextOffsets(self.tokenizer, (), special)
-            offsets = [of_echo.take(token) for token in prompt] + offsets
-=======
             offsets = [before.take(token) for token in prompt] + offsets
->>>>>>> offline
             tokens = echoed + tokens
         formatted = completion_logprobs(self.tokenizer, tokens, offsets)
         if self.job.tokens_as_ids:
