@@ -144,7 +144,8 @@ def quantize_checkpoint(
         for layer in range(model.num_layers):
             show = partial(_show, bar, f"layer {layer + 1}/{model.num_layers}")
             original = model.layer(layer, device)
-            in_layer = replace(context, prefix=model.layer_map.prefix(layer), notes=[])
+            prefix = model.layer_map.prefix(layer)
+            in_layer = replace(context, layer=layer, prefix=prefix, notes=[])
             state = load_transforms(original, recipe, in_layer)
             digest = model.layer_digests[layer]
             finished = journal.read(layer, device, digest)

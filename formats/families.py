@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from formats.family import ConfigRules, Experts, Family, Norm, Projection, Stated
+from formats.family import (
+    ConfigRules,
+    Experts,
+    Family,
+    Norm,
+    Projection,
+    Router,
+    SharedExpert,
+    Stated,
+)
 
 _Q, _K, _V, _O = (f"self_attn.{name}_proj" for name in "qkvo")
 _QKV = Projection(
@@ -91,24 +100,37 @@ def _norms_before(module: str) -> tuple[Norm, Norm]:
     return _BEFORE_ATTENTION, Norm(name="post_attention_layernorm", feeds=module)
 
 
-def _experts(module: str, gate: str, up: str, down: str, inner: str, **flags: bool) -> Experts:
-    """Experts below `module`, whose linears have these names and `inner` features."""
-    prefix = f"{module}.experts.{{e}}"
-    return Experts(
-        module=module,
-        gate_up=Projection(
-            name=f"{prefix}.gate_up",
-            members=((f"{prefix}.{gate}", inner), (f"{prefix}.{up}", inner)),
+def _gated(module: str, gate: str, up: str, down: str, inner: str) -> dict[str, Projection]:
+    """The projections of a feed-forward below `module` with `inner` features."""
+    return {
+        "gate_up": Projection(
+            name=f"{module}.gate_up",
+            members=((f"{module}.{gate}", inner), (f"{module}.{up}", inner)),
             inputs="hidden_size",
         ),
-        down=Projection(
-            name=f"{prefix}.{down}",
-            members=((f"{prefix}.{down}", "hidden_size"),),
+        "down": Projection(
+            name=f"{module}.{down}",
+            members=((f"{module}.{down}", "hidden_size"),),
             inputs=inner,
             split="inputs",
         ),
-        **flags,
-    )
+    }
+
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def _experts(
+    module: str, names: tuple[str, str, str], inner: str, routing: Router, **different: Any
+) -> Experts:
+    """Experts below `module`, whose linears have these names and `inner` features."""
+    projections = _gated(f"{module}.experts.{{e}}", *names, inner)
+    return Experts(module=module, routing=routing, **projections, **different)
+
+
+# Layers of Qwen's families that have no experts.
+_QWEN_DENSE = {"dense_layers_key": "mlp_only_layers", "every_key": "decoder_sparse_step"}
+_QWEN_ROUTER = Router(normalized="norm_topk_prob", rounded=True)
 
 
 def _family(architecture: str, model_type: str, **different: Any) -> Family:
@@ -246,19 +268,87 @@ FAMILIES: dict[str, Family] = {
         _family(
             "MixtralForCausalLM",
             "mixtral",
+            builder="moe",
             experts=_experts(
-                "block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalized=True
+                "block_sparse_moe",
+                ("w1", "w3", "w2"),
+                "intermediate_size",
+                Router(normalized=True),
             ),
             norms=_norms_before("block_sparse_moe"),
             window="all",
         ),
         _family(
+            "Qwen2MoeForCausalLM",
+            "qwen2_moe",
+            builder="moe",
+            qkv=replace(_QKV, bias=Stated("qkv_bias", True)),
+            experts=_experts(
+                "mlp",
+                _NAMES,
+                "moe_intermediate_size",
+                _QWEN_ROUTER,
+                shared=SharedExpert(
+                    **_gated("mlp.shared_expert", *_NAMES, "shared_expert_intermediate_size"),
+                    gate="mlp.shared_expert_gate",
+                ),
+                **_QWEN_DENSE,
+            ),
+            norms=_norms_before("mlp"),
+            window="layer_types",
+        ),
+        _family(
             "Qwen3MoeForCausalLM",
             "qwen3_moe",
+            builder="moe",
             **_ATTENTION_BIAS,
-            experts=_experts("mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size"),
+            experts=_experts("mlp", _NAMES, "moe_intermediate_size", _QWEN_ROUTER, **_QWEN_DENSE),
             norms=(*_norms_before("mlp"), *_HEAD_NORMS),
             window="all",
+        ),
+        _family(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            builder="moe",
+            qkv=replace(_QKV, bias=Stated("attention_bias", True)),
+            o=replace(_O_PROJ, bias=Stated("attention_bias", True)),
+            experts=_experts(
+                "mlp",
+                _NAMES,
+                "intermediate_size",
+                Router(name="router", scores="softmax_of_chosen", rounded=True, bias=True),
+                fused=True,
+                clamped=True,
+            ),
+            sinks="self_attn.sinks",
+            norms=_norms_before("mlp"),
+            window="layer_types",
+            float16=False,
+        ),
+        _family(
+            "Glm4MoeForCausalLM",
+            "glm4_moe",
+            builder="moe",
+            qkv=replace(_QKV, bias="attention_bias"),
+            experts=_experts(
+                "mlp",
+                _NAMES,
+                "moe_intermediate_size",
+                Router(
+                    scores="sigmoid",
+                    normalized=Stated("norm_topk_prob", True),
+                    float32=True,
+                    correction="gate.e_score_correction_bias",
+                    group_score="top2",
+                    factor_key="routed_scaling_factor",
+                ),
+                shared=SharedExpert(**_gated("mlp.shared_experts", *_NAMES, "shared_experts")),
+                first_dense_key="first_k_dense_replace",
+            ),
+            norms=(
+                *_norms_before("mlp"),
+                *(replace(norm, present="use_qk_norm") for norm in _HEAD_NORMS),
+            ),
         ),
     )
 }

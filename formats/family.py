@@ -79,22 +79,88 @@ class Norm:
     name: str
     size: str = "hidden_size"
     feeds: str = ""  # the projection or module that reads it; empty: it stands after one
+    present: Flag = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a token chooses its experts. It stays in float."""
+
+    name: str = "gate"  # below the module
+    # of x times its weight; softmax_of_chosen: the choice is by the product, the softmax after it
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    normalized: Flag = False  # the chosen experts' shares are made to add up to 1
+    float32: bool = False  # the product, of x and a weight in float32
+    rounded: bool = False  # shares are rounded to the dtype of activations
+    bias: bool = False  # of the product
+    correction: str = ""  # a tensor below the module, added to scores for the choice alone
+    # Experts stand in n_group groups, of which topk_group are left by their scores: the best of a
+    # group, or the sum of its two best.
+    group_score: Literal["", "max", "top2"] = ""
+    factor_key: str = ""  # of config.json: shares are multiplied by it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """An expert that every token has."""
+
+    gate_up: Projection
+    down: Projection
+    gate: str = ""  # a linear of one output, whose sigmoid multiplies it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The mixture of experts that stands in every layer in place of one feed-forward."""
+    """The mixture of experts that stands in place of a layer's feed-forward."""
 
     module: str  # transformers calls it `mlp`, whatever the checkpoint does
     gate_up: Projection
     down: Projection
-    # the chosen experts' shares are made to add up to 1 whatever config.json says
-    renormalized: bool = False
+    routing: Router
+    shared: SharedExpert | None = None
+    # All experts' matrices are one tensor each, transposed, with biases; gate and up alternate.
+    # Or they are MXFP4, in pairs of tensors, as they are.
+    fused: bool = False
+    clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
+    # Keys of config.json. The layers that keep the dense feed-forward: a list of them; all before
+    # a number; all but each n-th.
+    dense_layers_key: str = ""
+    first_dense_key: str = ""
+    every_key: str = ""
 
     @property
     def router(self) -> str:
-        """The linear that chooses; it stays in float."""
-        return f"{self.module}.gate"
+        """The linear that chooses."""
+        return f"{self.module}.{self.routing.name}"
+
+    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Whether a layer has them, or a dense feed-forward."""
+        if layer in (config.get(self.dense_layers_key) or ()):
+            return False
+        if layer < (config.get(self.first_dense_key) or 0):
+            return False
+        return (layer + 1) % (config.get(self.every_key) or 1) == 0
+
+    def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
+        """Those besides the experts' linears, by their names below the layer."""
+        E = ("num_experts",)
+        shapes: dict[str, Shape] = {f"{self.router}.weight": (E, ("hidden_size",))}
+        if self.routing.bias:
+            shapes[f"{self.router}.bias"] = (E,)
+        if self.routing.correction:
+            shapes[f"{self.module}.{self.routing.correction}"] = (E,)
+        if self.fused:
+            C, inner = ("hidden_size",), (self.down.inputs,)
+            both, stem = inner * 2, f"{self.module}.experts"
+            shapes |= {
+                f"{stem}.gate_up_proj": (E, C, both),
+                f"{stem}.gate_up_proj_bias": (E, both),
+                f"{stem}.down_proj": (E, inner, C),
+                f"{stem}.down_proj_bias": (E, C),
+            }
+        if self.shared and self.shared.gate:
+            shapes[f"{self.shared.gate}.weight"] = (("one",), ("hidden_size",))
+        return shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +184,7 @@ class Family:
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: the feed-forward is gate_up and down
+    sinks: str = ""  # a tensor of a layer: a score of each head that takes weight and adds nothing
     norms: tuple[Norm, ...]
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
     float32_norms: bool = False  # the factors are float32, and rounding comes after them
@@ -161,30 +228,48 @@ class Family:
         attention = (self.qkv, self.o)
         return attention if self.experts else (*attention, self.gate_up, self.down)
 
-    def projections(self, num_experts: int = 0) -> Iterator[Projection]:
-        """Every projection of a layer, in the order they run."""
+    def projections(self, num_experts: int = 0, dense: bool = False) -> Iterator[Projection]:
+        """Every projection of a layer, in the order they run. `dense`: of one without experts."""
         yield from self.dense
-        if self.experts:
-            for number in range(num_experts):
+        if self.experts and dense:
+            yield from (self.gate_up, self.down)
+        elif self.experts:
+            for number in range(0 if self.experts.fused else num_experts):
                 yield self.experts.gate_up.expert(number)
                 yield self.experts.down.expert(number)
+            if self.experts.shared:
+                yield from (self.experts.shared.gate_up, self.experts.shared.down)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Of a layer, as stored, without those of experts."""
         return tuple(linear for projection in self.dense for linear in projection.linears)
 
-    def layer_tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        """A layer's tensors in a float checkpoint, by their names below the layer."""
-        projections = self.projections(num_experts(config) or 0)
+    def layer_tensors(
+        self, config: Mapping[str, Any], layer: int | None = None
+    ) -> dict[str, Shape]:
+        """A layer's tensors in a float checkpoint, by their names below the layer.
+
+        Without a number, of a layer that has experts if the family does.
+        """
+        dense = bool(
+            self.experts and layer is not None and not self.experts.stand_in(layer, config)
+        )
+        projections = self.projections(num_experts(config) or 0, dense)
         linears = [linear for projection in projections for linear in projection.linears]
         shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
         for linear in linears:
             if is_set(linear.bias, config):
                 shapes[f"{linear.name}.bias"] = (linear.outputs,)
-        shapes |= {f"{norm.name}.weight": ((norm.size,),) for norm in self.norms}
-        if self.experts:
-            shapes[f"{self.experts.router}.weight"] = (("num_experts",), ("hidden_size",))
+        shapes |= {
+            f"{norm.name}.weight": ((norm.size,),)
+            for norm in self.norms
+            if is_set(norm.present, config)
+        }
+        if self.sinks:
+            shapes[self.sinks] = (("num_attention_heads",),)
+        if self.experts and not dense:
+            shapes |= self.experts.tensors(config)
         return shapes
 
     @property
@@ -203,7 +288,8 @@ class Family:
             del shapes[self.head]
         for number in range(config[self.num_layers_key]):
             prefix = self.layer.format(i=number)
-            shapes |= {f"{prefix}.{name}": s for name, s in self.layer_tensors(config).items()}
+            of_layer = self.layer_tensors(config, number)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in of_layer.items()}
         return shapes
 
     def sizes(self, config: Mapping[str, Any]) -> dict[str, int | None]:
@@ -219,13 +305,19 @@ class Family:
             head_dim = found["head_dim"] = hidden // heads
         for name, count in (("q", heads), ("kv", kv_heads)):
             found[name] = count * head_dim if count and head_dim else None
-        return {**found, "num_experts": num_experts(config)}
+        inner, shared = found["moe_intermediate_size"], config.get("n_shared_experts")
+        found["shared_experts"] = inner * shared if inner and _is_size(shared) else None
+        return {**found, "num_experts": num_experts(config), "one": 1}
 
 
 _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    "shared_expert_intermediate_size",
 )
+
+
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _is_size(value: Any) -> bool:
@@ -241,8 +333,8 @@ def is_set(flag: Flag, config: Mapping[str, Any]) -> bool:
 
 def num_experts(config: Mapping[str, Any]) -> int | None:
     """Of one layer; config.json calls it one thing or the other, whatever the architecture."""
-    count = config.get("num_experts", config.get("num_local_experts"))
-    return count if _is_size(count) else None
+    stated = [config[key] for key in NUM_EXPERTS_KEYS if key in config]
+    return stated[0] if stated and _is_size(stated[0]) else None
 
 
 def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:

@@ -9,6 +9,7 @@ taken where triton is missing, is the one exception).
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
+from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.branch import Branch
 from qkernels.rowwise.into_form import (
     add_rms_norm_into,
@@ -43,6 +44,11 @@ __all__ = [
     "add_rms_norm_limbs",
     "add_rms_norm_quantize",
     "apply_rope",
+    "experts",
+    "plan_experts",
+    "prepare_experts",
+    "route",
+    "route_tokens",
     "gelu_and_mul",
     "gelu_and_mul_into",
     "gelu_and_mul_limbs",

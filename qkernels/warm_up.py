@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 
 from qkernels.attention.config import DECODE_MAX_ROWS, default_attention_config, prefill_split
 from qkernels.attention.config import PREFILL_ROWS as PREFILL_TILE_ROWS
-from qkernels.gpu.config import ceil_div
+from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.pdl import PDL_MAX_ROWS
 from qkernels.linear.ops import plan_linear
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.moe.config import sort_chunk
+from qkernels.moe.experts import PreparedExperts
+from qkernels.moe.ops import plan_experts
 from qkernels.operands.limbs import LimbForm, limb_tiles
 from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
 
+Weights = PreparedWeight | PreparedExperts
 # Every number of rows up to the first is planned. Beyond it plans follow from whole tiles: one in
 # so many is planned there, and those between two that differ.
 EVERY_ROW = 1024
@@ -25,7 +29,7 @@ ROWS_APART = 32
 
 
 def row_boundaries(
-    weights: Iterable[tuple[PreparedWeight, Consumer | None]], max_rows: int, sm_count: int
+    weights: Iterable[tuple[Weights, Consumer | None]], max_rows: int, sm_count: int
 ) -> list[int]:
     """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers."""
     found = {1, max_rows}
@@ -36,10 +40,10 @@ def row_boundaries(
     return sorted(M for M in found if max_rows >= M)
 
 
-def plan_boundaries(
-    weight: PreparedWeight, max_rows: int, consumer: Consumer | None = None
-) -> list[int]:
+def plan_boundaries(weight: Weights, max_rows: int, consumer: Consumer | None = None) -> list[int]:
     """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
+    if isinstance(weight, PreparedExperts):
+        return _first_of_each_range(max_rows, lambda M: experts_compiled(weight, M))
     return _first_of_each_range(max_rows, lambda M: compiled(plan_linear(weight, M, consumer), M))
 
 
@@ -48,6 +52,14 @@ def compiled(plan: GemmPlan, M: int) -> object:
     config = getattr(plan.config, "compiled", plan.config)
     tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
     return plan.variant, config, plan.operand, tiles, plan.output
+
+
+def experts_compiled(experts: PreparedExperts, M: int) -> object:
+    """As `compiled`: what decides which machine code M tokens run."""
+    plan = plan_experts(experts, M)
+    pairs = M * experts.problem.top_k
+    # a block that looks for its pairs has room for all of them
+    return plan, power_of_two(pairs) if plan.variant == "few" else sort_chunk(pairs)
 
 
 def decode_boundaries(

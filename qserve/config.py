@@ -17,7 +17,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
-KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "attention")
+KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
 
 PREFIXES = ("qserve", "vllm")
 
@@ -158,8 +158,8 @@ class EngineConfig:
     )
     kernel: list[str] = setting(
         [],
-        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8 or attention;"
-        " NAME as qkernels/README.md lists them; may be repeated",
+        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
+        " attention; NAME as qkernels/README.md lists them; may be repeated",
     )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS

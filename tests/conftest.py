@@ -126,7 +126,6 @@ TINY_FAMILIES = {
         "Glm4Config",
         {"head_dim": 32, "pad_token_id": 0, "partial_rotary_factor": 0.5},
     ),
-    # those that only calibration knows
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -137,6 +136,44 @@ TINY_FAMILIES = {
             "moe_intermediate_size": 32,
             "norm_topk_prob": True,
             "mlp_only_layers": [],
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "swiglu_limit": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.8,
+            "pad_token_id": 0,
         },
     ),
 }
@@ -202,10 +239,13 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if "norm" in name or "bias" in name or "sinks" in name:
             # Gemma's norms multiply by 1 + weight
             is_one = "norm" in name and "Gemma" not in config_class
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
         with torch.no_grad():

@@ -35,6 +35,10 @@ OPERATIONS = {
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
     "attention": {"rowwise.ops", "rowwise.reference"},
     "rowwise": {"linear.plan"},
+    "moe": {
+        *("linear.ops", "linear.prepared", "rowwise.ops"),
+        *("wna16.layout", "wna16.prepack", "wna16.triton_gemm"),
+    },
     "linear": {"rowwise.ops", "rowwise.reference"},
     "sampling": set(),
 }

@@ -123,6 +123,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     kernel: str | None = None,
@@ -131,6 +132,7 @@ def paged_attention(
 
     window        a row sees itself and the window - 1 keys before it; None: all before it
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
+    sinks         float32 [H]: the score of one more key of each head, whose value is zero (gpt-oss)
     limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
     inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
                   they may be read while it still runs
@@ -165,6 +167,8 @@ def paged_attention(
         raise KernelError(
             "paged_attention soft_cap", f"expected None or a number above 0, found {soft_cap}"
         )
+    if sinks_H is not None:
+        check_tensor("paged_attention sinks", sinks_H, (heads,), (torch.float32,), q_THD)
     num_pages = step.block_tables_RX.shape[1]
     if step.max_context_len > num_pages * page_size:
         raise KernelError(
@@ -181,6 +185,7 @@ def paged_attention(
         page_size=page_size,
         pages_dtype=cache.k_pages.dtype,
         soft_cap=soft_cap is not None,
+        sinks=sinks_H is not None,
         chunk=chunk,
         tma_pages=not chunk or can_use_tma(cache.k_pages, cache.v_pages),
     )
@@ -193,6 +198,7 @@ def paged_attention(
         soft_cap=soft_cap,
         limbs=limbs,
         inputs_ready=inputs_ready,
+        **({} if sinks_H is None else {"sinks_H": sinks_H}),
     )
     if limbs is None or isinstance(out, Limbs):
         return out

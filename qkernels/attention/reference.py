@@ -136,6 +136,7 @@ def paged_attention(
     soft_cap: float | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
@@ -168,6 +169,7 @@ def paged_attention(
             scale,
             window,
             soft_cap,
+            sinks_H,
         ).to(out_THD.dtype)
     for r, count in enumerate(counts):
         if count > 1 and lengths[r] > 0:
@@ -181,6 +183,7 @@ def paged_attention(
                 scale,
                 window,
                 soft_cap,
+                sinks_H,
             ).to(out_THD.dtype)
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
@@ -204,12 +207,19 @@ def _attend(
     visible: torch.Tensor,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap * tanh(scale * q k / cap)) v, masked."""
-    if soft_cap is None:
+    """softmax(cap * tanh(scale * q k / cap)) v, masked. `sinks`: scores of one more key."""
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-    scores = soft_cap * torch.tanh(q @ k.transpose(-1, -2) * (scale / soft_cap))
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v
+    scores = q @ k.transpose(-1, -2) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    with_sinks = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return with_sinks.softmax(-1)[..., :-1] @ v
 
 
 def _decode(
@@ -222,6 +232,7 @@ def _decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """One row for each request: the queries that share a KV head are rows of one product."""
     lengths_R1 = lengths_R.long()[:, None]
@@ -235,7 +246,8 @@ def _decode(
     index = (block_tables_RX.gather(1, positions_RL // page_size).long(), positions_RL % page_size)
     q_RJQD = q_RHD.float().unflatten(1, (num_kv_heads, -1))
     k_RJLD, v_RJLD = (pages.gather(index).transpose(1, 2) for pages in (keys, values))
-    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible_RL[:, None, None], scale, soft_cap)
+    sinks = None if sinks_H is None else sinks_H.view(num_kv_heads, -1, 1)
+    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible_RL[:, None, None], scale, soft_cap, sinks)
     return out_RJQD.flatten(1, 2)
 
 
@@ -248,6 +260,7 @@ def _chunk(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """The S last rows of one request, over the keys that any of them sees."""
     count, (page_size, num_kv_heads) = q_SHD.shape[0], keys.pages_PBJD.shape[1:3]
@@ -261,5 +274,6 @@ def _chunk(
     k_JLD, v_JLD = (pages.gather(index).transpose(0, 1) for pages in (keys, values))
     q_JQSD = q_SHD.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k_JQLD, v_JQLD = (x[:, None].expand(-1, q_JQSD.shape[1], -1, -1) for x in (k_JLD, v_JLD))
-    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap)
+    sinks = None if sinks_H is None else sinks_H.view(num_kv_heads, -1, 1, 1)
+    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap, sinks)
     return torch.where(queries_S1[:, :, None] >= 0, out_JQSD.flatten(0, 1).transpose(0, 1), 0)

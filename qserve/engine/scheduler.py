@@ -16,7 +16,7 @@ they reach the host.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -45,6 +45,7 @@ class _Step:
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    ordered: list[Request] = field(default_factory=list)  # by the policy, of those that wait
 
 
 class Scheduler:
@@ -332,11 +333,7 @@ class Scheduler:
         """The next request that waits, running now, or None where there is no place for it."""
         if step.most_admitted < 1 or not len(self.waiting):
             return None
-        waiting = self.waiting.first_queue
-        candidates = waiting.candidates()
-        if not waiting.must_take_first:
-            candidates = self.policy.order(candidates, self.cache.num_cached)
-        for request in candidates:
+        for request in self._candidates(step):
             if self._is_held(request):
                 continue
             if not self._has_place(request, step):
@@ -344,6 +341,17 @@ class Scheduler:
             self._admit(request, step, len(self.running))
             return request
         return None
+
+    def _candidates(self, step: _Step) -> Iterable[Request]:
+        """Whom to admit, the first choice first."""
+        waiting = self.waiting.first_queue
+        if waiting.must_take_first or type(self.policy).order is Policy.order:
+            return waiting.candidates()
+        # Once a step: to look for the cached pages of all takes longer than to admit one.
+        step.ordered = [each for each in step.ordered if each.status is Status.WAITING]
+        if not step.ordered:
+            step.ordered = list(self.policy.order(waiting.candidates(), self.cache.num_cached))
+        return step.ordered
 
     def _is_held(self, request: Request) -> bool:
         """Whether a running request is about to compute the page that this one needs first.

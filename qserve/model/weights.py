@@ -13,10 +13,13 @@ from tqdm import tqdm
 from formats.errors import CheckpointError
 from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
-from qkernels import QuantLinear
+from qkernels import QuantLinear, ops
+from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
+from qserve.model.blocks.moe import Router
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
+from qserve.model.expert_weights import expert_weights, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
 from qserve.model.weight_source import WeightSource
@@ -182,6 +185,55 @@ class LayerWeights:
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
         return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+
+    def has_norm(self, name: str) -> bool:
+        """Whether the model has a norm of the family's row."""
+        config = self._weights.config.values
+        return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
+
+    def router(self) -> Router:
+        """What chooses the layer's experts."""
+        experts, config = self._family.experts, self._weights.config.values
+        rule, routing = experts.routing, routing_of(experts, config)
+        E = routing.num_experts
+        name = f"{self._prefix}.{experts.router}"
+        shape = (E, self._weights.config.hidden_size)
+        correction = None
+        if rule.correction:
+            stored = f"{self._prefix}.{experts.module}.{rule.correction}"
+            correction = self._weights.source.tensor(stored, (E,)).to(
+                self._weights.device, torch.float32
+            )
+        weight = self._weights.tensor(f"{name}.weight", shape)
+        return Router(
+            routing,
+            weight.float() if rule.float32 else weight,
+            self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
+            correction,
+        )
+
+    def shared_gate(self) -> FloatLinear | None:
+        """The gate of the layer's shared expert, where it has one."""
+        shared = self._family.experts.shared
+        if not shared.gate:
+            return None
+        name = f"{self._prefix}.{shared.gate}.weight"
+        return FloatLinear(self._weights.tensor(name, (1, self._weights.config.hidden_size)))
+
+    def experts(self) -> PreparedExperts:
+        """The layer's experts, prepared for their kernel."""
+        weights = self._weights
+        found = expert_weights(weights, self._prefix)
+        kernel = self.kernels.get("experts")
+        return ops.prepare_experts(found, weights.dtype, weights.device, kernel)
+
+    def sinks(self) -> dict[str, torch.Tensor]:
+        """The scores of each head that attention takes beside the keys', if the family has them."""
+        if not self._family.sinks:
+            return {}
+        name, shape = f"{self._prefix}.{self._family.sinks}", (self._weights.config.num_heads,)
+        found = self._weights.source.tensor(name, shape)
+        return {"sinks": found.to(self._weights.device, torch.float32)}
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""

@@ -33,7 +33,6 @@ from qserve.server.token_job import DetokenizeRequest, TokenizeRequest
 from qserve.server.unsupported import TABLES
 
 NULL = {"type": "null"}
-TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
@@ -70,57 +69,73 @@ def _message(kinds: tuple[str, ...]) -> dict:
     }
 
 
-# what a field holds, beyond what its type says; null is allowed beside, but of REQUIRED
-FORMS: dict[str, dict] = {
-    "add_special_tokens": {"type": "boolean"},
-    "chat_template_kwargs": {
-        "type": "object",
-        "maxProperties": MAX_TEMPLATE_SETTINGS,
-        "additionalProperties": {"type": ["boolean", "integer", "number", "string", "null"]},
-        "description": "Settings that the model's chat template reads, such as enable_thinking.",
-    },
-    "frequency_penalty": _number(-2, 2),
-    "input": {"anyOf": [{"type": "string"}, _array(_message(TEXT_PARTS), 1, MAX_MESSAGES)]},
-    "logit_bias": {
-        "type": "object",
-        "maxProperties": MAX_LOGIT_BIAS,
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-        "additionalProperties": _number(-100, 100),
-    },
-    "max_completion_tokens": _integer(1),
-    "max_output_tokens": _integer(1),
-    "max_tokens": _integer(1),
-    "messages": _array(_message(("text",)), 1, MAX_MESSAGES),
-    "min_p": _number(0, 1),
-    "min_tokens": _integer(0),
-    "n": _integer(1, MAX_N),
-    "presence_penalty": _number(-2, 2),
-    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
-    "prompt": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            TOKENS | {"minItems": 1},
-            _array({"type": "string", "minLength": 1}, 1, MAX_PROMPTS),
-            _array(TOKENS | {"minItems": 1}, 1, MAX_PROMPTS),
-        ]
-    },
-    "repetition_penalty": _number(1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-    "request_id": {"type": "string", "pattern": f"^{REQUEST_ID.pattern}$"},
-    "seed": _integer(-(2**63), 2**63 - 1),
-    "stop": {"anyOf": [STOP, _array(STOP, 0, MAX_STOP_STRINGS)]},
-    "stop_token_ids": TOKENS | {"maxItems": MAX_STOP_TOKEN_IDS},
-    "temperature": _number(0, 2),
-    "tokens": TOKENS,
-    "top_k": _integer(-1, 2**63 - 1),
-    "top_logprobs": _integer(0, MAX_LOGPROBS),
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "truncate_prompt_tokens": _integer(-1),
-}
+def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
+    """What a field holds, beyond what its type says; null is allowed beside, but of REQUIRED."""
+    tokens = {"type": "array", "items": _integer(0, vocab_size - 1)}
+    return {
+        "add_special_tokens": {"type": "boolean"},
+        "chat_template_kwargs": {
+            "type": "object",
+            "maxProperties": MAX_TEMPLATE_SETTINGS,
+            "additionalProperties": {"type": ["boolean", "integer", "number", "string", "null"]},
+            "description": "What the model's chat template reads, such as enable_thinking.",
+        },
+        "frequency_penalty": _number(-2, 2),
+        "input": {"anyOf": [{"type": "string"}, _array(_message(TEXT_PARTS), 1, MAX_MESSAGES)]},
+        "logit_bias": {
+            "type": "object",
+            "maxProperties": MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": _number(-100, 100),
+        },
+        "max_completion_tokens": _integer(1, max_model_len),
+        "max_output_tokens": _integer(1, max_model_len),
+        "max_tokens": _integer(1, max_model_len),
+        "messages": _array(_message(("text",)), 1, MAX_MESSAGES),
+        "min_p": _number(0, 1),
+        "min_tokens": _integer(0, max_model_len),
+        "n": _integer(1, MAX_N),
+        "presence_penalty": _number(-2, 2),
+        "prompt_logprobs": _integer(0, MAX_LOGPROBS),
+        "prompt": {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                tokens | {"minItems": 1},
+                _array({"type": "string", "minLength": 1}, 1, MAX_PROMPTS),
+                _array(tokens | {"minItems": 1}, 1, MAX_PROMPTS),
+            ]
+        },
+        "repetition_penalty": _number(1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        "request_id": {"type": "string", "pattern": f"^{REQUEST_ID.pattern}$"},
+        "seed": _integer(-(2**63), 2**63 - 1),
+        "stop": {"anyOf": [STOP, _array(STOP, 0, MAX_STOP_STRINGS)]},
+        "stop_token_ids": tokens | {"maxItems": MAX_STOP_TOKEN_IDS},
+        "temperature": _number(0, 2),
+        "tokens": tokens,
+        "top_k": _integer(-1, 2**63 - 1),
+        "top_logprobs": _integer(0, MAX_LOGPROBS),
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "truncate_prompt_tokens": {"anyOf": [{"const": -1}, _integer(1, max_model_len - 1)]},
+    }
+
+
 # forms that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (CompletionRequest, "logprobs"): _integer(0, MAX_LOGPROBS),
     (CompletionRequest, "max_tokens"): _integer(0),
     (TokenizeRequest, "prompt"): {"type": "string"},
+}
+# of these fields one must be there, and be no null
+ALTERNATIVES: dict[type[Body], dict] = {
+    TokenizeRequest: {
+        "oneOf": [
+            {"required": [name], "properties": {name: {"type": kind}, other: {"type": "null"}}}
+            for name, kind, other in (
+                ("prompt", "string", "messages"),
+                ("messages", "array", "prompt"),
+            )
+        ]
+    }
 }
 REQUIRED = {"input", "messages", "prompt", "tokens"}
 
@@ -194,8 +209,9 @@ EMPTY_ROUTES = (*OPEN_ROUTES, "/reset_prefix_cache")
 
 
 @functools.cache
-def document() -> dict:
-    """The OpenAPI document. The same for every server of this version."""
+def document(max_model_len: int, vocab_size: int) -> dict:
+    """The OpenAPI document of a server whose model has these limits."""
+    forms = _forms(max_model_len, vocab_size)
     paths: dict[str, dict] = {}
     for (path, method), (summary, body, streams, errors) in ROUTES.items():
         operation: dict[str, Any] = {
@@ -217,7 +233,7 @@ def document() -> dict:
     bodies = {body for _, body, *_ in ROUTES.values() if body is not None}
     schemas: dict[str, dict] = {}
     for body in sorted(bodies, key=lambda each: each.__name__):
-        schemas |= _schemas(body)
+        schemas |= _schemas(body, forms)
     return {
         "openapi": "3.1.0",
         "info": {"title": "qserve", "version": __version__},
@@ -230,12 +246,12 @@ def document() -> dict:
     }
 
 
-def _schemas(body: type[Body]) -> dict[str, dict]:
+def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
     """The schemas of a body and of its parts: the models', with the forms above."""
     found = body.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {}
     for name, schema in found["properties"].items():
-        form = FORMS_OF.get((body, name)) or FORMS.get(name)
+        form = FORMS_OF.get((body, name)) or forms.get(name)
         if form is not None:
             is_required = name in REQUIRED and name in found.get("required", ())
             schema = form if is_required else {"anyOf": [form, NULL]}
@@ -248,6 +264,7 @@ def _schemas(body: type[Body]) -> dict[str, dict]:
         "description": body.__doc__,
         "properties": properties,
         "required": found.get("required", []),
+        **ALTERNATIVES.get(body, {}),
     }
     schemas, parts = {body.__name__: schema}, found.get("$defs", {})
     # Only those that are still referred to: a form may have taken the place of one.

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from qserve.server.errors import json_response
 from qserve.server.openapi import document
+from qserve.server.service import service_of
 from qserve.server.status_routes import READ
 
 FOLDER = Path(__file__).with_name("page")
@@ -20,8 +21,9 @@ router = APIRouter()
 
 @router.api_route("/openapi.json", methods=READ)
 async def openapi(request: Request) -> Response:
-    root = request.scope.get("root_path", "")
-    return json_response(document() | ({"servers": [{"url": root}]} if root else {}))
+    root, client = request.scope.get("root_path", ""), service_of(request).client
+    found = document(client.max_model_len, client.vocab_size)
+    return json_response(found | ({"servers": [{"url": root}]} if root else {}))
 
 
 @router.api_route("/", methods=READ)

@@ -49,6 +49,8 @@ REFUSED: dict[str, tuple] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+# of an earlier answer's items, which clients send again
+ITEM_FACTS: dict[str, tuple] = {"id": (), "status": ()}
 HINTS = {
     "conversation": "nothing is stored here: send the conversation as input",
     "max_tokens": "use max_output_tokens",
@@ -88,6 +90,7 @@ class InputPart(Body):
 class InputItem(Body):
     type: Annotated[str, AfterValidator(_message)] = "message"
     role: Annotated[str, AfterValidator(check_role)]
+    name: str | None = None  # a chat checks it
     content: Annotated[
         list[InputPart], ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
     ]
@@ -119,6 +122,7 @@ class ResponsesRequest(Body):
         messages = [
             {
                 "role": item.role,
+                "name": item.name,
                 "content": [{"type": "text", "text": part.text} for part in item.content],
             }
             for item in self.input
@@ -133,7 +137,16 @@ class ResponsesRequest(Body):
     def ignored(self) -> list[str]:
         """The fields that are set and change nothing, by name."""
         table = dict.fromkeys((*REFUSED, *PASSED_ON))
-        return ["store"] * bool(self.store) + unsupported.unknown(self.model_extra, table)
+        of_items = {
+            name: None
+            for item in self.input
+            for name in unsupported.unknown(item.model_extra, ITEM_FACTS)
+        }
+        return [
+            *["store"] * bool(self.store),
+            *unsupported.unknown(self.model_extra, table),
+            *(f"input.{name}" for name in of_items),
+        ]
 
 
 def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:

@@ -357,7 +357,7 @@ def test_bias_of_another_shape_than_the_config_states(float_model, write_folder)
 
 
 @pytest.mark.parametrize(
-    "names", [["MixtralForCausalLM"], [], ["LlamaForCausalLM", "X"], "Llama", 7]
+    "names", [["DeepseekV2ForCausalLM"], [], ["LlamaForCausalLM", "X"], "Llama", 7]
 )
 def test_model_that_is_not_served_here_says_so(float_model, write_folder, names):
     tensors, config = float_model

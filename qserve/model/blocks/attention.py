@@ -39,6 +39,7 @@ class Attention(torch.nn.Module):
         soft_cap: float | None = None,  # of scores
         q_norm: torch.Tensor | None = None,  # of each head [D], or of all of a token's [H D]
         k_norm: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,  # float32 [H]
         query_scales: torch.Tensor | None = None,  # float32 [positions], of rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
@@ -57,6 +58,7 @@ class Attention(torch.nn.Module):
         self.register_buffer("k_norm", k_norm)
         self.norms_heads = q_norm is not None and q_norm.shape[0] == self.head_dim
         self.register_buffer("query_scales", query_scales)
+        self.register_buffer("sinks", sinks)
         # float32 [], of a checkpoint calibrated for an 8-bit KV cache; other caches need none
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
@@ -115,6 +117,7 @@ class Attention(torch.nn.Module):
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
+            sinks_H=self.sinks,
             limbs=limbs,
             inputs_ready=True,
             kernel=self.kernel,

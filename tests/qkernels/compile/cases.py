@@ -22,6 +22,7 @@ from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials, split_heads
 from qkernels.rowwise.branch import PLAIN
 from qkernels.sampling.settings import SampleRow, SampleSettings
+from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
@@ -387,4 +388,37 @@ ROWWISE = {
     "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
     "sampling": Case(run=sample, quick=("sm_80", "sm_90")),
 }
-CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE
+EXPERTS = {
+    "experts w4a16 M=1": Case(
+        run=lambda: moe.experts(1, moe.QWEN3_30B, "w4a16-sym"), quick=SM90, product="wgmma"
+    ),
+    "experts w4a16 M=16": Case(
+        run=lambda: moe.experts(16, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
+    ),
+    "experts w4a16 M=64": Case(
+        run=lambda: moe.experts(64, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
+    ),
+    "experts w4a16 M=4096": Case(
+        run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), product="wgmma"
+    ),
+    "experts w8a16 M=16": Case(
+        run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
+    ),
+    "experts w8a8 M=8": Case(run=lambda: moe.experts(8, moe.QWEN3_30B, "w8a8"), product="wgmma"),
+    "experts w8a8 M=512": Case(
+        run=lambda: moe.experts(512, moe.MIXTRAL, "w8a8"), quick=SM80, product="wgmma"
+    ),
+    "experts w8a8-fp8 M=1": Case(
+        run=lambda: moe.experts(1, moe.QWEN3_30B, "w8a8-fp8"), product="wgmma", least=89
+    ),
+    "experts w8a8-fp8-block M=512": Case(
+        run=lambda: moe.experts(512, moe.QWEN3_30B, "w8a8-fp8-block"),
+        product="wgmma",
+        least=89,
+    ),
+    "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
+    "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
+    "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
+    "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
+}
+CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE | EXPERTS

@@ -38,6 +38,7 @@ SPILLS = (
     # blocks were chosen for sm_90, whose products read one operand from shared memory
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
+    (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.norm_act_quantize", "silu and quantize", 2, 0),
 )
 

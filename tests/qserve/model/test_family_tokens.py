@@ -122,7 +122,9 @@ def test_greedy_tokens_equal_transformers(model_of, transformers_model, monkeypa
     check_greedy(transformers_model(folder), prompts, outputs)
 
 
-@pytest.mark.parametrize("name", [*NEW, *VARIANTS])
+@pytest.mark.parametrize(
+    "name", [*NEW, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIANTS)]
+)
 def test_tokens_after_a_prefix_that_was_there(model_of, transformers_model, monkeypatch, name):
     """The second prompts go on where a common beginning of two pages ends."""
     rng = random.Random(4)

@@ -139,7 +139,7 @@ def test_response_that_is_too_long_is_incomplete(server):
 def test_items_of_a_conversation_are_a_chat(server):
     parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     items = [
-        {"role": "user", "content": parts},
+        {"role": "user", "content": parts, "name": "Ada"},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
         {"role": "user", "content": "last"},
     ]
@@ -207,9 +207,11 @@ def test_response_that_is_refused(server, error, fields, param):
 
 
 def test_fields_of_a_response_that_change_nothing_are_named(server):
-    reply = responses(server, store=True, parallel_tool_calls=True, user="u", nobody=1)
+    items = [{"role": "user", "content": "a", "id": "msg-1", "status": "completed", "odd": 1}]
+    fields = {"store": True, "parallel_tool_calls": True, "user": "u", "nobody": 1}
+    reply = responses(server, input=items, **fields)
     assert reply.headers["x-ignored-fields"].split(", ") == [
-        *("user", "store", "parallel_tool_calls", "nobody")
+        *("user", "store", "parallel_tool_calls", "nobody", "input.odd")
     ]
     assert "x-ignored-fields" not in responses(server, store=False, tools=[], top_k=3).headers
 
@@ -223,17 +225,18 @@ def test_description_names_every_route_and_nothing_else(server):
     }
     pages = {("/openapi.json", "get"), ("/docs", "get"), ("/", "get")}
     assert {*ROUTES} == known - pages - {(path, "post") for path in OTHER_MODELS}
-    assert server.get("/openapi.json").json() == document()
+    assert server.get("/openapi.json").json() == document(256, 8192)
 
 
 def test_description_is_whole():
-    text = json.dumps(document())
+    text = json.dumps(document(256, 8192))
     names = set(re.findall(r'"#/components/schemas/(\w+)"', text))
-    assert names == set(document()["components"]["schemas"])
+    assert names == set(document(256, 8192)["components"]["schemas"])
     assert "422" not in text and "HTTPValidationError" not in text
-    fields = document()["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    fields = document(256, 8192)["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert fields["guided_json"] == {"type": "null"}
+    assert fields["max_tokens"]["anyOf"][0]["maximum"] == 256
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
