@@ -115,7 +115,12 @@ class LayerRunner:
             ) from None
 
     def run(
-        self, module: nn.Module, layer: int, hidden_BSD: torch.Tensor, cache: Any = None
+        self,
+        module: nn.Module,
+        layer: int,
+        hidden_BSD: torch.Tensor,
+        cache: Any = None,
+        grad: bool = False,
     ) -> torch.Tensor:
         """One layer on a batch of whole windows. `cache` sees keys and values (kv_range.py)."""
         length = hidden_BSD.shape[1]
@@ -128,7 +133,7 @@ class LayerRunner:
             rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
             self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
         position_ids, rotary, mask = self._positions[length, kind]
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             output = module(
                 hidden_BSD,
                 attention_mask=mask,

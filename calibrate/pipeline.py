@@ -164,13 +164,22 @@ def quantize_checkpoint(
                         before_linear=show,
                     )
                 del statistics
+                if stream is not None:
+                    with clock("next inputs"):
+                        stream.advance_reference(layer, state)
+                if recipe.tuning is not None:
+                    with clock("tuning"):
+                        show("tuning", advance=0)
+                        finished = stream.tune(layer, state, finished, recipe.tuning, seed)
                 journal.write(layer, finished, digest)
             else:
                 show("found finished", advance=len(finished.packed))
+                if stream is not None:
+                    stream.advance_reference(layer, state)
             kv_scales = None
             if stream is not None:
                 with clock("next inputs"):
-                    kv_scales = stream.advance(layer, original, state, finished.apply(original))
+                    kv_scales = stream.advance(layer, original, finished.apply(original))
             with clock("writing"):
                 output.add_layer(in_layer.prefix, finished, model)
                 if kv_scales is not None:

@@ -86,6 +86,16 @@ class Transform:
     ) = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Of a layer as a whole, after its linears are solved (calibrate/tuning.py): how far."""
+
+    steps: int = 200
+    tokens: int = 2048  # of a step
+    rate: float = 0.01  # of codes, in codes; falls to 0
+    scale_rate: float = 0.003  # of scales, as a share of them
+
+
 def move_scale(
     state: LayerState,
     statistics: dict[str, InputStatistics],

@@ -13,8 +13,10 @@ from torch import nn
 from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
 from calibrate.evaluate import Perplexity, perplexity
 from calibrate.kv_range import KvRange, KvScales, RoundedKv
-from calibrate.solving import LayerState
+from calibrate.layer import FinishedLayer
+from calibrate.solving import LayerState, Tuning
 from calibrate.statistics import InputStatistics
+from calibrate.tuning import tune_layer
 
 
 class Stream:
@@ -57,10 +59,27 @@ class Stream:
         module = self.runner.build(layer, state)
         return collect_statistics(self.runner, module, layer, self._calibration, self._reference)
 
-    def advance(
-        self, layer: int, original: LayerState, loaded: LayerState, finished: LayerState
-    ) -> KvScales | None:
-        """Put everything through the layer: as it was, as it was loaded, as it became.
+    def advance_reference(self, layer: int, loaded: LayerState) -> None:
+        """Put the float model's own data through the layer as it was loaded."""
+        self._advance([self._reference], layer, loaded)
+
+    def tune(
+        self, layer: int, loaded: LayerState, finished: FinishedLayer, tuning: Tuning, seed: int
+    ) -> FinishedLayer:
+        """The layer tuned towards the float model's outputs, which the reference has by now."""
+        return tune_layer(
+            self.runner,
+            layer,
+            loaded,
+            finished,
+            self._calibration.states_WSD,
+            self._reference.states_WSD,
+            tuning,
+            seed,
+        )
+
+    def advance(self, layer: int, original: LayerState, finished: LayerState) -> KvScales | None:
+        """Put everything else through the layer: as it was, as it became.
 
         Returns the scales of the layer's KV cache, where one is wanted.
         """
@@ -72,7 +91,6 @@ class Stream:
             scales = seen.scales(self.kv_cache)
             cache = RoundedKv(scales, self.kv_cache)
         self._advance([self._after], layer, finished, self.activation, cache)
-        self._advance([self._reference], layer, loaded)
         self._advance([self._before], layer, original)
         return scales
 

@@ -428,7 +428,7 @@ class CheckpointWriter:
         self._shards.append(list(self._pending))
         path = self._staged_shard(len(self._shards))
         with self._writing():
-            # Readers such as transformers refuse a file without this metadata.
+            # transformers before 5 refuses a file without this metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
         self._pending = {}
 

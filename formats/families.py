@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from formats.errors import CheckpointError
+
 Flag = bool | str  # fixed, or the key of config.json that holds it
 Split = Literal["outputs", "inputs"]
 Shape = tuple[tuple[str, ...], ...]  # of each dim the sizes that it is the sum of
 
 ATTENTION = "self_attn"  # the module of a layer that has its KV scales
 HEAD = "lm_head.weight"
+MAX_LAYERS = 10_000  # far more than any model has
 # Ends of names that older writers store although every reader computes the tensor itself.
 DERIVED = ("rotary_emb.inv_freq",)
 
@@ -377,6 +380,20 @@ FAMILIES: dict[str, Family] = {
 def served_architectures() -> tuple[str, ...]:
     """What qserve serves."""
     return tuple(name for name, family in FAMILIES.items() if family.served)
+
+
+def check_num_layers(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where config.json states more layers than any model has.
+
+    Readers make lists of that many layers, and those of 10^9 take gigabytes.
+    """
+    count = config.get("num_hidden_layers")
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise CheckpointError(
+            "config.json num_hidden_layers",
+            f"expected {MAX_LAYERS} or less, found {count}",
+            "copy it from the float model",
+        )
 
 
 def checked_family(config: Mapping[str, Any]) -> Family | None:

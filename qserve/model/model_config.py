@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
-from formats.families import FAMILIES, Family, served_architectures
+from formats.families import FAMILIES, Family, check_num_layers, served_architectures
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.rope import RopeConfig
 
@@ -46,6 +46,7 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
+        check_num_layers(raw)
         block = find_block(Path(folder), raw)
         family = family_of(raw)
         try:
