@@ -128,7 +128,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
     linears.sort(key=lambda linear: natural_key(linear.name))
-    fused_mixed = _check_fused(linears, quant, findings)
+    fused_mixed = check_fused(linears, quant, findings)
     choices = check_config(config, findings) if config else Choices()
     unplaced = ""
     if not config_error:  # of a format that is not read, nobody knows what must be there
@@ -318,9 +318,7 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             )
 
 
-def _check_fused(
-    linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings
-) -> str:
+def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings) -> str:
     """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
     unstated = {linear.name for linear in linears if _is_float_unstated(linear, quant)}
     by_parent: dict[str, dict[str, str]] = defaultdict(dict)

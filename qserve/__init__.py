@@ -1,6 +1,7 @@
 """qserve: quantize a language model, prove the file right, serve it fast.
 
-Importing it loads no torch: `LLM` and `SamplingParams` are fetched when first used.
+Importing it loads no torch: `LLM`, `SamplingParams` and `save_quantized` are fetched when first
+used.
 """
 
 import importlib
@@ -10,7 +11,11 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _SIBLINGS = ("formats", "qkernels", "calibrate")
-_LAZY = {"LLM": "qserve.llm", "SamplingParams": "qserve.sampling_params"}
+_LAZY = {
+    "LLM": "qserve.llm",
+    "SamplingParams": "qserve.sampling_params",
+    "save_quantized": "formats.save",
+}
 
 
 def _check_siblings() -> None:
