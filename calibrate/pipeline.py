@@ -213,7 +213,7 @@ def quantize_checkpoint(
             kv_scales=output.kv_scales,
             perplexity=perplexity,
             seconds_by_stage=clock.seconds,
-            warnings=_warnings(data, model, model_tensors),
+            warnings=(*plan.warnings, *_warnings(data, model, model_tensors)),
             versions={"quantizer": quantizer, **tool_versions()},
             seconds=clock.total,
             left_in_float=plan.reasons,
