@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,19 @@ class FinishedLayer:
         """The layer's tensors with this result in place: what a server computes with."""
         weights = {f"{name}.weight": packed.dequantize() for name, packed in self.packed.items()}
         return {**state, **self.changed, **weights}
+
+    def measured_again(
+        self, state: LayerState, statistics: Mapping[str, InputStatistics]
+    ) -> "FinishedLayer":
+        """The same with reports of the weights as they are now. `state`: the layer in float."""
+        state = {**state, **self.changed}
+        reports = []
+        for local, report in zip(self.packed, self.reports, strict=True):
+            found = report.measured_again(
+                state[f"{local}.weight"], self.packed[local], statistics.get(local)
+            )
+            reports.append(found)
+        return replace(self, reports=tuple(reports))
 
 
 def load_transforms(state: LayerState, recipe: Recipe, context: LayerContext) -> LayerState:

@@ -163,14 +163,15 @@ def quantize_checkpoint(
                         input_scales=input_scales,
                         before_linear=show,
                     )
-                del statistics
                 if stream is not None:
                     with clock("next inputs"):
                         stream.advance_reference(layer, state)
                 if recipe.tuning is not None:
                     with clock("tuning"):
                         show("tuning", advance=0)
-                        finished = stream.tune(layer, state, finished, recipe.tuning, seed)
+                        tuned = stream.tune(layer, state, finished, recipe.tuning, seed)
+                        finished = tuned.measured_again(state, statistics)
+                del statistics
                 journal.write(layer, finished, digest)
             else:
                 show("found finished", advance=len(finished.packed))

@@ -170,7 +170,7 @@ def test_scheme_that_a_format_cannot_hold_is_refused_with_the_reason(tiny_checkp
         ("w8a16-sym-g32", "awq", "awq holds 4-bit weights.*formats that can: gptq, compressed"),
         ("w8a8-static", "gptq", "no place for a static activation scale"),
         ("w8a8-fp8", "gptq", "integer codes, not floating point"),
-        ("w3a16-sym-g32", "compressed-tensors", "4 or 8 bits, not 3"),
+        ("w6a16-sym-g32", "gptq", "has 2, 3, 4 or 8 bits, not 6"),
     ):
         refused(source, SchemeError, reason, Scheme.parse(scheme), output_format=output_format)
 

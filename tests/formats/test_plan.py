@@ -150,13 +150,13 @@ def test_fused_gate_and_up_are_widened_each():
 def test_linears_that_differ_get_a_format_that_transformers_reads():
     """transformers reads no `dynamic` of GPTQ; AWQ has one scheme for all."""
     shapes = {name: shape for name, shape in SHAPES.items() if not shape[0] % 32 | shape[1] % 32}
-    eight = [("mlp.down_proj", Scheme.parse("w8a16-sym-g32"))]
+    eight = [("o_proj", Scheme.parse("w8a16-sym-g32"))]
     assert make_plan(shapes, G32).layout.name == "gptq"
     assert make_plan(shapes, G32).warnings == ()
     assert make_plan(shapes, G32, overrides=eight).layout.name == "compressed-tensors"
-    assert make_plan(shapes, G32, ignore=["down_proj"]).layout.name == "compressed-tensors"
+    assert make_plan(shapes, G32, ignore=["o_proj"]).layout.name == "compressed-tensors"
     asymmetric = make_plan(shapes, Scheme.parse("w4a16-asym-g32"), overrides=eight)
     assert asymmetric.layout.name == "compressed-tensors"
-    asked_for = make_plan(shapes, G32, ignore=["down_proj"], output_format="gptq")
+    asked_for = make_plan(shapes, G32, ignore=["o_proj"], output_format="gptq")
     assert asked_for.layout.name == "gptq"
     assert "transformers ignores the dynamic entries" in asked_for.warnings[0]

@@ -302,6 +302,7 @@ def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     assert main([*arguments, "--ignore", "layers.3.mlp"]) == 0
     assert "left in float: model.layers.0.mlp" in capsys.readouterr().out
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
-    assert {rule["bits"] for rule in config["dynamic"].values() if rule} == {8}
+    groups = config["config_groups"].values()
+    assert {group["weights"]["num_bits"] for group in groups} == {4, 8}
     assert len(list((tmp_path / "x").glob("*.safetensors"))) > 2
     fails_with(capsys, [*arguments, "--max-shard-size", "many"], "size 'many'", "500MB")
