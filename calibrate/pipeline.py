@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from calibrate.activations import fake_quantize_tokens
 from calibrate.clock import Clock
 from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
 from calibrate.digest import combined, tensor_digest
@@ -126,6 +125,7 @@ def quantize_checkpoint(
         config=model.config,
         spec=scheme.weight,
         activation_bits=integer_activations(scheme),
+        activation=scheme.activation,
         seed=seed,
     )
 
@@ -180,7 +180,7 @@ def quantize_checkpoint(
             kv_scales = None
             if stream is not None:
                 with clock("next inputs"):
-                    kv_scales = stream.advance(layer, original, finished.apply(original))
+                    kv_scales = stream.advance(layer, original, finished)
             with clock("writing"):
                 output.add_layer(in_layer.prefix, finished, model)
                 if kv_scales is not None:
@@ -370,7 +370,6 @@ def _open_stream(
     from calibrate.stream import Stream
 
     embedding = model.get(model.layer_map.embedding)
-    bits = context.activation_bits
     return Stream(
         LayerRunner(model, model.layer_map, device),
         embedding,
@@ -379,7 +378,6 @@ def _open_stream(
         evaluation_WS=evaluation_WS,
         with_reference=recipe.corrects,
         kv_cache=kv_cache,
-        activation=bits and partial(fake_quantize_tokens, bits=bits),
         spill=Path(spill) if spill else None,
     )
 

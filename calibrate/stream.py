@@ -3,14 +3,14 @@
 Knows which hidden states go through which weights, not where the weights come from.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.capture import HiddenStates, LayerRunner, Rounding, collect_statistics
 from calibrate.evaluate import Perplexity, perplexity
 from calibrate.kv_range import KvRange, KvScales, RoundedKv
 from calibrate.layer import FinishedLayer
@@ -31,7 +31,6 @@ class Stream:
         *,
         calibration_WS: torch.Tensor | None,
         evaluation_WS: torch.Tensor | None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
         with_reference: bool = False,
         kv_cache: str | None = None,
         spill: Path | None = None,
@@ -45,7 +44,7 @@ class Stream:
         def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor):
             return None if ids_WS is None else HiddenStates(ids_WS, table_VD, runner, spill)
 
-        self.runner, self.activation, self.evaluation_WS = runner, activation, evaluation_WS
+        self.runner, self.evaluation_WS = runner, evaluation_WS
         self.kv_cache = kv_cache
         self._calibration = embed(calibration_WS, rewritten_VD)
         self._reference = embed(calibration_WS, rewritten_VD) if with_reference else None
@@ -86,11 +85,12 @@ class Stream:
         seen, cache, scales = None, None, None
         if self.kv_cache is not None:
             seen = KvRange()
-        self._advance([self._calibration], layer, finished, self.activation, seen)
+        state, roundings = finished.apply(original), finished.roundings()
+        self._advance([self._calibration], layer, state, roundings, seen)
         if seen is not None:
             scales = seen.scales(self.kv_cache)
             cache = RoundedKv(scales, self.kv_cache)
-        self._advance([self._after], layer, finished, self.activation, cache)
+        self._advance([self._after], layer, state, roundings, cache)
         self._advance([self._before], layer, original)
         return scales
 
@@ -99,7 +99,7 @@ class Stream:
         states: list[HiddenStates | None],
         layer: int,
         state: LayerState,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        activation: Mapping[str, Rounding] | None = None,
         cache: Any = None,
     ) -> None:
         present = [hidden for hidden in states if hidden is not None]
