@@ -30,6 +30,7 @@ SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 25_000_000
 MAX_JSON_BYTES = 25_000_000
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")  # pickles, other frameworks
+GGUF_REMEDY = "take the model's safetensors, and quantize them"
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
@@ -207,6 +208,8 @@ class CheckpointReader:
     def __init__(self, folder: str | Path) -> None:
         """Read config.json and every shard's header. Raises CheckpointError."""
         self.folder = Path(folder)
+        if self.folder.suffix == ".gguf":
+            raise CheckpointError(str(folder), "is a GGUF file, which is not read", GGUF_REMEDY)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
         self.config = read_json(self.folder / CONFIG)
@@ -227,6 +230,7 @@ class CheckpointReader:
         """Raise CheckpointError where the weights are there under another name, or in a form that
         is not read."""
         for suffixes, remedy in (
+            ((".gguf",), f"GGUF is not read: {GGUF_REMEDY}"),
             ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
             (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
         ):

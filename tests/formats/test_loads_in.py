@@ -121,6 +121,31 @@ def unplaced(tensors, config):
         tensors[f"model.layers.{layer}.mlp.extra.weight"] = torch.ones(4)
 
 
+def asymmetric_inputs(tensors, config):
+    config[BLOCK]["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
+
+
+def auto_round(packing, **values):
+    def change(tensors, config):
+        own = {name: config[BLOCK][name] for name in ("bits", "group_size", "sym")}
+        own |= {"quant_method": "auto-round", "packing_format": packing}
+        config[BLOCK] = {**own, **values}
+
+    return change
+
+
+def five_bits(tensors, config):
+    extra = {"model.layers.9.mlp.down_proj": {"bits": 5}}
+    auto_round("auto_round:auto_gptq", extra_config=extra)(tensors, config)
+
+
+def native_fp8(tensors, config):
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[f"{name}_inv"] = tensors.pop(name)
+    config[BLOCK] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config[BLOCK]["activation_scheme"] = "dynamic"
+
+
 CT = "compressed-tensors"
 # rule -> format, scheme and the change that make a file which the rule is about
 CASES = {
@@ -181,6 +206,15 @@ CASES = {
     "ct-w4a8-int": (CT, "w4a16-sym-g32", activations("int")),
     "ct-w4a8-fp8": (CT, "w4a16-sym-g32", w4a8_fp8_of_another_module),
     "ct-w4a8-fp8-groups": (CT, "w4a16-sym-g32", activations("float")),
+    "own-fp4": (CT, "w4a16-mxfp4", None),
+    "own-inputs": (CT, "w8a8", asymmetric_inputs),
+    "own-w4a8": (CT, "w4a16-sym-g32", activations("int")),
+    "ct-mxfp4-sglang": (CT, "w4a16-mxfp4", None),
+    "auto-round-packing": ("gptq", "w4a16-sym-g32", auto_round("auto_round:gptqmodel")),
+    "auto-round-bits": ("gptq", "w3a16-sym-g32", auto_round("auto_round:auto_gptq")),
+    "auto-round-bits-sglang": ("gptq", "w4a16-sym-g32", five_bits),
+    "auto-round-transformers": ("gptq", "w4a16-sym-g32", auto_round("auto_round:auto_gptq")),
+    "fp8-transformers": (CT, "w8a8-fp8-block", native_fp8),
     "ct-w4a8-sglang": (CT, "w4a16-sym-g32", activations("int")),
 }
 
