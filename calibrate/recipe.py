@@ -29,6 +29,21 @@ class Recipe:
     floats: bool = False  # it can make float8 weights too, not only integer codes
     tuning: Tuning | None = None  # of each layer as a whole, after its linears are solved
 
+    def __post_init__(self) -> None:
+        if self.tuning is None:
+            return
+        if not self.corrects:
+            raise InputError(
+                f"recipe {self.name!r}", "tuning needs the float model's outputs", "set corrects"
+            )
+        for transform in self.transforms:
+            if transform.on_statistics is not None:
+                raise InputError(
+                    f"recipe {self.name!r}",
+                    f"tuning does not follow {transform.name}, which rewrites weights by the data",
+                    "leave out one of them",
+                )
+
 
 def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> Recipe:
     return Recipe(name=name, solver=solver, transforms=transforms, **options)

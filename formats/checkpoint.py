@@ -230,8 +230,8 @@ class CheckpointReader:
         """Raise CheckpointError where the weights are there under another name, or in a form that
         is not read."""
         for suffixes, remedy in (
-            ((".gguf",), f"GGUF is not read: {GGUF_REMEDY}"),
             ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
+            ((".gguf",), f"GGUF is not read: {GGUF_REMEDY}"),
             (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
         ):
             files = (path for path in self.folder.iterdir() if path.is_file())

@@ -150,6 +150,11 @@ def fits(pattern: str, name: str) -> bool:
     return pattern in name
 
 
+def fits_any(overrides: Iterable[tuple[str, Scheme]], name: str) -> bool:
+    """Does any of the patterns fit a linear's name?"""
+    return any(fits(pattern, name) for pattern, _ in overrides)
+
+
 def parse_override(text: str) -> tuple[str, Scheme]:
     """ "PATTERN=SCHEME", as a flag says it. Raises InputError."""
     pattern, equals, scheme = text.rpartition("=")
