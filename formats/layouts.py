@@ -16,7 +16,7 @@ from formats.errors import CheckpointError, InputError, SchemeError
 from formats.fp8 import FP8_DTYPE
 from formats.names import KV_CACHES
 from formats.quant_config import QuantConfig
-from formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, W4A8, Scheme
+from formats.scheme import CHANNEL, Scheme, w4a8_name
 from formats.weights import Weight, with_activation
 
 
@@ -112,7 +112,7 @@ def _compressed_refuses(scheme: Scheme) -> str | None:
     spec = scheme.weight
     if spec.type == "int" and spec.bits not in compressed_tensors.PACKED_BITS:
         return f"is written with 2 to 8 bits, not {spec.bits}"
-    if replace(scheme, weight=replace(spec, group_size=DEFAULT_GROUP_SIZE)) in W4A8.values():
+    if w4a8_name(scheme) is not None:
         return None
     if spec.type == "int" and scheme.activation is not None:
         if (spec.bits, spec.symmetric, spec.group_size) != (8, True, CHANNEL):

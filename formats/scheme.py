@@ -141,9 +141,7 @@ class Scheme:
         name = None
         if self.activation is None and spec.type == "int":
             name = f"w{spec.bits}a16-{'sym' if spec.symmetric else 'asym'}"
-        for known in W4A8:
-            if replace(self, weight=replace(spec, group_size=DEFAULT_GROUP_SIZE)) == W4A8[known]:
-                name = known
+        name = w4a8_name(self) or name
         if name is None:
             return self._description()
         if spec.group_size == DEFAULT_GROUP_SIZE:
@@ -203,3 +201,11 @@ SCHEMES: dict[str, Scheme] = {
     **W4A8,
     **FIXED_SCHEMES,
 }
+
+
+def w4a8_name(scheme: Scheme) -> str | None:
+    """The row of W4A8 that a scheme is, whatever its groups."""
+    if scheme.weight.type != "int":
+        return None
+    usual = replace(scheme, weight=replace(scheme.weight, group_size=DEFAULT_GROUP_SIZE))
+    return next((name for name, row in W4A8.items() if row == usual), None)
