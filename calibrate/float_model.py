@@ -10,7 +10,7 @@ from calibrate.layer_map import find_layer_map
 from calibrate.solving import LayerState
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
-from formats.families import check_num_layers
+from formats.family import check_num_layers
 from formats.findings import Findings
 from formats.inspect_model import check_shapes
 from formats.padding import Padding
@@ -69,10 +69,9 @@ class FloatModel:
         state = {local: self.get(f"{prefix}.{local}") for local in self.reader.children(prefix)}
         self.layer_digests[number] = tensors_digest(state)
         state = {local: tensor.to(device) for local, tensor in state.items()}
-        names = [n for group in self.layer_map.inputs(self.config) for n in group]
-        check_finite(
-            state, [*(f"{n}.weight" for n in names), *self.layer_map.layer_tensors], prefix
-        )
+        names = [n for group in self.layer_map.inputs(self.config, number) for n in group]
+        required = self.layer_map.required_in_layer(self.config, number)
+        check_finite(state, [*(f"{n}.weight" for n in names), *required], prefix)
         return state
 
     def outer_digest(self) -> str:

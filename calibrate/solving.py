@@ -61,6 +61,7 @@ class LayerContext:
     activation_bits: int | None = None  # None: activations stay as they are
     activation: ActivationSpec | None = None  # how they are rounded
     seed: int = 0
+    layer: int = 0
     prefix: str = ""  # of the layer
     notes: list[str] = field(default_factory=list)  # for the report
 

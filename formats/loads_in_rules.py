@@ -5,7 +5,6 @@ with optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
 from formats.families import served_architectures
-from formats.inspect_config import SILU
 from formats.loads_in import Facts, Rule, Verdict, judge
 from formats.loads_in_compressed import COMPRESSED_RULES
 from formats.loads_in_terms import (
@@ -64,7 +63,9 @@ RULES: tuple[Rule, ...] = (
         (OURS, *SERVERS),
         "no",
         lambda f: (
-            "" if f.choices.activation == SILU else f"computes {SILU}, not {f.choices.activation}"
+            ""
+            if f.choices.activation == f.choices.usual_activation
+            else f"computes {f.choices.usual_activation}, not {f.choices.activation}"
         ),
         "vllm/model_executor/models/llama.py LlamaMLP; SGLang's is alike",
     ),

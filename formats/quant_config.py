@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats import auto_round_config, awq_config, compressed_config, fp8_config, gptq_config
+from formats import (
+    auto_round_config,
+    awq_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+    mxfp4,
+)
 from formats.checkpoint import read_json
 from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
@@ -107,9 +114,15 @@ def second_file(folder: Path) -> str:
 
 
 def find_block(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The quantization block: config.json's, or that of a second file; None: there is none."""
-    if config.get(BLOCK) is not None:
-        return config[BLOCK]
+    """The quantization block: config.json's, or that of a second file; None: there is none.
+
+    Nor is there one of MXFP4: it has no linears, and the family's row names its tensors.
+    """
+    block = config.get(BLOCK)
+    if isinstance(block, dict) and block.get("quant_method") == mxfp4.METHOD:
+        return None
+    if block is not None:
+        return block
     file_name = second_file(folder)
     if not file_name:
         return None

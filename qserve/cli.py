@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import qserve
 from formats.errors import InputError
+from qserve import config_file
 from qserve.config import (
+    BatchConfig,
     BenchConfig,
     ConvertConfig,
     EngineConfig,
@@ -24,9 +26,10 @@ from qserve.config import (
     InspectConfig,
     QuantizeConfig,
     ServerConfig,
+    TalkConfig,
 )
 
-SHORT_FLAGS = {"output": "-o"}
+SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +39,14 @@ class Command:
     help: str
     settings: tuple[type, ...]
     run: Callable[..., int]
-    argument: str = "model"
+    argument: str | None = "model"  # None: there is none
     argument_help: str = "model folder"
     argument_choices: tuple[str, ...] | None = None
+
+    @property
+    def has_config_file(self) -> bool:
+        """Whether --config FILE stands for flags: where there are many."""
+        return EngineConfig in self.settings
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
@@ -132,6 +140,24 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig) -> int:
     from qserve.server.app import serve as serve_http
 
     return serve_http(engine, server)
+
+
+def chat(config: TalkConfig) -> int:
+    from qserve import talk
+
+    return talk.chat(config)
+
+
+def complete(config: TalkConfig) -> int:
+    from qserve import talk
+
+    return talk.complete(config)
+
+
+def run_batch(model: str, engine: EngineConfig, config: BatchConfig) -> int:
+    from qserve.run_batch import run_batch as run
+
+    return run(engine, config)
 
 
 def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
@@ -264,6 +290,23 @@ COMMANDS: dict[str, Command] = {
         settings=(EngineConfig, ServerConfig),
         run=serve,
     ),
+    "chat": Command(
+        help="talk to the model of a running server",
+        settings=(TalkConfig,),
+        run=chat,
+        argument=None,
+    ),
+    "complete": Command(
+        help="let the model of a running server continue texts",
+        settings=(TalkConfig,),
+        run=complete,
+        argument=None,
+    ),
+    "run-batch": Command(
+        help="answer the requests of a file, without a server",
+        settings=(EngineConfig, BatchConfig),
+        run=run_batch,
+    ),
     "generate": Command(
         help="continue one prompt and print the text",
         settings=(EngineConfig, GenerateConfig),
@@ -299,8 +342,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 1."""
     # Names of folders and tensors may hold what the terminal's encoding does not.
     sys.stdout.reconfigure(errors="backslashreplace")
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = build_parser().parse_args([_with_dashes(argument) for argument in argv])
+    argv = [_with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    try:
+        argv = _with_config_file(argv)
+    except InputError as error:
+        print(f"qserve {argv[0]}: {error}", file=sys.stderr)
+        return 1
+    arguments = build_parser().parse_args(argv)
     command = COMMANDS[arguments.command]
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     settings = []
@@ -308,7 +356,9 @@ def main(argv: list[str] | None = None) -> int:
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
-        return command.run(getattr(arguments, command.argument), *settings)
+        if command.argument is not None:
+            settings.insert(0, getattr(arguments, command.argument))
+        return command.run(*settings)
     except (InputError, OSError) as error:
         print(f"qserve {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -325,12 +375,19 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help.capitalize())
-        sub.add_argument(
-            command.argument,
-            metavar=None if command.argument_choices else command.argument.upper(),
-            choices=command.argument_choices,
-            help=command.argument_help,
-        )
+        if command.argument is not None:
+            sub.add_argument(
+                command.argument,
+                metavar=None if command.argument_choices else command.argument.upper(),
+                choices=command.argument_choices,
+                help=command.argument_help,
+            )
+        if command.has_config_file:
+            sub.add_argument(
+                config_file.FLAG,
+                metavar="FILE",
+                help="YAML, TOML or JSON file with flags of this command; others count more",
+            )
         for cls in command.settings:
             hints = typing.get_type_hints(cls)
             for field in dataclasses.fields(cls):
@@ -348,11 +405,18 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
     names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
     names.append("--" + field.name.replace("_", "-"))
     help_text = field.metadata["help"]
+    if hint is bool and field.default:
+        action = argparse.BooleanOptionalAction
+        parser.add_argument(*names, action=action, default=True, help=help_text)
+        return
     if hint is bool:
-        parser.add_argument(*names, action="store_true", help=help_text)
+        # What is on already needs a flag that turns it off.
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        parser.add_argument(*names, action=action, default=field.default, help=help_text)
         return
     if typing.get_origin(hint) is list:
-        parser.add_argument(*names, action="append", default=[], help=help_text)
+        several = {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
+        parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
         return
     required = field.default is dataclasses.MISSING
     if not required and field.default is not None:
@@ -376,6 +440,31 @@ def _with_dashes(argument: str) -> str:
     if not flag.startswith("--") or len(flag.split()) != 1:
         return argument
     return flag.replace("_", "-") + equals + value
+
+
+def _with_config_file(argv: list[str]) -> list[str]:
+    """The arguments with those of the file that --config names. Raises InputError."""
+    command = COMMANDS.get(argv[0]) if argv else None
+    if command is None or not command.has_config_file:
+        return argv
+    path, others = config_file.find(argv[1:])
+    if path is None:
+        return argv
+    settings = config_file.read(path)
+    argument = settings.pop(command.argument, None)
+    known = {
+        field.name.replace("_", "-"): hints[field.name] is bool
+        for cls in command.settings
+        for hints in [typing.get_type_hints(cls)]
+        for field in dataclasses.fields(cls)
+        if field.name != command.argument and not field.metadata["positional"]
+    }
+    # The file's come first: what is given twice counts as given last.
+    arguments = config_file.as_arguments(path, settings, known)
+    has_argument = bool(others) and not others[0].startswith("-")
+    if argument is not None and not has_argument:
+        others = [str(argument), *others]
+    return [argv[0], *others[:1], *arguments, *others[1:]]
 
 
 def _device(name: str) -> str:

@@ -64,6 +64,9 @@ def references(quantized_5m, tiny_model, transformers_model):
 def test_tokens_equal_transformers(family, mode, references, monkeypatch):
     folder, prompts, expected = references(family)
     settings, at_once, in_flight = MODES[mode]
+    if family == "mistral" and "preempted" in mode:
+        # its layers all have a window, whose pages are soon given back
+        settings = {**settings, "num_gpu_blocks_override": 15, "max_num_seqs": 20}
     llm = LLM(folder, device="cpu", dtype="float32", **settings)
     llm.engine._max_in_flight = in_flight
     preemptions = 0
