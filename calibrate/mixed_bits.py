@@ -131,7 +131,7 @@ def measure(
         inputs_WSD = hidden.states_WSD.clone()
         hidden.advance(runner, runner.build(layer, state), layer)
         matrices: dict[str, list[str]] = {}
-        for group in layer_map.inputs(model.config):
+        for group in layer_map.inputs(model.config, layer):
             for local in group:
                 if f"{prefix}.{local}" in schemes:
                     matrices.setdefault(fused_name(local), []).append(local)

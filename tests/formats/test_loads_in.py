@@ -157,12 +157,7 @@ CASES = {
     "rope": (
         "gptq",
         "w4a16-sym-g32",
-        config_of(
-            rope_scaling={
-                **{"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
-                "original_max_position_embeddings": 8,
-            }
-        ),
+        config_of(rope_scaling={"rope_type": "proportional"}),
     ),
     "unplaced": ("gptq", "w4a16-sym-g32", unplaced),
     "second-file-transformers": ("gptq", "w4a16-sym-g32", only_second_file),
