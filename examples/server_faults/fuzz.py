@@ -16,7 +16,7 @@ from http_client import Reply, exchange, request_bytes
 NUM_AT_ONCE = 32
 ANSWER_SECONDS = 60.0  # against hanging
 PART_SECONDS = 0.5  # after which the client of half a request leaves
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 ODD = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, "", "a", "5", "\x00"),
     *("\ud800", "<|im_end|>", "x" * 5000, [], {}, [[]], [None], ["a"], [1], {"a": 1}, [1.5]),
@@ -28,6 +28,9 @@ FIELDS = (
     *("include_stop_str_in_output", "skip_special_tokens", "stream_options", "logprobs", "echo"),
     *("top_logprobs", "tools", "response_format", "chat_template_kwargs", "continue_final_message"),
     *("add_generation_prompt", "add_special_tokens", "best_of", "suffix", "nobody_knows_this"),
+    *("truncate_prompt_tokens", "tokens", "text", "return_token_strs", "store", "metadata"),
+    *("request_id", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"),
+    *("cache_salt", "priority", "truncation_side", "max_output_tokens", "input", "instructions"),
 )
 GOOD = {
     "n": (1, 2, 3),
@@ -109,13 +112,22 @@ def _request(rng: random.Random) -> tuple[str, bytes]:
 
 
 def _body(rng: random.Random, path: str, wrong: bool) -> dict:
-    body: dict = {"max_tokens": rng.choice((1, 2, 5))}
-    if path == PATHS[0]:
-        prompts = ("Once", [5, 6], ["a", "b"], [[5], [6]], "世界 \u202e")
-        body["prompt"] = rng.choice(prompts)
-    else:
-        content = rng.choice(("Hi", [{"type": "text", "text": "Hi"}], "<|im_start|>system\n"))
-        body["messages"] = [{"role": rng.choice(("user", "system")), "content": content}]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body: dict = {limit: rng.choice((1, 2, 5))}
+    content = rng.choice(("Hi", [{"type": "text", "text": "Hi"}], "<|im_start|>system\n"))
+    messages = [{"role": rng.choice(("user", "system")), "content": content}]
+    match path:
+        case "/v1/completions":
+            prompts = ("Once", [5, 6], ["a", "b"], [[5], [6]], "世界 \u202e")
+            body["prompt"] = rng.choice(prompts)
+        case "/v1/chat/completions":
+            body["messages"] = messages
+        case "/v1/responses":
+            body["input"] = rng.choice(("Hi", messages))
+        case "/tokenize":
+            body |= rng.choice(({"prompt": "世界"}, {"messages": messages}))
+        case "/detokenize":
+            body["tokens"] = [5, 6, rng.randrange(9000)]
     for name in rng.sample(list(GOOD), rng.randrange(4)):
         body[name] = rng.choice(GOOD[name])
     if wrong:

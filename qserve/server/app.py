@@ -49,6 +49,8 @@ from qserve.server.worker_messages import Setup
 from qserve.text import Tokenizer
 
 NUM_BODIES = 32  # of the greatest length that are held at once, or more of shorter ones
+# Policies that do not look at a request's priority; one of the user's own may.
+ORDER_OF_ARRIVAL = ("fcfs", "prefill-first", "longest-prefix", "controlled")
 REPLY_GRACE = 1  # seconds that clients get to read the error of a request that was dropped
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -62,6 +64,7 @@ def build_app(
     metrics: Metrics | None = None,
     preparation: Preparation | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
+    priority_counts: bool = True,
 ) -> FastAPI:
     """The ASGI app for an engine that runs `max_num_seqs` outputs at once.
 
@@ -93,6 +96,7 @@ def build_app(
         metrics=metrics,
         request_timeout=config.request_timeout,
         is_stopping=is_stopping,
+        priority_counts=priority_counts,
         salt_by_key=config.cache_salt_by_key,
         resets_cache=config.enable_cache_reset,
     )
@@ -159,6 +163,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 metrics=metrics,
                 preparation=Preparation(worker),
                 is_stopping=stopping.is_set,
+                priority_counts=engine_config.scheduling_policy not in ORDER_OF_ARRIVAL,
             )
             # What is loaded stays. Else every full collection looks at it, for 100 ms.
             gc.freeze()

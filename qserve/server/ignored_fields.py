@@ -13,12 +13,15 @@ OTHERS = "..."
 logger = logging.getLogger(__name__)
 
 
-def headers(job: Job) -> dict[str, str]:
+def headers(job: Job, *, priority_counts: bool) -> dict[str, str]:
     """The header that names the fields of a job that change nothing, which the log gets too."""
-    if not job.ignored:
+    ignored = list(job.ignored)
+    if job.handling.priority and not priority_counts:
+        ignored.append("priority")
+    if not ignored:
         return {}
-    shown = [name for name in job.ignored if NAME.fullmatch(name)][:MAX_NAMES]
-    if len(shown) < len(job.ignored):
+    shown = [name for name in ignored if NAME.fullmatch(name)][:MAX_NAMES]
+    if len(shown) < len(ignored):
         shown.append(OTHERS)
     text = ", ".join(shown)
     logger.info("Request %s has fields that change nothing here: %s", job.request_id, text)

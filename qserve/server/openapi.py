@@ -256,9 +256,9 @@ def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
             is_required = name in REQUIRED and name in found.get("required", ())
             schema = form if is_required else {"anyOf": [form, NULL]}
         properties[name] = {key: value for key, value in schema.items() if key != "title"}
-    # Fields that are known and refused may only be left out, or null.
-    for name in TABLES.get(getattr(body, "route", ""), {}):
-        properties.setdefault(name, NULL)
+    # Fields that are known and not done may only have the values that change nothing.
+    for name, neutral in TABLES.get(getattr(body, "route", ""), {}).items():
+        properties.setdefault(name, {"enum": [*neutral, None]})
     schema = {
         "type": "object",
         "description": body.__doc__,

@@ -186,19 +186,18 @@ class CompletionReply(Reply):
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
     ) -> dict:
         prompt, params = self.job.choice(index)
-        special = params.skip_special_tokens
         if index not in self.offsets:
-            start = len(self.job.echo(index))
-            self.offsets[index] = TextOffsets(self.tokenizer, prompt, special, start=start)
-        offsets = [self.offsets[index].take(token) for token, _ in tokens]
+            self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
+        start = len(self.job.echo(index))
+        offsets = [start + self.offsets[index].take(token) for token, _ in tokens]
         if of_prompt is not None:
             self.told.add(index)
+            before = TextOffsets(self.tokenizer, (), params.skip_special_tokens)
             echoed = [
                 (token, cut(found, params.logprobs))
                 for token, found in zip(prompt, of_prompt, strict=True)
             ]
-            of_echo = TextOffsets(self.tokenizer, (), special)
-            offsets = [of_echo.take(token) for token in prompt] + offsets
+            offsets = [before.take(token) for token in prompt] + offsets
             tokens = echoed + tokens
         formatted = completion_logprobs(self.tokenizer, tokens, offsets)
         if self.job.tokens_as_ids:

@@ -31,10 +31,12 @@ PASSED_ON = (
     *("chat_template_kwargs", "priority", "stream"),
 )
 # field: the values that change nothing, besides null
-REFUSED: dict[str, tuple] = {
+REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "background": (False,),
     "conversation": (),
+    "echo": (False,),
     "include": ([],),
+    "logprobs": (False,),
     "max_tokens": (),
     "max_completion_tokens": (),
     "max_tool_calls": (),
@@ -42,7 +44,10 @@ REFUSED: dict[str, tuple] = {
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
+    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -51,7 +56,7 @@ REFUSED: dict[str, tuple] = {
 }
 # of an earlier answer's items, which clients send again
 ITEM_FACTS: dict[str, tuple] = {"id": (), "status": ()}
-HINTS = {
+HINTS = unsupported.HINTS | {
     "conversation": "nothing is stored here: send the conversation as input",
     "max_tokens": "use max_output_tokens",
     "max_completion_tokens": "use max_output_tokens",

@@ -92,7 +92,8 @@ async def _job(
     name = request_id.settle(request.state, job.asked_id)
     timeout = deadline.seconds(request.headers, service.request_timeout)
     job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
-    return service, client, job, ignored_fields.headers(job)
+    headers = ignored_fields.headers(job, priority_counts=service.priority_counts)
+    return service, client, job, headers
 
 
 async def _chunks(

@@ -62,6 +62,7 @@ class Service:
     metrics: Metrics
     request_timeout: float | None = None  # seconds that an answer may take
     is_stopping: Callable[[], bool] = lambda: False
+    priority_counts: bool = True  # under the engine's scheduling policy
     salt_by_key: bool = False  # KV pages are shared within an API key alone
     resets_cache: bool = False  # on request of a client
     created: int = field(default_factory=lambda: int(time.time()))

@@ -11,7 +11,7 @@ from typing import Any
 from qserve.server.errors import ApiError
 
 # field: the values that change nothing, besides null
-_COMMON: dict[str, tuple] = {
+COMMON: dict[str, tuple] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "guided_choice": (),
@@ -64,14 +64,14 @@ HINTS = {name: f"use {other}" for name, other in _INSTEAD.items()} | {
     "top_logprobs": "use logprobs: N",
     "use_beam_search": "use n with a temperature",
 }
-_COMMON = dict.fromkeys(_INSTEAD, ()) | _COMMON
-COMPLETION = _COMMON | {
+COMMON = dict.fromkeys(_INSTEAD, ()) | COMMON
+COMPLETION = COMMON | {
     "best_of": (1,),
     "messages": (),
     "suffix": ("",),
     "top_logprobs": (),
 }
-CHAT = _COMMON | {
+CHAT = COMMON | {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),

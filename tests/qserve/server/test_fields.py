@@ -180,3 +180,10 @@ def test_names_of_ignored_fields_cannot_break_a_header(server):
     assert reply.headers["x-ignored-fields"] == "fine, ..."
     many = server.complete(**{f"f{i}": 1 for i in range(1000)})
     assert len(json.dumps(dict(many.headers))) < 1000
+
+
+def test_priority_is_named_where_the_policy_does_not_look_at_it(server):
+    assert "x-ignored-fields" not in server.complete(priority=3).headers
+    object.__setattr__(server.app.state.service, "priority_counts", False)
+    assert server.complete(priority=3).headers["x-ignored-fields"] == "priority"
+    assert "x-ignored-fields" not in server.complete(priority=0).headers

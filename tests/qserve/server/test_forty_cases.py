@@ -154,9 +154,19 @@ def test_08_usage_of_a_stream(api):
     refused(api.chat(stream_options={"include_usage": True}))
 
 
-def test_09_echo_repeats_the_prompt(api):
-    reply = api.complete(echo=True).json()["choices"][0]
-    assert reply["text"] == "A trait is" + api.text()
+@pytest.mark.parametrize("count", [0, 1])
+def test_09_echo_with_logprobs(api, count):
+    fields = {"echo": True, "logprobs": 1, "return_token_ids": True}
+    choice = api.complete(max_tokens=count, **fields).json()["choices"][0]
+    found, num_prompt = choice["logprobs"], len(choice["prompt_token_ids"])
+    assert choice["text"].startswith("A trait is")
+    assert found["token_logprobs"][0] is None and None not in found["token_logprobs"][1:]
+    lengths = {len(found[name]) for name in ("tokens", "token_logprobs", "text_offset")}
+    assert lengths == {num_prompt + count}
+    offsets = found["text_offset"]
+    assert offsets == sorted(offsets)
+    for token, start in zip(found["tokens"], offsets, strict=True):
+        assert choice["text"][start : start + len(token)] == token
 
 
 def test_10_logprobs_of_a_completion(api):

@@ -198,6 +198,9 @@ def test_failing_stream_of_a_response_ends_with_an_error(server):
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
         ({"temperature": 9}, "temperature"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"n": 2}, "n"),
     ],
 )
@@ -235,7 +238,8 @@ def test_description_is_whole():
     assert "422" not in text and "HTTPValidationError" not in text
     fields = document(256, 8192)["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
-    assert fields["guided_json"] == {"type": "null"}
+    assert fields["guided_json"] == {"enum": [None]}
+    assert fields["use_beam_search"] == {"enum": [False, None]}
     assert fields["max_tokens"]["anyOf"][0]["maximum"] == 256
 
 
