@@ -10,13 +10,13 @@ import logging
 import sys
 import types
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import qserve
 from formats.errors import InputError
+from qserve.bench.commands import BENCH_COMMANDS
+from qserve.command import Command
 from qserve.config import (
-    BenchConfig,
     ConvertConfig,
     EngineConfig,
     EvalConfig,
@@ -27,18 +27,6 @@ from qserve.config import (
 )
 
 SHORT_FLAGS = {"output": "-o"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One subcommand: `run` gets its argument and its settings, and returns the exit code."""
-
-    help: str
-    settings: tuple[type, ...]
-    run: Callable[..., int]
-    argument: str = "model"
-    argument_help: str = "model folder"
-    argument_choices: tuple[str, ...] | None = None
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
@@ -165,40 +153,6 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
     return 0
 
 
-def bench(what: str, config: BenchConfig) -> int:
-    from qkernels.bench.measure import HEADER, format_result, plot
-    from qkernels.bench.table import run, run_tune, versions
-    from qkernels.bench.tune import format_tuned
-
-    if config.tune:
-        path = run_tune(
-            op=config.op,
-            shape=config.shape,
-            m=config.m,
-            seconds=config.tune_seconds,
-            show=lambda tuned: print(
-                json.dumps(tuned.to_dict()) if config.json else format_tuned(tuned), flush=True
-            ),
-        )
-        print(f"Wrote {path}; the kernels read it from now on", file=sys.stderr)
-        return 0
-    shown = []
-
-    def show(result) -> None:
-        if config.json:
-            print(json.dumps(result.to_dict()), flush=True)
-            return
-        if not shown:
-            print(f"{versions()}\n{HEADER}  error")
-        shown.append(result)
-        print(format_result(result), flush=True)
-
-    results = run(op=config.op, shape=config.shape, m=config.m, baseline=config.baseline, show=show)
-    if config.plot:
-        plot(results, config.plot)
-    return 0
-
-
 COMMANDS: dict[str, Command] = {
     "quantize": Command(
         help="write a quantized copy of a float model",
@@ -231,12 +185,8 @@ COMMANDS: dict[str, Command] = {
         run=evaluate,
     ),
     "bench": Command(
-        help="measure the kernels against their floors and other kernels",
-        settings=(BenchConfig,),
-        run=bench,
-        argument="what",
-        argument_help="what to measure",
-        argument_choices=("kernels",),
+        help="measure latency, throughput, a server, steps and kernels; simulate a server",
+        commands=BENCH_COMMANDS,
     ),
 }
 
@@ -247,16 +197,22 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args([_with_dashes(argument) for argument in argv])
-    command = COMMANDS[arguments.command]
+    name, command = arguments.command, COMMANDS[arguments.command]
+    while command.commands:
+        inner = getattr(arguments, f"{name} command")
+        name, command = f"{name} {inner}", command.commands[inner]
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     settings = []
     try:
+        _check_argument(command, arguments)
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
+        if command.argument is None:
+            return command.run(*settings)
         return command.run(getattr(arguments, command.argument), *settings)
     except (InputError, OSError) as error:
-        print(f"qserve {arguments.command}: {error}", file=sys.stderr)
+        print(f"qserve {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -268,21 +224,46 @@ def build_parser() -> argparse.ArgumentParser:
         prog="qserve", description="Quantize a language model, prove the file right, serve it."
     )
     parser.add_argument("--version", action="version", version=qserve.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=command.help.capitalize())
-        sub.add_argument(
-            command.argument,
-            metavar=None if command.argument_choices else command.argument.upper(),
-            choices=command.argument_choices,
-            help=command.argument_help,
-        )
+    _add_commands(parser, COMMANDS, "")
+    return parser
+
+
+def _add_commands(
+    parser: argparse.ArgumentParser, commands: Mapping[str, Command], path: str
+) -> None:
+    """The rows of a table as subcommands; `path` names the commands above them."""
+    dest = f"{path} command".strip()
+    subparsers = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
+    for name, command in commands.items():
+        sub = subparsers.add_parser(name, help=command.help, description=command.help.capitalize())
+        if command.commands:
+            _add_commands(sub, command.commands, f"{path} {name}".strip())
+            continue
+        if command.argument is not None:
+            _add_argument(sub, command)
         for cls in command.settings:
             hints = typing.get_type_hints(cls)
             for field in dataclasses.fields(cls):
                 if field.name != "model":
                     _add_flag(sub, field, hints[field.name])
-    return parser
+
+
+def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
+    name, help_text = command.argument, command.argument_help
+    if not command.argument_is_flag_too:
+        parser.add_argument(name, metavar=name.upper(), help=help_text)
+        return
+    parser.add_argument(
+        name, metavar=name.upper(), nargs="?", default=argparse.SUPPRESS, help=help_text
+    )
+    parser.add_argument(f"--{name}", help=f"the same as {name.upper()}")
+
+
+def _check_argument(command: Command, arguments: argparse.Namespace) -> None:
+    name = command.argument
+    if name is None or command.argument_optional or getattr(arguments, name) is not None:
+        return
+    raise InputError(name.upper(), f"expected a {command.argument_help}", f"give it, or --{name}")
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: object) -> None:
@@ -298,7 +279,9 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
         parser.add_argument(*names, action="store_true", help=help_text)
         return
     if typing.get_origin(hint) is list:
-        parser.add_argument(*names, action="append", default=[], help=help_text)
+        several = {"action": "extend", "nargs": "+"} if field.metadata["several"] else {}
+        several = several or {"action": "append"}
+        parser.add_argument(*names, **several, default=[], help=help_text)
         return
     required = field.default is dataclasses.MISSING
     if not required and field.default is not None:

@@ -1,0 +1,38 @@
+"""The table of `qserve bench`: a row a benchmark. Loads torch only to work."""
+
+import importlib
+from collections.abc import Callable
+
+from qserve.bench.dataset_settings import DatasetSettings
+from qserve.bench.kernel_settings import KernelBenchSettings
+from qserve.bench.serve_settings import ServeBenchSettings
+from qserve.command import Command
+
+
+def _late(module: str, name: str) -> Callable[..., int]:
+    """A function of a module that is imported when it is called."""
+
+    def run(*settings: object) -> int:
+        return getattr(importlib.import_module(f"qserve.bench.{module}"), name)(*settings)
+
+    return run
+
+
+MODEL = {"argument_is_flag_too": True}
+
+BENCH_COMMANDS: dict[str, Command] = {
+    "serve": Command(
+        help="put load on an OpenAI server and measure what its clients see",
+        settings=(ServeBenchSettings, DatasetSettings),
+        run=_late("serve", "bench_serve"),
+        argument_help="model name; default: the first that the server lists",
+        argument_optional=True,
+        **MODEL,
+    ),
+    "kernels": Command(
+        help="measure the kernels against their floors and other kernels",
+        settings=(KernelBenchSettings,),
+        run=_late("kernels", "bench_kernels"),
+        argument=None,
+    ),
+}
