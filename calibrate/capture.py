@@ -49,8 +49,9 @@ class LayerRunner:
                 f"transformers {transformers.__version__} cannot read it: {one_line(error)}",
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
-        # Soft-capped attention scores exist in the plain implementation only.
-        self.eager = getattr(config, "attn_logit_softcapping", None) is not None
+        # Soft caps and sinks exist in the plain implementation of attention only.
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        self.eager = capped or bool(layer_map.family.sinks)
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)
@@ -76,11 +77,13 @@ class LayerRunner:
         """
         with torch.device("meta"):
             module = self._make_layer(layer)
-            if self.layer_map.experts_module:
-                module.mlp = Experts(self.layer_map, self.config, self.raw_config)
-                setattr(module, self.layer_map.experts_module, module.mlp)
-        # Where experts stand under two names, the checkpoint's is the one.
-        twice = self.layer_map.experts_module not in ("", "mlp")
+            twice = False
+            if self.layer_map.has_own_linears(self.raw_config, layer):
+                experts = self.layer_map.experts
+                module.mlp.experts = Experts(self.layer_map, self.config, self.raw_config)
+                setattr(module, experts.module, module.mlp)
+                # Where experts stand under two names, the checkpoint's is the one.
+                twice = experts.module != "mlp"
         wanted = [n for n in module.state_dict() if not (twice and n.startswith("mlp."))]
         missing = [name for name in wanted if name not in state]
         if missing:
@@ -97,7 +100,7 @@ class LayerRunner:
         given = {name: state[name].to(self.device, self.dtype) for name in wanted}
         module.load_state_dict(given, assign=True, strict=not twice)
         if activation is not None:
-            for group in self.layer_map.inputs(self.raw_config):
+            for group in self.layer_map.inputs(self.raw_config, layer):
                 for name in group:
                     module.get_submodule(name).register_forward_pre_hook(
                         lambda _, args: (activation(args[0]),)
@@ -142,12 +145,15 @@ class LayerRunner:
     def final_logits(
         self, hidden_SD: torch.Tensor, norm_D: torch.Tensor, head_VD: torch.Tensor
     ) -> torch.Tensor:
-        """Last norm and head, with the model's soft cap where it has one."""
+        """Last norm and head, with the divisor and the soft cap of models that have them."""
         norm = self._norm_class(hidden_SD.shape[-1], eps=self.config.rms_norm_eps)
         norm.load_state_dict({"weight": norm_D.to(self.device, self.dtype)}, assign=True)
         with torch.no_grad():
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        family = self.layer_map.family
+        divisor = getattr(self.config, family.logits_divisor_key or "-", None)
+        cap = getattr(self.config, family.logits_cap_key or "-", None)
+        logits_SV = logits_SV if divisor is None else logits_SV / divisor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
 
     def _kind(self, layer: int) -> str:
@@ -169,42 +175,36 @@ class LayerRunner:
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
 
 
-class Experts(nn.Module):
-    """A mixture of experts with a linear for each matrix of each expert, as checkpoints store it.
+class Experts(nn.ModuleList):
+    """A linear for each matrix of each expert, as checkpoints store it.
 
-    transformers' own holds all experts in one tensor, where no linear's input can be seen.
+    transformers' own hold all experts in one tensor, where no linear's input can be seen. The
+    router and the shared expert stay transformers'.
     """
 
     def __init__(self, layer_map: LayerMap, config: Any, raw_config: dict[str, Any]) -> None:
-        super().__init__()
-        first, second = layer_map.expert_linears_by_input
-        self.names = [name.rpartition(".")[2] for name in (*first, *second)]
-        count = layer_map.num_experts(raw_config)
+        experts = layer_map.experts
+        linears = (*experts.gate_up.linears, *experts.down.linears)
+        self.names = [linear.name.rpartition(".")[2] for linear in linears]
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         outer = config.hidden_size
-        self.gate = nn.Linear(outer, count, bias=False)
         shapes = ((outer, inner), (outer, inner), (inner, outer))
-        self.experts = nn.ModuleList(
+        super().__init__(
             nn.ModuleDict(
                 {
                     name: nn.Linear(*shape, bias=False)
                     for name, shape in zip(self.names, shapes, strict=True)
                 }
             )
-            for _ in range(count)
+            for _ in range(layer_map.num_experts(raw_config))
         )
-        self.chosen = config.num_experts_per_tok
-        self.renormalized = layer_map.renormalized or getattr(config, "norm_topk_prob", False)
         self.activation = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        hidden_TD = hidden_BSD.flatten(0, 1)
-        shares_TE = torch.softmax(self.gate(hidden_TD).float(), -1)
-        share_TC, expert_TC = shares_TE.topk(self.chosen, -1)
-        if self.renormalized:
-            share_TC = share_TC / share_TC.sum(-1, keepdim=True)
+    def forward(
+        self, hidden_TD: torch.Tensor, expert_TC: torch.Tensor, share_TC: torch.Tensor
+    ) -> torch.Tensor:
         output_TD = torch.zeros_like(hidden_TD)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(self):
             token_T, choice_T = (expert_TC == number).nonzero(as_tuple=True)
             if len(token_T) == 0:
                 continue
@@ -213,7 +213,7 @@ class Experts(nn.Module):
             found_TD = down(self.activation(gate(seen_TD)) * up(seen_TD))
             share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
             output_TD.index_add_(0, token_T, found_TD * share_T1)
-        return output_TD.view_as(hidden_BSD)
+        return output_TD
 
 
 class HiddenStates:
@@ -239,7 +239,7 @@ class HiddenStates:
             self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         else:
             self.states_WSD = _in_file(spill, shape, runner.dtype)
-        scale = shape[-1] ** 0.5 if runner.layer_map.embedding_times_root else 1.0
+        scale = runner.layer_map.family.embedding_factor(runner.config.to_dict())
         for number, ids_S in enumerate(ids_WS):
             rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)
             self.states_WSD[number] = rows_SD * torch.tensor(scale, dtype=runner.dtype)
@@ -296,7 +296,7 @@ def collect_statistics(
     statistics: dict[str, InputStatistics] = {}
     inputs: dict[InputStatistics, torch.Tensor] = {}
     hooks = []
-    for group in runner.layer_map.inputs(runner.raw_config):
+    for group in runner.layer_map.inputs(runner.raw_config, layer):
         first = module.get_submodule(group[0])
         name = f"{runner.layer_map.prefix(layer)}.{group[0]}"
         stats = InputStatistics(first.in_features, runner.device, name)

@@ -67,10 +67,9 @@ class FloatModel:
         state = {local: self.get(f"{prefix}.{local}") for local in self.reader.children(prefix)}
         self.layer_digests[number] = tensors_digest(state)
         state = {local: tensor.to(device) for local, tensor in state.items()}
-        names = [n for group in self.layer_map.inputs(self.config) for n in group]
-        check_finite(
-            state, [*(f"{n}.weight" for n in names), *self.layer_map.layer_tensors], prefix
-        )
+        names = [n for group in self.layer_map.inputs(self.config, number) for n in group]
+        required = self.layer_map.required_in_layer(self.config, number)
+        check_finite(state, [*(f"{n}.weight" for n in names), *required], prefix)
         return state
 
     def outer_digest(self) -> str:

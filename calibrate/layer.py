@@ -62,7 +62,7 @@ def quantize_layer(
             state = {**state, **transform.on_statistics(state, statistics, context)}
     packed: dict[str, Weight] = {}
     reports = []
-    for group in context.layer_map.inputs(context.config):
+    for group in context.layer_map.inputs(context.config, context.layer):
         for local in group:
             name, stats = f"{context.prefix}.{local}", statistics.get(local)
             if name not in schemes:

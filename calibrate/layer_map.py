@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import CheckpointError, InputError
-from formats.families import FAMILIES, Family, Projection
+from formats.families import FAMILIES
+from formats.family import NUM_EXPERTS_KEYS, Experts, Family, Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +33,13 @@ class LayerMap:
 
     layer: str
     num_layers_key: str  # of config.json
-    linears_by_input: tuple[tuple[str, ...], ...]
     layer_tensors: tuple[
         str, ...
     ]  # besides the linears' weights; others are kept if they are there
     scale_pairs: tuple[ScalePair, ...]
     norm_offset: float  # a norm multiplies by (offset + weight)
     rotatable: bool  # nothing stands between a linear's output and the residual stream
-    embedding_times_root: bool  # embeddings are multiplied by sqrt(hidden size)
-    # A mixture of experts: where it is on disk (transformers calls it `mlp`), and whether the
-    # chosen experts' shares are made to add up to 1 whatever config.json says.
-    experts_module: str = ""
-    renormalized: bool = False
-    expert_linears_by_input: tuple[tuple[str, ...], ...] = ()  # {e}: the expert's number
+    family: Family
     embedding: str
     last_norm: str
     head: str
@@ -52,39 +47,54 @@ class LayerMap:
     def prefix(self, layer: int) -> str:
         return self.layer.format(i=layer)
 
-    def inputs(self, config: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    @property
+    def experts(self) -> Experts | None:
+        """What stands in place of the feed-forward in some layers or all; None: in none."""
+        return self.family.experts
+
+    def has_experts(self, config: dict[str, Any], layer: int) -> bool:
+        """Whether a layer has experts in place of a dense feed-forward."""
+        return self.experts is not None and self.experts.stand_in(layer, config)
+
+    def has_own_linears(self, config: dict[str, Any], layer: int) -> bool:
+        """Whether the layer has experts whose matrices are tensors of their own."""
+        return self.has_experts(config, layer) and not self.experts.fused
+
+    def inputs(self, config: dict[str, Any], layer: int) -> tuple[tuple[str, ...], ...]:
         """Local names of a layer's linears in the order they run; those of one input together."""
-        if not self.experts_module:
-            return self.linears_by_input
-        experts = [
-            tuple(name.format(e=expert) for name in group)
-            for expert in range(self.num_experts(config))
-            for group in self.expert_linears_by_input
-        ]
-        return (*self.linears_by_input, *experts)
+        dense = not self.has_experts(config, layer)
+        count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
+        return tuple(map(_stored, self.family.projections(count, dense)))
+
+    def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
+        """Its tensors besides the linears' weights; others are kept if they are there."""
+        if not self.has_experts(config, layer):
+            return self.layer_tensors
+        return (*self.layer_tensors, *self.experts.tensors(config))
 
     def linear_names(self, layer: int, config: dict[str, Any]) -> list[str]:
         """Full names of a layer's linears, in the order they run."""
         prefix = self.prefix(layer)
-        return [f"{prefix}.{local}" for group in self.inputs(config) for local in group]
+        return [f"{prefix}.{local}" for group in self.inputs(config, layer) for local in group]
 
     def num_experts(self, config: dict[str, Any]) -> int:
         """Of one layer; config.json calls it one thing or the other, whatever the architecture."""
-        return _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
+        return _positive(config, next((k for k in NUM_EXPERTS_KEYS if k in config), "num_experts"))
 
     def num_layers(self, config: dict[str, Any]) -> int:
         return _positive(config, self.num_layers_key)
 
     def tied_head(self, config: dict[str, Any]) -> str | None:
         """The head's name where it is the embedding: a copy of it in the file is never read."""
-        return self.head if config.get("tie_word_embeddings", False) else None
+        return self.head if self.family.is_tied(config) else None
 
     def required_tensors(self, config: dict[str, Any]) -> list[str]:
         """Every tensor that a float checkpoint of this architecture must hold."""
         names = []
         for layer in range(self.num_layers(config)):
             names += [f"{name}.weight" for name in self.linear_names(layer, config)]
-            names += [f"{self.prefix(layer)}.{local}" for local in self.layer_tensors]
+            required = self.required_in_layer(config, layer)
+            names += [f"{self.prefix(layer)}.{local}" for local in required]
         names += [self.embedding, self.last_norm]
         return names if self.tied_head(config) else [*names, self.head]
 
@@ -104,26 +114,18 @@ def layer_map(family: Family) -> LayerMap:
     """What a row says to those who quantize."""
     # Biases that config.json switches on are kept if they are there.
     biases = [f"{linear.name}.bias" for linear in family.linears if linear.bias is True]
-    experts = family.experts
     return LayerMap(
         layer=family.layer,
         num_layers_key=family.num_layers_key,
-        linears_by_input=tuple(_stored(projection) for projection in family.dense),
         layer_tensors=(
-            *(f"{norm.name}.weight" for norm in family.norms),
+            *(f"{norm.name}.weight" for norm in family.norms if norm.present is True),
             *biases,
-            *((f"{experts.router}.weight",) if experts else ()),
         ),
         scale_pairs=tuple(_scale_pairs(family)),
         norm_offset=family.norm_offset,
         # a router reads the residual stream, and a norm after a linear stands in its way
-        rotatable=not experts and all(n.feeds or n.size == "head_dim" for n in family.norms),
-        embedding_times_root=family.embedding_times_root,
-        experts_module=experts.module if experts else "",
-        renormalized=bool(experts and experts.renormalized),
-        expert_linears_by_input=(
-            (_stored(experts.gate_up), _stored(experts.down)) if experts else ()
-        ),
+        rotatable=not family.experts and all(n.feeds or n.size == "head_dim" for n in family.norms),
+        family=family,
         embedding=family.embedding,
         last_norm=family.last_norm,
         head=family.head,
@@ -138,12 +140,14 @@ def _stored(projection: Projection) -> tuple[str, ...]:
 def _scale_pairs(family: Family) -> Iterator[ScalePair]:
     """In the order they run. Of experts none: the router reads their input too, in float."""
     norm_of = {norm.feeds: norm.name for norm in family.norms}
-    yield ScalePair(previous=norm_of[family.qkv.name], linears=_stored(family.qkv), kind="norm")
+    if family.qkv.name in norm_of:
+        yield ScalePair(previous=norm_of[family.qkv.name], linears=_stored(family.qkv), kind="norm")
     yield ScalePair(previous=_stored(family.qkv)[-1], linears=_stored(family.o), kind="values")
     if family.experts:
         return
     gate_up = _stored(family.gate_up)
-    yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
+    if family.gate_up.name in norm_of:
+        yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
     yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
 
 

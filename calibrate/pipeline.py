@@ -37,7 +37,7 @@ from formats.checkpoint import (
     find_side_files,
 )
 from formats.errors import InputError
-from formats.families import ATTENTION
+from formats.family import ATTENTION
 from formats.layouts import Layout
 from formats.padding import make_padding
 from formats.plan import make_plan
@@ -144,7 +144,8 @@ def quantize_checkpoint(
         for layer in range(model.num_layers):
             show = partial(_show, bar, f"layer {layer + 1}/{model.num_layers}")
             original = model.layer(layer, device)
-            in_layer = replace(context, prefix=model.layer_map.prefix(layer), notes=[])
+            prefix = model.layer_map.prefix(layer)
+            in_layer = replace(context, layer=layer, prefix=prefix, notes=[])
             state = load_transforms(original, recipe, in_layer)
             digest = model.layer_digests[layer]
             finished = journal.read(layer, device, digest)

@@ -1,8 +1,10 @@
 """What a quantization run did, in numbers. Knows how to print itself, not how to quantize."""
 
 import platform
+import re
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from formats.weights import Weight
 
 REPORT = "quantization_report.json"
 NUM_WORST = 5  # linears named in the summary
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # (mixture, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +124,7 @@ class QuantizationReport:
         worst = ", ".join(f"{w.name} {100 * w.relative_error:.2f} %" for w in self.worst)
         lines = [f"warning: {warning}" for warning in self.warnings]
         lines += [f"{linear.name}: {note}" for linear in self.linears for note in linear.notes]
+        lines += self._expert_lines()
         lines.append(
             f"{len(self.linears)} linears to {self.scheme} by {self.recipe}, as {self.format},"
             f" in {self.seconds:.1f} s; error: ||W - Wq|| / ||W||, output: the same of X W^T"
@@ -142,6 +148,22 @@ class QuantizationReport:
         for name, scale in self.kv_scales.items():
             by_kind.setdefault(name.rpartition(".")[2], []).append(scale)
         return [f"{kind} {min(s):.3g} to {max(s):.3g}" for kind, s in by_kind.items()]
+
+    def _expert_lines(self) -> list[str]:
+        """Of each mixture of experts, how many tokens of the calibration data its experts saw."""
+        by_mixture: dict[str, dict[int, int]] = {}
+        for linear in self.linears:
+            place = _EXPERT.match(linear.name)
+            if place and linear.tokens is not None:
+                by_mixture.setdefault(place[1], {}).setdefault(int(place[2]), linear.tokens)
+        lines = []
+        for name, tokens in by_mixture.items():
+            least, most = min(tokens, key=tokens.get), max(tokens, key=tokens.get)
+            lines.append(
+                f"{name}: experts saw {tokens[least]} (expert {least}) to {tokens[most]} tokens"
+                f" (expert {most}), half of them at most {median_low(tokens.values())}"
+            )
+        return lines
 
     def _left_lines(self) -> list[str]:
         """Which linears were left in float, by reason."""

@@ -61,7 +61,7 @@ def rotate_layer(state: LayerState, context: LayerContext) -> LayerState:
     changed: LayerState = {}
     weights = {
         name: state[f"{name}.weight"].double()
-        for group in context.layer_map.inputs(context.config)
+        for group in context.layer_map.inputs(context.config, context.layer)
         for name in group
     }
     for pair in context.layer_map.scale_pairs:

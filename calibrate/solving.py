@@ -60,6 +60,7 @@ class LayerContext:
     spec: QuantSpec
     activation_bits: int | None = None  # None: activations stay as they are
     seed: int = 0
+    layer: int = 0
     prefix: str = ""  # of the layer
     notes: list[str] = field(default_factory=list)  # for the report
 

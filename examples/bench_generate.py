@@ -44,6 +44,83 @@ SHAPES = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "rope_theta": 1000000.0,
+    },
+    "tiny-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1024,
+    },
+    "gemma-3-12b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "phi-4-14b": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "vocab_size": 100352,
+        "rope_theta": 250000.0,
+        "pad_token_id": 0,
+    },
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 768,
@@ -55,8 +132,8 @@ SHAPES = {
 }
 
 
-def write_config(folder: Path, shape: str, quantized: bool) -> None:
-    """A model folder that holds nothing but config.json."""
+def write_config(folder: Path, shape: str, scheme: str | None) -> None:
+    """A model folder that holds nothing but config.json. `scheme` None: float weights."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -70,8 +147,9 @@ def write_config(folder: Path, shape: str, quantized: bool) -> None:
         "eos_token_id": 1,
         **SHAPES[shape],
     }
-    if quantized:
-        config[BLOCK] = QuantConfig(scheme=Scheme.parse("w4a16-sym")).to_dict()
+    if scheme is not None:
+        method = "compressed-tensors" if scheme.startswith("w8a8") else "gptq"
+        config[BLOCK] = QuantConfig(method=method, scheme=Scheme.parse(scheme)).to_dict()
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -125,7 +203,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), arguments.shape, not arguments.float)
+        write_config(Path(folder), arguments.shape, None if arguments.float else "w4a16-sym")
         started = time.perf_counter()
         llm = LLM(
             folder,

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from formats.errors import CheckpointError, DiskError
+from formats.text_part import has_text_part, text_config, text_name
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -202,7 +203,10 @@ def find_side_files(folder: Path) -> list[Path]:
 
 
 class CheckpointReader:
-    """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`."""
+    """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
+
+    Of a model that also sees pictures it has the text model (text_part.py).
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Read config.json and every shard's header. Raises CheckpointError."""
@@ -222,6 +226,12 @@ class CheckpointReader:
             for name in entries.keys() & self.entries.keys():
                 raise CheckpointError(name, f"stands in two shards, one of them {file_name}")
             self.entries.update(entries)
+        self.num_other_parts = 0  # tensors of a picture's part, which nobody here reads
+        if has_text_part(self.config):
+            kept = {own: e for name, e in self.entries.items() if (own := text_name(name))}
+            self.config = text_config(self.config, kept)
+            self.num_other_parts = len(self.entries) - len(kept)
+            self.entries = kept
 
     def _explain_missing_file(self) -> None:
         """Raise CheckpointError where the weights are there under another name, or in a form that

@@ -32,6 +32,7 @@ from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.rules import FUSED, LAYER_NUMBER, natural_key
 from formats.scheme import CHANNEL
 from formats.table import size_text, text_table
+from formats.text_part import has_text_part, text_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,9 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     except CheckpointError as error:
         findings.caught(error)
     shards = read_shards(folder, findings)
+    if has_text_part(config):
+        shards.keep_text_part()
+        config = text_config(config, shards.entries)
     block = _find_block(folder, config, findings)
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from formats.checkpoint import CONFIG
-from formats.families import FAMILIES, Family, checked_family
+from formats.families import FAMILIES, checked_family
+from formats.family import Family
 from formats.findings import Findings
-from formats.rope_types import ROPE_DEFAULT, ROPE_TYPES
+from formats.rope_types import ROPE_DEFAULT, ROPE_TYPES, SERVED_ROPE_TYPES
 
 NUMBERS = (
     "num_hidden_layers",
@@ -24,7 +25,7 @@ NUMBERS = (
 )
 # Without these a reader would take numbers of its own, such as 4096.
 REQUIRED = NUMBERS[:5]
-# The rows of transformers' table. The families' own is silu, and the only one that servers have.
+# The rows of transformers' table.
 SILU = "silu"
 ACTIVATIONS = (
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
@@ -34,12 +35,14 @@ ACTIVATIONS = (
 )
 # of torch, as transformers looks them up
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
+_COPY = "copy it from the model that was quantized"
 
 
 class Choices(NamedTuple):
     """What a reader may lack though transformers has it; the usual ones where nothing is known."""
 
     activation: str = SILU
+    usual_activation: str = SILU  # of all models of the family
     rope: str = ROPE_DEFAULT
 
 
@@ -74,7 +77,11 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         findings.error(
             f"{CONFIG} tie_word_embeddings", f"expected true or false, found {tied!r:.80}"
         )
-    return Choices(_activation(config, family, findings), _rope(config, findings))
+    return Choices(
+        activation=_activation(config, family, findings),
+        usual_activation=family.activation,
+        rope=_rope(config, findings),
+    )
 
 
 def _check_type_of_another(config: Mapping[str, Any], findings: Findings) -> None:
@@ -119,24 +126,33 @@ def _rope(config: Mapping[str, Any], findings: Findings) -> str:
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key)
     rope = {} if rope is None else rope
-    remedy = "copy it from the model that was quantized"
     if not isinstance(rope, dict):
-        findings.error(f"{CONFIG} {key}", f"expected an object, found {rope!r:.80}", remedy)
+        findings.error(f"{CONFIG} {key}", f"expected an object, found {rope!r:.80}", _COPY)
         return ROPE_DEFAULT
-    if any(isinstance(value, dict) for value in rope.values()):  # one for each type of layer
-        return ROPE_DEFAULT
+    of_types = {f"{key}.{name}": value for name, value in rope.items() if isinstance(value, dict)}
+    kinds = [
+        _kind_of_rope(subject, value, config, findings)
+        for subject, value in (of_types or {key: rope}).items()
+    ]
+    # of those of several types of layers, the one that servers may lack
+    return next((kind for kind in kinds if kind not in SERVED_ROPE_TYPES), kinds[0])
+
+
+def _kind_of_rope(
+    key: str, rope: Mapping[str, Any], config: Mapping[str, Any], findings: Findings
+) -> str:
     theta_key = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
     theta = rope.get("rope_theta", config.get("rope_theta", 1.0))
     if not _is_positive(theta):
         findings.error(
-            f"{CONFIG} {theta_key}", f"expected a number above 0, found {theta!r:.80}", remedy
+            f"{CONFIG} {theta_key}", f"expected a number above 0, found {theta!r:.80}", _COPY
         )
     kind = rope.get("rope_type", rope.get("type", ROPE_DEFAULT))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         findings.error(
             f"{CONFIG} {key}.{'rope_type' if 'rope_type' in rope else 'type'}",
             f"expected one of {', '.join(ROPE_TYPES)}, found {kind!r:.80}",
-            remedy,
+            _COPY,
         )
         return ROPE_DEFAULT
     numbers, lists = ROPE_TYPES[kind].numbers, ROPE_TYPES[kind].lists
@@ -146,7 +162,7 @@ def _rope(config: Mapping[str, Any], findings: Findings) -> str:
         if not all(_is_positive(each) for each in (value if listed else [value])):
             wanted = "a list of numbers" if name in lists else "a number"
             found = f"found {value!r:.80}" if name in rope else "it is missing"
-            findings.error(f"{CONFIG} {key}.{name}", f"expected {wanted} above 0, {found}", remedy)
+            findings.error(f"{CONFIG} {key}.{name}", f"expected {wanted} above 0, {found}", _COPY)
     return kind
 
 

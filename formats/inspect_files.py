@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from formats.checkpoint import INDEX, SINGLE, TensorEntry, read_header, read_json
 from formats.errors import CheckpointError
 from formats.findings import Findings
+from formats.text_part import text_name
 
 
 @dataclass(slots=True)
@@ -31,12 +32,17 @@ class Shards:
         path = self.entries[name].file
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
+                return file.get_tensor(self.entries[name].name)
         except (SafetensorError, OSError) as error:
             findings.error(
                 name, f"cannot be read from {path.name}: {error}", "fetch the file again"
             )
             return None
+
+    def keep_text_part(self) -> None:
+        """Leave the text model's tensors alone, under its names (text_part.py)."""
+        self.entries = {own: e for name, e in self.entries.items() if (own := text_name(name))}
+        self.lost = {own for name in self.lost if (own := text_name(name))}
 
 
 def read_shards(folder: Path, findings: Findings) -> Shards:

@@ -1,7 +1,7 @@
 """Are the scales of an 8-bit KV cache there, and usable? Reads them; knows no cache."""
 
 from formats.errors import CheckpointError
-from formats.families import ATTENTION
+from formats.family import ATTENTION
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.kv_cache import KEY, KV_SCALE_NAMES, check_kv_scale, find_kv_scales

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from formats.checkpoint import CONFIG, TensorEntry
-from formats.families import DERIVED, HEAD, Family, Shape, checked_family, size
+from formats.families import checked_family
+from formats.family import DERIVED, HEAD, Family, Shape, size
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.inspect_kv import is_kv_scale
@@ -29,7 +30,7 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
     """Report tensors that are missing, or there twice, and layers that differ from the rest."""
     family = checked_family(config)
     head = HEAD if family is None else family.head
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = bool(config.get("tie_word_embeddings")) if family is None else family.is_tied(config)
     if tied and head in shards:
         findings.warning(head, "is stored, though it is tied to the embedding", "remove it")
     if family is None or shards.damaged:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from formats.families import served_architectures
-from formats.inspect_config import SILU, Choices
+from formats.inspect_config import Choices
 from formats.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 from formats.rope_types import SERVED_ROPE_TYPES
@@ -81,8 +81,9 @@ def _ours(facts: Facts) -> Answer:
         return "no", facts.first_error
     if facts.architecture not in served_architectures():
         return "no", f"serves {', '.join(served_architectures())}"
-    if facts.choices.activation != SILU:
-        return _without_activation(facts)
+    problem = _without_activation(facts)
+    if problem:
+        return problem
     if facts.choices.rope not in SERVED_ROPE_TYPES:
         return "no", f"computes no rotary embedding of type {facts.choices.rope}"
     if facts.unplaced:
@@ -255,8 +256,9 @@ def _broken(facts: Facts) -> Answer | None:
 
 def _without_activation(facts: Facts) -> Answer | None:
     """This project, vLLM and SGLang have one activation for these families."""
-    if facts.choices.activation != SILU:
-        return "no", f"computes {SILU}, not {facts.choices.activation}"
+    found, usual = facts.choices.activation, facts.choices.usual_activation
+    if found != usual:
+        return "no", f"computes {usual}, not {found}"
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats import awq_config, compressed_config, gptq_config
+from formats import awq_config, compressed_config, gptq_config, mxfp4
 from formats.checkpoint import read_json
 from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
@@ -96,9 +96,15 @@ class QuantConfig(ConfigFields):
 
 
 def find_block(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The quantization block: config.json's, or that of a second file; None: there is none."""
-    if config.get(BLOCK) is not None:
-        return config[BLOCK]
+    """The quantization block: config.json's, or that of a second file; None: there is none.
+
+    Nor is there one of MXFP4: it has no linears, and the family's row names its tensors.
+    """
+    block = config.get(BLOCK)
+    if isinstance(block, dict) and block.get("quant_method") == mxfp4.METHOD:
+        return None
+    if block is not None:
+        return block
     for file_name, method in SECOND_FILES.items():
         if (folder / file_name).is_file():
             return {"quant_method": method, **read_json(folder / file_name)}

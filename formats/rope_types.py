@@ -18,7 +18,7 @@ ROPE_TYPES: dict[str, RopeType] = {
     "dynamic": RopeType(numbers=("factor",)),
     "llama3": RopeType(numbers=("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": RopeType(numbers=("factor",)),
-    "longrope": RopeType(lists=("short_factor", "long_factor"), served=False),
+    "longrope": RopeType(lists=("short_factor", "long_factor")),
     "proportional": RopeType(served=False),
 }
 SERVED_ROPE_TYPES = tuple(name for name, row in ROPE_TYPES.items() if row.served)

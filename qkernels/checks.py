@@ -57,6 +57,12 @@ def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:
     return True
 
 
+def check_norm(name: str, weight_C: torch.Tensor | None, x: LinearOutput) -> None:
+    """Raise KernelError unless the weight is of x's channels, in x's dtype or float32."""
+    if weight_C is not None:
+        check_tensor(name, weight_C, x.shape[-1:], (x.dtype, torch.float32), x)
+
+
 def check_limb_rows(name: str, x: torch.Tensor, inputs: int, form: LimbForm) -> None:
     """Raise KernelError unless rows of so many inputs, made of x's, can become limbs."""
     check_float(name, x)

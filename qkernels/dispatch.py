@@ -17,6 +17,7 @@ from qkernels.attention import supports as attention
 from qkernels.choice import parse_choice
 from qkernels.errors import KernelError
 from qkernels.linear import supports as linear
+from qkernels.moe import supports as moe
 from qkernels.problem import Problem
 from qkernels.rowwise import supports as rowwise
 from qkernels.w8a8 import supports as w8a8
@@ -166,13 +167,19 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rowwise", "rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
     *_rows("rowwise", "add_rms_norm_quantize", "norm_act_quantize", rowwise.triton_norm_quantize),
     *_rows("rowwise", "silu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
+    *_rows("rowwise", "gelu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
     *_rows("rowwise", "to_limbs", "limbs", rowwise.triton_limbs),
     *_rows("rowwise", "rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "add_rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "silu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
+    *_rows("rowwise", "gelu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "rms_norm", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "add_rms_norm", "norm_act", problem.needs_triton_on_gpu),
     *_rows("rowwise", "silu_and_mul", "norm_act", problem.needs_triton_on_gpu),
+    *_rows("rowwise", "gelu_and_mul", "norm_act", problem.needs_triton_on_gpu),
+    *_rows("moe", "route", "triton_route", problem.needs_triton_on_gpu),
+    *_rows("moe", "route_tokens", "triton_route", problem.needs_triton_on_gpu),
+    *_rows("moe", "experts", "triton_experts", moe.triton_experts),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )
 
@@ -237,11 +244,15 @@ def implementation(op: str, **problem: object) -> Callable[..., object]:
     return getattr(_import(choose(op, Problem(**problem))), op)
 
 
-@functools.cache
 def linear_module(name: str) -> ModuleType:
     """The module of one row of `linear`: it has `prepare_weight` and `linear`."""
-    row = next(row for row in rows("linear") if row.name == name)
-    return _import(row)
+    return module_of("linear", name)
+
+
+@functools.cache
+def module_of(op: str, name: str) -> ModuleType:
+    """The module of one row of an operation."""
+    return _import(next(row for row in rows(op) if row.name == name))
 
 
 def _import(row: Kernel) -> ModuleType:

@@ -9,11 +9,22 @@ taken where triton is missing, is the one exception).
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
-from qkernels.rowwise.into_form import add_rms_norm_into, rms_norm_into, silu_and_mul_into
+from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
+from qkernels.rowwise.branch import Branch
+from qkernels.rowwise.into_form import (
+    add_rms_norm_into,
+    gelu_and_mul_into,
+    in_form,
+    rms_norm_into,
+    silu_and_mul_into,
+)
 from qkernels.rowwise.ops import (
     add_rms_norm,
     add_rms_norm_limbs,
     add_rms_norm_quantize,
+    gelu_and_mul,
+    gelu_and_mul_limbs,
+    gelu_and_mul_quantize,
     quantize_input,
     quantize_input_asymmetric,
     rms_norm,
@@ -27,11 +38,22 @@ from qkernels.rowwise.ops import (
 from qkernels.sampling.ops import sample_
 
 __all__ = [
+    "Branch",
     "add_rms_norm",
     "add_rms_norm_into",
     "add_rms_norm_limbs",
     "add_rms_norm_quantize",
     "apply_rope",
+    "experts",
+    "plan_experts",
+    "prepare_experts",
+    "route",
+    "route_tokens",
+    "gelu_and_mul",
+    "gelu_and_mul_into",
+    "gelu_and_mul_limbs",
+    "gelu_and_mul_quantize",
+    "in_form",
     "to_limbs",
     "linear",
     "linear_codes",

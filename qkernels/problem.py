@@ -29,8 +29,10 @@ class Problem:
     page_size: int = 0
     pages_dtype: torch.dtype | None = None  # of keys and values; None: the activations'
     soft_cap: bool = False  # scores are bent into a range
+    sinks: bool = False  # each head gives some of its weight to no key
     chunk: bool = False  # more query rows than a decode step has
     tma_pages: bool = True  # the copy engine takes their address and strides
+    alike: str | None = None  # why weights, of experts, cannot stand in one; None: they can
 
 
 @functools.cache

@@ -2,11 +2,15 @@
 
 from qkernels.attention.reference import apply_rope, paged_attention, rope_write_kv_, write_kv_
 from qkernels.linear.reference import linear, linear_codes, prepare_weight
+from qkernels.moe.reference import experts, prepare_experts, route, route_tokens
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.rowwise.reference import (
     add_rms_norm,
     add_rms_norm_limbs,
     add_rms_norm_quantize,
+    gelu_and_mul,
+    gelu_and_mul_limbs,
+    gelu_and_mul_quantize,
     quantize_input,
     quantize_input_asymmetric,
     rms_norm,
@@ -23,6 +27,13 @@ __all__ = [
     "add_rms_norm_limbs",
     "add_rms_norm_quantize",
     "apply_rope",
+    "experts",
+    "prepare_experts",
+    "route",
+    "route_tokens",
+    "gelu_and_mul",
+    "gelu_and_mul_limbs",
+    "gelu_and_mul_quantize",
     "to_limbs",
     "linear",
     "linear_codes",

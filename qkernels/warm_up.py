@@ -4,22 +4,32 @@ All of it follows from the plans and configs that the operations choose by; noth
 Legend: M rows of x, R requests, T tokens of a step.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from qkernels.attention.config import DECODE_MAX_ROWS, default_attention_config, prefill_split
 from qkernels.attention.config import PREFILL_ROWS as PREFILL_TILE_ROWS
-from qkernels.gpu.config import ceil_div
+from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.pdl import PDL_MAX_ROWS
 from qkernels.linear.ops import plan_linear
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.moe.config import sort_chunk
+from qkernels.moe.experts import PreparedExperts
+from qkernels.moe.ops import plan_experts
 from qkernels.operands.limbs import LimbForm, limb_tiles
 from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
 
+Weights = PreparedWeight | PreparedExperts
+# Every number of rows up to the first is planned. Beyond it plans follow from whole tiles: one in
+# so many is planned there, and those between two that differ.
+EVERY_ROW = 1024
+ROWS_APART = 32
+
 
 def row_boundaries(
-    weights: Iterable[tuple[PreparedWeight, Consumer | None]], max_rows: int, sm_count: int
+    weights: Iterable[tuple[Weights, Consumer | None]], max_rows: int, sm_count: int
 ) -> list[int]:
     """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers."""
     found = {1, max_rows}
@@ -30,13 +40,11 @@ def row_boundaries(
     return sorted(M for M in found if max_rows >= M)
 
 
-def plan_boundaries(
-    weight: PreparedWeight, max_rows: int, consumer: Consumer | None = None
-) -> list[int]:
+def plan_boundaries(weight: Weights, max_rows: int, consumer: Consumer | None = None) -> list[int]:
     """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
-    return _first_of_each(
-        range(1, max_rows + 1), lambda M: compiled(plan_linear(weight, M, consumer), M)
-    )
+    if isinstance(weight, PreparedExperts):
+        return _first_of_each_range(max_rows, lambda M: experts_compiled(weight, M))
+    return _first_of_each_range(max_rows, lambda M: compiled(plan_linear(weight, M, consumer), M))
 
 
 def compiled(plan: GemmPlan, M: int) -> object:
@@ -44,6 +52,14 @@ def compiled(plan: GemmPlan, M: int) -> object:
     config = getattr(plan.config, "compiled", plan.config)
     tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
     return plan.variant, config, plan.operand, tiles, plan.output
+
+
+def experts_compiled(experts: PreparedExperts, M: int) -> object:
+    """As `compiled`: what decides which machine code M tokens run."""
+    plan = plan_experts(experts, M)
+    pairs = M * experts.problem.top_k
+    # a block that looks for its pairs has room for all of them
+    return plan, power_of_two(pairs) if plan.variant == "few" else sort_chunk(pairs)
 
 
 def decode_boundaries(
@@ -110,6 +126,29 @@ def _powers(least: int, most: int) -> Iterator[int]:
     while least <= most:
         yield least
         least *= 2
+
+
+def _first_of_each_range(most: int, key: Callable[[int], object]) -> list[int]:
+    """The first of 1..most of every key.
+
+    Beyond EVERY_ROW, where a plan that costs 0.1 ms is made for thousands of rows, rows between
+    two that have the same key count as having it, too.
+    """
+    found = {M: key(M) for M in range(1, min(most, EVERY_ROW) + 1)}
+
+    def between(low: int, high: int) -> None:
+        if high - low < 2 or found[low] == found[high]:
+            return
+        middle = (low + high) // 2
+        found[middle] = key(middle)
+        between(low, middle)
+        between(middle, high)
+
+    marks = [*range(EVERY_ROW, most, ROWS_APART), most]
+    for low, high in itertools.pairwise(marks):
+        found[high] = key(high)
+        between(low, high)
+    return _first_of_each(sorted(found), found.__getitem__)
 
 
 def _first_of_each(cases: Iterable, key: Callable[[object], object]) -> list:

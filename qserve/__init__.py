@@ -1,6 +1,6 @@
 """qserve: quantize a language model, prove the file right, serve it fast.
 
-Importing it loads no torch: `LLM` and `SamplingParams` are fetched when first used.
+Importing it loads no torch: `LLM` and the others are fetched when first used.
 """
 
 import importlib
@@ -10,7 +10,16 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 _SIBLINGS = ("formats", "qkernels", "calibrate")
-_LAZY = {"LLM": "qserve.llm", "SamplingParams": "qserve.sampling_params"}
+_LAZY = {
+    "LLM": "qserve.llm",
+    "LLMEngine": "qserve.llm_engine",
+    "AsyncLLM": "qserve.async_llm",
+    "EngineConfig": "qserve.config",
+    "SamplingParams": "qserve.sampling_params",
+    "RequestOutput": "qserve.outputs",
+    "CompletionOutput": "qserve.outputs",
+    "EngineDeadError": "qserve.outputs",
+}
 
 
 def _check_siblings() -> None:

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 
 import qserve
 from formats.errors import InputError
+from qserve import config_file
 from qserve.bench.commands import BENCH_COMMANDS
 from qserve.command import Command
 from qserve.config import (
+    BatchConfig,
     ConvertConfig,
     EngineConfig,
     EvalConfig,
@@ -24,9 +26,10 @@ from qserve.config import (
     InspectConfig,
     QuantizeConfig,
     ServerConfig,
+    TalkConfig,
 )
 
-SHORT_FLAGS = {"output": "-o"}
+SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
@@ -66,6 +69,24 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig) -> int:
     from qserve.server.app import serve as serve_http
 
     return serve_http(engine, server)
+
+
+def chat(config: TalkConfig) -> int:
+    from qserve import talk
+
+    return talk.chat(config)
+
+
+def complete(config: TalkConfig) -> int:
+    from qserve import talk
+
+    return talk.complete(config)
+
+
+def run_batch(model: str, engine: EngineConfig, config: BatchConfig) -> int:
+    from qserve.run_batch import run_batch as run
+
+    return run(engine, config)
 
 
 def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
@@ -164,6 +185,23 @@ COMMANDS: dict[str, Command] = {
         settings=(EngineConfig, ServerConfig),
         run=serve,
     ),
+    "chat": Command(
+        help="talk to the model of a running server",
+        settings=(TalkConfig,),
+        run=chat,
+        argument=None,
+    ),
+    "complete": Command(
+        help="let the model of a running server continue texts",
+        settings=(TalkConfig,),
+        run=complete,
+        argument=None,
+    ),
+    "run-batch": Command(
+        help="answer the requests of a file, without a server",
+        settings=(EngineConfig, BatchConfig),
+        run=run_batch,
+    ),
     "generate": Command(
         help="continue one prompt and print the text",
         settings=(EngineConfig, GenerateConfig),
@@ -195,8 +233,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 1."""
     # Names of folders and tensors may hold what the terminal's encoding does not.
     sys.stdout.reconfigure(errors="backslashreplace")
-    argv = sys.argv[1:] if argv is None else argv
-    arguments = build_parser().parse_args([_with_dashes(argument) for argument in argv])
+    argv = [_with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    try:
+        argv = _with_config_file(argv)
+    except InputError as error:
+        print(f"qserve {argv[0]}: {error}", file=sys.stderr)
+        return 1
+    arguments = build_parser().parse_args(argv)
     name, command = arguments.command, COMMANDS[arguments.command]
     while command.commands:
         inner = getattr(arguments, f"{name} command")
@@ -208,9 +251,9 @@ def main(argv: list[str] | None = None) -> int:
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
-        if command.argument is None:
-            return command.run(*settings)
-        return command.run(getattr(arguments, command.argument), *settings)
+        if command.argument is not None:
+            settings.insert(0, getattr(arguments, command.argument))
+        return command.run(*settings)
     except (InputError, OSError) as error:
         print(f"qserve {name}: {error}", file=sys.stderr)
         return 1
@@ -241,6 +284,12 @@ def _add_commands(
             continue
         if command.argument is not None:
             _add_argument(sub, command)
+        if command.has_config_file:
+            sub.add_argument(
+                config_file.FLAG,
+                metavar="FILE",
+                help="YAML, TOML or JSON file with flags of this command; others count more",
+            )
         for cls in command.settings:
             hints = typing.get_type_hints(cls)
             for field in dataclasses.fields(cls):
@@ -275,13 +324,18 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: o
     names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
     names.append("--" + field.name.replace("_", "-"))
     help_text = field.metadata["help"]
+    if hint is bool and field.default:
+        action = argparse.BooleanOptionalAction
+        parser.add_argument(*names, action=action, default=True, help=help_text)
+        return
     if hint is bool:
-        parser.add_argument(*names, action="store_true", help=help_text)
+        # What is on already needs a flag that turns it off.
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        parser.add_argument(*names, action=action, default=field.default, help=help_text)
         return
     if typing.get_origin(hint) is list:
-        several = {"action": "extend", "nargs": "+"} if field.metadata["several"] else {}
-        several = several or {"action": "append"}
-        parser.add_argument(*names, **several, default=[], help=help_text)
+        several = {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
+        parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
         return
     required = field.default is dataclasses.MISSING
     if not required and field.default is not None:
@@ -305,6 +359,31 @@ def _with_dashes(argument: str) -> str:
     if not flag.startswith("--") or len(flag.split()) != 1:
         return argument
     return flag.replace("_", "-") + equals + value
+
+
+def _with_config_file(argv: list[str]) -> list[str]:
+    """The arguments with those of the file that --config names. Raises InputError."""
+    command = COMMANDS.get(argv[0]) if argv else None
+    if command is None or not command.has_config_file:
+        return argv
+    path, others = config_file.find(argv[1:])
+    if path is None:
+        return argv
+    settings = config_file.read(path)
+    argument = settings.pop(command.argument, None)
+    known = {
+        field.name.replace("_", "-"): hints[field.name] is bool
+        for cls in command.settings
+        for hints in [typing.get_type_hints(cls)]
+        for field in dataclasses.fields(cls)
+        if field.name != command.argument and not field.metadata["positional"]
+    }
+    # The file's come first: what is given twice counts as given last.
+    arguments = config_file.as_arguments(path, settings, known)
+    has_argument = bool(others) and not others[0].startswith("-")
+    if argument is not None and not has_argument:
+        others = [str(argument), *others]
+    return [argv[0], *others[:1], *arguments, *others[1:]]
 
 
 def _device(name: str) -> str:

@@ -1,7 +1,9 @@
-"""Command: one row of the command line's tables. Loads nothing."""
+"""Command: one row of the command line's tables. Loads no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from qserve.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,3 +23,8 @@ class Command:
     argument_is_flag_too: bool = False
     argument_optional: bool = False
     commands: Mapping[str, "Command"] = field(default_factory=dict)
+
+    @property
+    def has_config_file(self) -> bool:
+        """Whether --config FILE stands for flags: where there are many."""
+        return EngineConfig in self.settings

@@ -10,12 +10,16 @@ from typing import Any
 
 from formats.errors import InputError
 from formats.names import FORMATS, KV_CACHES, RECIPES
+from qserve.logs import FORMATS as LOG_FORMATS
+from qserve.logs import LEVELS
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
-KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "attention")
+KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
+
+PREFIXES = ("qserve", "vllm")
 
 REQUIRED = MISSING  # as a default: the flag must be given
 
@@ -26,17 +30,17 @@ def setting(
     choices: tuple[str, ...] | None = None,
     *,
     positional: bool = False,
+    many: bool = False,
     low: float | None = None,
     high: float | None = None,
-    several: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag, or an argument without one.
 
-    A list is a flag that may be repeated; `several`: and takes more than one value each time. `low`
-    and `high` are the ends of a number's range.
+    A list is a flag that may be repeated, and with `many` takes several values at once. `low` and
+    `high` are the ends of a number's range.
     """
-    metadata = {"help": help, "choices": choices, "positional": positional}
-    metadata |= {"low": low, "high": high, "several": several}
+    metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
+    metadata |= {"low": low, "high": high}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -57,6 +61,13 @@ def check_settings(config: object) -> None:
         if low is not None and not low <= value <= (math.inf if high is None else high):
             expected = f"{low} or more" if high is None else f"{low} to {high}"
             raise InputError(flag, f"expected {expected}, found {value}")
+
+
+def check_key(source: str, key: str) -> None:
+    """Raise InputError for an API key that no client can send; the error does not show it."""
+    # HTTP drops white space at the ends of a header.
+    if not key or key != key.strip():
+        raise InputError(source, "expected a key without white space at its ends")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +98,68 @@ class EngineConfig:
         " int8, fp8: half the memory, scales found on write where the checkpoint has none",
         KV_CACHE_DTYPES,
     )
+    kv_cache_memory: float | None = setting(
+        None,
+        "GiB for KV pages, in place of what --gpu-memory-utilization leaves",
+        low=0,
+        high=2**20,
+    )
     num_gpu_blocks_override: int | None = setting(
         None, "number of KV pages, in place of what the memory allows", low=1
     )
     cpu_kv_cache_memory: float = setting(
         1.0, "GiB for KV pages when running on a CPU", low=0, high=2**20
     )
+    cpu_threads: int | None = setting(
+        None,
+        "threads that compute on a CPU; default: OMP_NUM_THREADS where it is set, else one for each"
+        " core, of which `serve` leaves one to HTTP",
+        low=1,
+    )
+    enable_prefix_caching: bool = setting(
+        True, "keep KV pages of finished requests for others that begin with the same tokens"
+    )
+    kv_offload_gb: float = setting(
+        0.0,
+        "GiB of the host's memory for KV pages that the device has no room for any more",
+        low=0,
+        high=2**20,
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "who is computed next: fcfs, priority (a request's field, lower first), prefill-first,"
+        " longest-prefix, controlled (one phase at a time), or module:Class with your own",
+    )
+    prefill_batch_size: int = setting(
+        1, "prompts that --scheduling-policy controlled computes together", low=1
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        "milliseconds from a token to its next that prompts must not make longer: they are cut into"
+        " chunks that fit",
+        low=0.1,
+    )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
+    max_seq_len_to_capture: int | None = setting(
+        None,
+        "longest context that runs in CUDA graphs; beyond it steps are launched kernel by kernel;"
+        " default: --max-model-len",
+        low=1,
+    )
+    async_scheduling: bool = setting(
+        True, "plan a step while the one before it runs on the GPU; off: one after the other"
+    )
+    compile_processes: int | None = setting(
+        None,
+        "processes that compile kernels at the start; 0: none; default: one for each core, 16 at"
+        " most",
+        low=0,
+        high=256,
+    )
     kernel: list[str] = setting(
         [],
-        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8 or attention;"
-        " NAME as qkernels/README.md lists them; may be repeated",
+        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
+        " attention; NAME as qkernels/README.md lists them; may be repeated",
     )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
@@ -131,11 +193,50 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = setting(8000, "port to listen on; 0: any free one", low=0, high=2**16 - 1)
-    served_model_name: str | None = setting(
-        None, "name that clients give; default: the model folder as typed"
+    uds: str | None = setting(None, "Unix socket to listen on, in place of --host and --port")
+    root_path: str = setting("", "path under which a proxy offers this server, such as /llm")
+    ssl_certfile: str | None = setting(None, "PEM file of the certificate: serve HTTPS")
+    ssl_keyfile: str | None = setting(
+        None, "PEM file of its key; default: the certificate's file has it"
     )
-    api_key: str | None = setting(
-        None, "require this key as a Bearer token on every route but /health"
+    ssl_ca_certs: str | None = setting(
+        None, "PEM file of authorities: only clients with a certificate of theirs are answered"
+    )
+    allowed_origins: list[str] = setting(
+        [], "origins whose pages may call this server (CORS), or *; default: none", many=True
+    )
+    allow_credentials: bool = setting(False, "let these pages send cookies and certificates")
+    served_model_name: list[str] = setting(
+        [],
+        "names that clients may give, the first of which replies state; default: the model"
+        " folder as typed",
+        many=True,
+    )
+    api_key: list[str] = setting(
+        [],
+        "require one of these keys as a Bearer token on every route but /health, /ready, /ping",
+        many=True,
+    )
+    api_key_file: str | None = setting(None, "file with a key in each line; # begins a comment")
+    api_key_env: str = setting(
+        "QSERVE_API_KEY", "environment variable with keys, parted by commas, if it is set"
+    )
+    max_requests_per_minute: int | None = setting(
+        None, "requests that a key (without keys, an address) may send a minute; more: 429", low=1
+    )
+    request_timeout: float | None = setting(
+        None,
+        "seconds that an answer may take; longer: 408. Clients can ask for less by the header"
+        " X-Request-Timeout",
+        low=0.001,
+    )
+    shutdown_timeout: float = setting(
+        10.0, "seconds that running requests get to finish after SIGTERM", low=0
+    )
+    log_level: str = setting("info", "least level of log lines", LEVELS)
+    log_format: str = setting("text", "form of log lines", LOG_FORMATS)
+    metrics_prefix: str = setting(
+        "qserve", "prefix of the metrics' names; vllm: dashboards made for vLLM work", PREFIXES
     )
     max_num_queued_reqs: int = setting(
         2048, "outputs that may wait beyond --max-num-seqs; more get 503 until some are done", low=0
@@ -161,6 +262,12 @@ class ServerConfig:
     restart_engine: int = setting(
         0, "times that a dead engine is started again; meanwhile: 503 with Retry-After", low=0
     )
+    cache_salt_by_key: bool = setting(
+        False, "share KV pages of equal prompts only between requests with the same API key"
+    )
+    enable_cache_reset: bool = setting(
+        False, "let clients empty the prefix cache: POST /reset_prefix_cache"
+    )
     chat_special_tokens: bool = setting(
         False,
         "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
@@ -169,13 +276,16 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        # HTTP drops white space at the ends of a header: no client could ever send such a key.
-        if self.api_key is not None and self.api_key != (self.api_key.strip() or None):
-            raise InputError("--api-key", "expected a key without white space at its ends")
+        for key in self.api_key:
+            check_key("--api-key", key)
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
+            raise InputError(
+                "--root-path", f"expected / at the start alone, found {self.root_path!r}"
+            )
 
-    def model_name(self, folder: str) -> str:
+    def model_names(self, folder: str) -> tuple[str, ...]:
         """What clients call the model of a folder."""
-        return self.served_model_name or folder
+        return tuple(self.served_model_name) or (folder,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +359,38 @@ class GenerateConfig:
     temperature: float = setting(0.0, "0: always the likeliest token")
     top_p: float = setting(1.0, "keep the likeliest tokens up to this probability")
     top_k: int = setting(0, "keep this many of the likeliest tokens; 0: all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkConfig:
+    """What `qserve chat` and `qserve complete` are told."""
+
+    url: str = setting("http://127.0.0.1:8000/v1", "the server, up to its /v1")
+    model_name: str | None = setting(None, "the model; default: the first that the server has")
+    api_key: str | None = setting(
+        None, "the server's key; default: the environment's QSERVE_API_KEY or OPENAI_API_KEY"
+    )
+    quick: str | None = setting(None, "answer this one text and end")
+    system_prompt: str | None = setting(None, "what the system says before a chat")
+    max_tokens: int | None = setting(None, "most tokens of an answer", low=1)
+    temperature: float | None = setting(None, "default: the server's", low=0, high=2)
+    top_p: float | None = setting(None, "default: the server's", low=0, high=1)
+    seed: int | None = setting(None, "for the same answer again, where the server can do that")
+    stats: bool = setting(False, "print the time to the first token, and tokens per second")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """What `qserve run-batch` is told beside the engine's settings."""
+
+    input: str = setting(REQUIRED, "file with a request in each line, in OpenAI's batch format")
+    output: str = setting(REQUIRED, "file for the answers, in the order in which they end")
+    served_model_name: list[str] = setting(
+        [], "names that requests may give; default: the model folder as typed", many=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,44 +1,20 @@
 """LLM: the engine in this process, for offline use. Names follow vLLM's. Knows no HTTP."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
-from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.llm_engine import LLMEngine, engine_config
+from qserve.outputs import Prompt, RequestOutput, as_batch
 from qserve.sampling_params import SamplingParams
-from qserve.text import TextStream, Tokenizer
+from qserve.text import Tokenizer
 
-Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
-
-
-@dataclass(slots=True, kw_only=True)
-class CompletionOutput:
-    """One continuation of a prompt. `generate` fills it step by step."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" or "length"
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it
-    logprobs: list[TokenLogprobs] | None = None  # of each of token_ids, where asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """A prompt and its `n` continuations."""
-
-    request_id: str
-    prompt: str | None  # None where token ids were given
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = True
 
 
 class LLM:
@@ -46,18 +22,17 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         """`settings` are EngineConfig's fields. Raises InputError."""
-        unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
-        if unknown:
-            raise InputError(f"LLM({', '.join(sorted(unknown))})", "no such setting")
-        self.engine = Engine(EngineConfig(model=str(model), **settings))
-        self._tokenizer: Tokenizer | None = None
+        self.llm_engine = LLMEngine(engine_config(model, settings))
         self._num_requests = 0
+
+    @property
+    def engine(self) -> Engine:
+        """What is below the texts."""
+        return self.llm_engine.engine
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when first needed: prompts of token ids need none."""
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self.engine.config.model)
-        return self._tokenizer
+        return self.llm_engine.get_tokenizer()
 
     def generate(
         self,
@@ -65,12 +40,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         detokenize: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt, a text or a list of token ids; outputs come in the prompts' order.
+        """Continue each prompt, a text, a list of token ids, or a dict with one of them.
 
-        `detokenize` False leaves texts empty and needs no tokenizer. Raises InputError.
+        Outputs come in the prompts' order. `detokenize` False leaves texts empty and needs no
+        tokenizer. `priority`: one for each prompt; with the policy "priority" the lower go first.
+        Raises InputError.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
@@ -79,17 +57,21 @@ class LLM:
             raise InputError(
                 "sampling_params", f"expected one or {len(batch)}, found {len(params)}"
             )
-        outputs: list[RequestOutput] = []
-        streams: dict[str, tuple[CompletionOutput, TextStream | None]] = {}
+        priorities = [0] * len(batch) if priority is None else list(priority)
+        if len(priorities) != len(batch):
+            raise InputError("priority", f"expected {len(batch)}, found {len(priorities)}")
+        names = [str(self._num_requests + i) for i in range(len(batch))]
+        self._num_requests += len(batch)
         try:
-            for prompt, each in zip(batch, params, strict=True):
-                outputs.append(self._add(prompt, each, streams, detokenize))
-            self._run(streams, use_tqdm)
+            for name, prompt, each, order in zip(names, batch, params, priorities, strict=True):
+                self.llm_engine.add_request(
+                    name, prompt, each, priority=order, detokenize=detokenize
+                )
+            found = self._run(len(batch), use_tqdm)
         except BaseException:
-            for request_id in streams:
-                self.engine.abort(request_id)
+            self.llm_engine.abort_request(names)
             raise
-        return outputs
+        return [found[name] for name in names]
 
     def chat(
         self,
@@ -98,13 +80,16 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template.
 
         `chat_template_kwargs`: what the template reads beside them, such as enable_thinking.
+        `continue_final_message`: the answer goes on with the last message's text.
         """
         settings = {
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
             "template_kwargs": chat_template_kwargs,
         }
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -116,72 +101,56 @@ class LLM:
             for output, each in zip(outputs, conversations, strict=True)
         ]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV pages of earlier prompts: those that come find none."""
+        self.engine.reset_prefix_cache()
+
+    def encode(self, *arguments: Any, **settings: Any) -> NoReturn:
+        """vLLM's name for pooled hidden states, which this engine does not give."""
+        raise InputError(
+            "LLM.encode",
+            "this engine serves models that generate text; it pools no hidden states",
+            "use LLM.get_tokenizer().encode for token ids, LLM.logits for logits",
+        )
+
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """The model's logits [S, V] after each of S tokens, float32. Needs an idle engine."""
         return self.engine.logits(token_ids)
 
-    def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        streams: dict[str, tuple[CompletionOutput, TextStream | None]],
-        detokenize: bool,
-    ) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.get_tokenizer().encode(prompt) if text is not None else list(prompt)
-        if params.stop and not detokenize:
-            raise InputError("stop", "needs text", "leave detokenize on")
-        name = str(self._num_requests)
-        self._num_requests += 1
-        output = RequestOutput(
-            request_id=name,
-            prompt=text,
-            prompt_token_ids=ids,
-            outputs=[CompletionOutput(index=i) for i in range(params.n)],
-        )
-        for completion in output.outputs:
-            child = params.choice(completion.index)
-            request_id = f"{name}-{completion.index}"
-            self.engine.add_request(request_id, ids, child)
-            stream = TextStream(self.get_tokenizer(), child, ids) if detokenize else None
-            streams[request_id] = (completion, stream)
-        return output
+    def check_health(self) -> None:
+        """Raises EngineDeadError where a step has failed."""
+        self.llm_engine.check_health()
 
-    def _run(
-        self, streams: dict[str, tuple[CompletionOutput, TextStream | None]], use_tqdm: bool
-    ) -> None:
-        with tqdm(total=len(streams), desc="Processed prompts", disable=not use_tqdm) as bar:
-            num_open = len(streams)
-            while num_open:
-                for event in self.engine.step():
-                    completion, stream = streams[event.request_id]
-                    if completion.finish_reason is None:
-                        self._take(event, completion, stream)
-                        num_open -= completion.finish_reason is not None
-                        bar.update(completion.finish_reason is not None)
-
-    def _take(
-        self, event: RequestEvent, completion: CompletionOutput, stream: TextStream | None
-    ) -> None:
-        if event.finish_reason == "error":
-            remedy = "look at the model with `qserve inspect`"
-            raise InputError(f"request {event.request_id}", event.error, remedy)
-        completion.token_ids += event.token_ids
-        if event.logprobs:
-            completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
-        if stream is None:
-            completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_token
-            return
-        delta = stream.push(event)
-        completion.text += delta.text
-        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.finish_reason is not None and event.finish_reason is None:
-            self.engine.abort(event.request_id)  # a stop string ended it
-
-
-def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+        """Step until every request is done. Raises InputError where one fails."""
+        done: dict[str, RequestOutput] = {}
+        num_input = num_output = 0
+        with tqdm(
+            total=num_requests,
+            desc="Processed prompts",
+            unit="request",
+            postfix="input 0 tokens/s, output 0 tokens/s",
+            disable=not use_tqdm,
+        ) as bar:
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.run_step():
+                    if not output.finished:
+                        continue
+                    done[output.request_id] = output
+                    for completion in output.outputs:
+                        num_output += len(completion.token_ids)
+                        if completion.finish_reason == "error":
+                            raise InputError(
+                                f"request {output.request_id}-{completion.index}",
+                                str(completion.stop_reason),
+                                "look at the model with `qserve inspect`",
+                            )
+                    num_input += len(output.prompt_token_ids)
+                    if use_tqdm:
+                        seconds = max(bar.format_dict["elapsed"], 1e-9)
+                        bar.postfix = (
+                            f"input {num_input / seconds:,.0f} tokens/s,"
+                            f" output {num_output / seconds:,.0f} tokens/s"
+                        )
+                    bar.update()
+        return done

@@ -40,8 +40,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides positive, multiplies negative logits; prompt too
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit), or a dict
     logprobs: int | None = None  # report the token's log probability and so many alternatives
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     seed: int | None = None
-    max_tokens: int | None = 16  # None: up to the model's limit
+    max_tokens: int | None = 16  # None: up to the model's limit; 0: prompt_logprobs alone
     min_tokens: int = 0  # no stop token or end token before so many
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -87,7 +88,15 @@ class SamplingParams:
         self._require(
             "seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"
         )
-        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more")
+        self._require(
+            "prompt_logprobs",
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            f"0 to {MAX_LOGPROBS}",
+        )
+        least = 1 if self.prompt_logprobs is None else 0
+        self._require(
+            "max_tokens", self.max_tokens is None or self.max_tokens >= least, f"{least} or more"
+        )
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._require("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
         self._require_at_most("stop", MAX_STOP_STRINGS, "strings")
@@ -102,12 +111,13 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def choice(self, index: int) -> "SamplingParams":
-        """The parameters of output `index` of `n` alone."""
+        """The parameters of output `index` of `n` alone. The first tells of the prompt, too."""
+        prompt_logprobs = None if index and self.max_tokens != 0 else self.prompt_logprobs
         seed = self.seed
         if seed is not None:
             # Beyond the largest 64-bit seed comes the smallest.
             seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
-        return replace(self, n=1, seed=seed)
+        return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

@@ -14,7 +14,6 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
 
 from formats.errors import InputError, one_line
 from qserve.chat_prompt import ChatPrompt, control_pattern
@@ -54,6 +53,9 @@ class Tokenizer:
         self.folder = str(folder)
         if not Path(folder).is_dir():
             raise TextError(self.folder, "is not a folder", "give the folder of a model")
+        # Here, not above: it takes as long as starting an engine process, and runs beside that.
+        from transformers import AutoTokenizer
+
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
@@ -104,6 +106,13 @@ class Tokenizer:
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    @functools.cached_property
+    def special_affixes(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` adds before and behind a text."""
+        plain, whole = self.encode("a", False), self.encode("a", True)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
     def encode_plain(self, text: str) -> list[int]:
         """Text to token ids of which none is a control token, whatever the text holds."""
         ids = self._encode_plain(text)
@@ -128,6 +137,10 @@ class Tokenizer:
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=False)
         return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them, such as \u0120the."""
+        return self._tokenizer.convert_ids_to_tokens(list(token_ids))
 
     def token_text(self, token: int) -> str:
         """One token's text as it is behind others: at the start some decoders drop a space."""
@@ -303,6 +316,8 @@ class TextDelta:
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: of token_ids, less a hidden end
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # where asked for, the first
+    num_cached: int = 0  # tokens of the prompt that were not computed
 
 
 class TextStream:
@@ -340,7 +355,12 @@ class TextStream:
                 return self._end_at(stop, shown, event, index + 1)
         logprobs = event.logprobs[:num_visible]
         if event.finish_reason is None:
-            return TextDelta(text="".join(shown), token_ids=event.token_ids, logprobs=logprobs)
+            return TextDelta(
+                text="".join(shown),
+                token_ids=event.token_ids,
+                logprobs=logprobs,
+                num_cached=event.num_cached,
+            )
         text, stop = self._take(self._detokenizer.flush())
         shown.append(text)
         if stop is not None and event.finish_reason != "error":
@@ -353,6 +373,7 @@ class TextStream:
             finish_reason=event.finish_reason,
             stop_reason=event.stop_token,
             logprobs=logprobs,
+            num_cached=event.num_cached,
         )
 
     def _end_at(self, stop: str, shown: list[str], event: RequestEvent, count: int) -> TextDelta:
@@ -364,6 +385,7 @@ class TextStream:
             finish_reason="stop",
             stop_reason=stop,
             logprobs=event.logprobs[:count],
+            num_cached=event.num_cached,
         )
 
     def _take(self, new: str) -> tuple[str, str | None]:

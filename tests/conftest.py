@@ -43,27 +43,88 @@ TINY = {
 GEMMA = {
     "head_dim": 16,
     "sliding_window": 9,
-    "query_pre_attn_scalar": 16,
+    # not head_dim, so that the one is not taken for the other
+    "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
 # family -> config class and what it adds; windows shorter than the prompts, so that they matter
 TINY_FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     "mistral": ("MistralConfig", {"sliding_window": 9}),
+    "ministral": (
+        "MinistralConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.6,
+            },
+        },
+    ),
     "qwen2": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
-    # those that only calibration knows
     "phi3": ("Phi3Config", {"pad_token_id": 0}),
-    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma2": (
+        "Gemma2Config",
+        # scores and logits of a tiny model are small: with the usual caps nothing bends
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {
             **GEMMA,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True, "pad_token_id": 0},
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 32}),
+    "olmo2": ("Olmo2Config", {"pad_token_id": 0}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "pad_token_id": 0,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 9, "sliding_window_pattern": 3}),
+    "glm4": (
+        "Glm4Config",
+        {"head_dim": 32, "pad_token_id": 0, "partial_rotary_factor": 0.5},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -75,6 +136,44 @@ TINY_FAMILIES = {
             "moe_intermediate_size": 32,
             "norm_topk_prob": True,
             "mlp_only_layers": [],
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "swiglu_limit": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.8,
+            "pad_token_id": 0,
         },
     ),
 }
@@ -120,26 +219,39 @@ def quantized_5m(docs_5m, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """family -> folder of a tiny random float model, made once."""
-    import transformers
-
     made = {}
 
     def make(family: str) -> Path:
         if family not in made:
-            cls, extra = TINY_FAMILIES[family]
-            config = getattr(transformers, cls)(**{**TINY, **extra})
-            torch.manual_seed(5)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            for name, parameter in model.named_parameters():
-                if "norm" in name or "bias" in name:
-                    # Gemma's norms multiply by 1 + weight
-                    is_one = "norm" in name and "gemma" not in family
-                    torch.nn.init.normal_(parameter, float(is_one), 0.2)
-            made[family] = tmp_path_factory.mktemp("tiny") / family
-            model.save_pretrained(made[family])
+            made[family] = make_tiny(
+                tmp_path_factory.mktemp("tiny") / family, *TINY_FAMILIES[family]
+            )
         return made[family]
 
     return make
+
+
+def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
+    """Write a tiny random float model."""
+    import transformers
+
+    config = getattr(transformers, config_class)(**{**TINY, **extra})
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name or "sinks" in name:
+            # Gemma's norms multiply by 1 + weight
+            is_one = "norm" in name and "Gemma" not in config_class
+            torch.nn.init.normal_(parameter, float(is_one), 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
+    if config.tie_word_embeddings and "Qwen" not in config_class:
+        # A head that is the embedding says the last token again where embeddings are large.
+        with torch.no_grad():
+            model.get_input_embeddings().weight.div_(16)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

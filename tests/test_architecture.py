@@ -33,13 +33,15 @@ QKERNELS_FLOORS = {
 OPERATIONS = {
     "wna16": {"linear.plan", "linear.prepared"},
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
-    "attention": {"rowwise.reference"},
+    "attention": {"rowwise.ops", "rowwise.reference"},
     "rowwise": {"linear.plan"},
+    "moe": {
+        *("linear.ops", "linear.prepared", "rowwise.ops"),
+        *("wna16.layout", "wna16.prepack", "wna16.triton_gemm"),
+    },
     "linear": {"rowwise.ops", "rowwise.reference"},
     "sampling": set(),
 }
-# module -> what it imports against these rules today; to be emptied
-BREACHES = {"attention.merge_splits": {"rowwise.limbs"}}
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {
     "formats": {"triton", "transformers", "fastapi"},
@@ -52,6 +54,7 @@ MUST_NOT_LOAD = {
     "qserve": {"torch", "transformers", "fastapi"},
     "qserve.cli": {"torch", "transformers", "fastapi"},
     "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
+    "qserve.engine.engine": {"fastapi", "transformers"},  # which takes seconds (filled_config.py)
     "qserve.engine.process": {"fastapi", "uvicorn", "prometheus_client"},
 }
 
@@ -141,8 +144,7 @@ def test_operations_import_no_variant_of_another(operation):
             for name in qkernels_imports(path)
             if name.partition(".")[0] in OPERATIONS.keys() - {operation}
         }
-        known = BREACHES.get(f"{operation}.{path.stem}", set())
-        assert foreign - OPERATIONS[operation] == known, f"{path} imports {sorted(foreign)}"
+        assert foreign <= OPERATIONS[operation], f"{path} imports {sorted(foreign)}"
 
 
 def test_every_folder_of_qkernels_has_a_rule():

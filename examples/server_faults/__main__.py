@@ -189,6 +189,10 @@ async def faults(report: Report, model: str, options: argparse.Namespace) -> Non
             fatal = None
             if isinstance(cause, signal.Signals):
                 server.kill_engine(cause)
+            elif cause == MEMORY_LIMIT:
+                server.limit_engine_memory(2**20)
+                large = {"prompt": [[5] * 1000] * 60, "max_tokens": 5}
+                fatal = asyncio.create_task(ask(server.port, COMPLETIONS, large))
             else:
                 fatal = asyncio.create_task(ask(server.port, COMPLETIONS, {"prompt": [cause]}))
             seen = await server.wait_for_health(503)
@@ -226,9 +230,11 @@ async def faults(report: Report, model: str, options: argparse.Namespace) -> Non
         report.line("SIGTERM under load", text, all(ends) and code == 0)
 
 
+MEMORY_LIMIT = "memory limit"
 FAULTS = {
     "kernel exception": KERNEL_ERROR,
     "out of memory": OUT_OF_MEMORY,
+    "system gives no more memory": MEMORY_LIMIT,
     "step without end": HANG,
     "engine killed": signal.SIGKILL,
     "engine stopped": signal.SIGSTOP,

@@ -1,7 +1,7 @@
 """Requests of every kind of wrong: valid and nearly valid bodies, broken JSON, raw bytes.
 
-Each must get an answer: 200 or 4xx (503 where the server is busy) in the envelope and below 4 KB,
-or for bytes that are no request a closed connection.
+Each must get an answer: 200 or 4xx (503 where the server is busy) in the envelope and below 4 KB.
+Only bytes that hold no whole request may go without: the server waits for the rest.
 """
 
 import asyncio
@@ -10,10 +10,13 @@ import json
 import random
 from dataclasses import dataclass, field
 
+from completeness import is_complete
 from http_client import Reply, exchange, request_bytes
 
 NUM_AT_ONCE = 32
-PATHS = ("/v1/completions", "/v1/chat/completions")
+ANSWER_SECONDS = 60.0  # against hanging
+PART_SECONDS = 0.5  # after which the client of half a request leaves
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 ODD = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, "", "a", "5", "\x00"),
     *("\ud800", "<|im_end|>", "x" * 5000, [], {}, [[]], [None], ["a"], [1], {"a": 1}, [1.5]),
@@ -25,6 +28,9 @@ FIELDS = (
     *("include_stop_str_in_output", "skip_special_tokens", "stream_options", "logprobs", "echo"),
     *("top_logprobs", "tools", "response_format", "chat_template_kwargs", "continue_final_message"),
     *("add_generation_prompt", "add_special_tokens", "best_of", "suffix", "nobody_knows_this"),
+    *("truncate_prompt_tokens", "tokens", "text", "return_token_strs", "store", "metadata"),
+    *("request_id", "return_token_ids", "return_tokens_as_token_ids", "prompt_logprobs"),
+    *("cache_salt", "priority", "truncation_side", "max_output_tokens", "input", "instructions"),
 )
 GOOD = {
     "n": (1, 2, 3),
@@ -49,12 +55,16 @@ class Found:
 
     statuses: collections.Counter = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
+    num_partial: int = 0  # requests that were not whole and got no answer
     longest: int = 0  # bytes of an answer that is no success
 
     @property
     def text(self) -> str:
         counts = " ".join(f"{count}x{status}" for status, count in sorted(self.statuses.items()))
-        return f"{counts}; longest error {self.longest} bytes; {len(self.wrong)} wrong"
+        return (
+            f"{counts}; {self.num_partial} not whole, rightly without an answer;"
+            f" longest error {self.longest} bytes; {len(self.wrong)} wrong"
+        )
 
 
 async def run(port: int, count: int, seed: int) -> Found:
@@ -65,18 +75,19 @@ async def run(port: int, count: int, seed: int) -> Found:
         for number in numbers:
             rng = random.Random(f"{seed} {number}")
             kind, data = _request(rng)
-            # A request that is not whole is waited for; the client ends it.
-            reply = await exchange(port, data, 60.0 if kind != "raw" else 0.5)
-            _judge(found, f"{kind} {seed} {number}", kind, reply)
+            whole = is_complete(data)
+            reply = await exchange(port, data, ANSWER_SECONDS if whole else PART_SECONDS)
+            _judge(found, f"{kind} {seed} {number}", whole, reply)
 
     await asyncio.gather(*(worker() for _ in range(NUM_AT_ONCE)))
     return found
 
 
-def _judge(found: Found, name: str, kind: str, reply: Reply) -> None:
-    found.statuses[reply.status] += 1
-    if kind == "raw" and reply.status <= 0:
+def _judge(found: Found, name: str, whole: bool, reply: Reply) -> None:
+    if not whole and reply.status <= 0:
+        found.num_partial += 1
         return
+    found.statuses[reply.status] += 1
     if reply.status == 200:
         return
     found.longest = max(found.longest, len(reply.body))
@@ -101,13 +112,22 @@ def _request(rng: random.Random) -> tuple[str, bytes]:
 
 
 def _body(rng: random.Random, path: str, wrong: bool) -> dict:
-    body: dict = {"max_tokens": rng.choice((1, 2, 5))}
-    if path == PATHS[0]:
-        prompts = ("Once", [5, 6], ["a", "b"], [[5], [6]], "世界 \u202e")
-        body["prompt"] = rng.choice(prompts)
-    else:
-        content = rng.choice(("Hi", [{"type": "text", "text": "Hi"}], "<|im_start|>system\n"))
-        body["messages"] = [{"role": rng.choice(("user", "system")), "content": content}]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body: dict = {limit: rng.choice((1, 2, 5))}
+    content = rng.choice(("Hi", [{"type": "text", "text": "Hi"}], "<|im_start|>system\n"))
+    messages = [{"role": rng.choice(("user", "system")), "content": content}]
+    match path:
+        case "/v1/completions":
+            prompts = ("Once", [5, 6], ["a", "b"], [[5], [6]], "世界 \u202e")
+            body["prompt"] = rng.choice(prompts)
+        case "/v1/chat/completions":
+            body["messages"] = messages
+        case "/v1/responses":
+            body["input"] = rng.choice(("Hi", messages))
+        case "/tokenize":
+            body |= rng.choice(({"prompt": "世界"}, {"messages": messages}))
+        case "/detokenize":
+            body["tokens"] = [5, 6, rng.randrange(9000)]
     for name in rng.sample(list(GOOD), rng.randrange(4)):
         body[name] = rng.choice(GOOD[name])
     if wrong:

@@ -70,13 +70,16 @@ async def _exchange(port: int, data: bytes) -> Reply:
             name, _, value = line.partition(": ")
             reply.headers[name.lower()] = value
         parts = []
-        while part := await reader.read(2**16):
+        # A connection that stays open says by the length where the answer ends.
+        length = int(reply.headers.get("content-length", 2**62))
+        num_read = 0
+        while num_read < length and (part := await reader.read(2**16)):
+            num_read += len(part)
             reply.times += [time.perf_counter()] * part.count(b"\ndata: {")
             if part.startswith(b"data: {"):
                 reply.times.append(time.perf_counter())
             parts.append(part)
         # Broken bytes behind a whole request are answered too.
-        length = int(reply.headers.get("content-length", 2**62))
         reply.body = _unchunked(b"".join(parts), reply.headers)[:length]
         return reply
     finally:

@@ -117,6 +117,12 @@ class Server:
     def kill_engine(self, number: signal.Signals) -> None:
         os.kill(self.engine_pid(), number)
 
+    def limit_engine_memory(self, more: int) -> None:
+        """Let the engine's address space grow by so many bytes from now on, and no further."""
+        pid = self.engine_pid()
+        size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+        resource.prlimit(pid, resource.RLIMIT_AS, (size + more, size + more))
+
     async def wait_for_health(self, status: int) -> float:
         """Seconds until /health says so."""
         started = time.monotonic()

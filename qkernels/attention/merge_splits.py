@@ -12,16 +12,10 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import in_words, store_limbs
-from qkernels.rowwise.limbs import to_limbs
 
 # Splits that are merged at once: 32 cost 1 us more than 8, empty or not.
 SPLITS_AT_ONCE = tl.constexpr(8)
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def whole(out_THD: torch.Tensor, limbs: LimbForm | None) -> torch.Tensor | Limbs:
-    """A result that was not split, in the requested form."""
-    return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
 
 def merge_splits(

@@ -18,11 +18,12 @@ from qkernels.attention.checks import (
 )
 from qkernels.attention.config import DECODE_MAX_ROWS
 from qkernels.attention.step import AttentionStep
-from qkernels.checks import check_float, check_limb_rows, check_tensor, expect_ndim
+from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput
+from qkernels.rowwise import ops as rowwise
 
 
 def apply_rope(
@@ -30,16 +31,17 @@ def apply_rope(
     k_TJD: torch.Tensor,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions; both results are new.
 
     `cos_sin` [max position, width] holds cos in its first half and sin in its second, float32;
     `width` may be less than D, then the other channels pass through. Channels c and c + width/2
-    make a pair.
+    make a pair, or 2 c and 2 c + 1 where they are interleaved.
     """
     check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
     run = dispatch.implementation("apply_rope", device=q_THD.device.type, dtype=q_THD.dtype)
-    return run(q_THD, k_TJD, cos_sin, positions_T)
+    return run(q_THD, k_TJD, cos_sin, positions_T, interleaved)
 
 
 def write_kv_(
@@ -73,13 +75,16 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """apply_rope, then write_kv_ of the rotated keys, in one pass. Returns the rotated queries.
 
-    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. `inputs_ready` says that
-    `positions` and `slots` were complete before the kernel in front of this one began, so that
-    they may be read while it still runs.
+    With `q_norm_D` and `k_norm_D`, rms_norm over each head comes first. Rotated queries are
+    multiplied by `query_scales` [max position], float32, of their positions. `inputs_ready` says
+    that `positions` and `slots` were complete before the kernel in front of this one began, so
+    that they may be read while it still runs.
     """
     op = "rope_write_kv_"
     check_split_k_heads(op, q_THD, k_TJD, v_TJD)
@@ -89,7 +94,10 @@ def rope_write_kv_(
         raise KernelError(f"{op} norms", "expected one for q and one for k, or none")
     if q_norm_D is not None:
         for name, norm in (("q_norm", q_norm_D), ("k_norm", k_norm_D)):
-            check_tensor(f"{op} {name}", norm, q_THD.shape[-1:], (q_THD.dtype,), q_THD)
+            check_norm(f"{op} {name}", norm, q_THD)
+    if query_scales is not None:
+        shape = (cos_sin.shape[0],)
+        check_tensor(f"{op} query_scales", query_scales, shape, (torch.float32,), q_THD)
     return _writer(op, q_THD, cache)(
         q_THD,
         k_TJD,
@@ -101,6 +109,8 @@ def rope_write_kv_(
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
+        interleaved=interleaved,
+        query_scales=query_scales,
         inputs_ready=inputs_ready,
     )
 
@@ -113,6 +123,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     kernel: str | None = None,
@@ -121,6 +132,7 @@ def paged_attention(
 
     window        a row sees itself and the window - 1 keys before it; None: all before it
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
+    sinks         float32 [H]: the score of one more key of each head, whose value is zero (gpt-oss)
     limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
     inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
                   they may be read while it still runs
@@ -155,6 +167,8 @@ def paged_attention(
         raise KernelError(
             "paged_attention soft_cap", f"expected None or a number above 0, found {soft_cap}"
         )
+    if sinks_H is not None:
+        check_tensor("paged_attention sinks", sinks_H, (heads,), (torch.float32,), q_THD)
     num_pages = step.block_tables_RX.shape[1]
     if step.max_context_len > num_pages * page_size:
         raise KernelError(
@@ -171,10 +185,11 @@ def paged_attention(
         page_size=page_size,
         pages_dtype=cache.k_pages.dtype,
         soft_cap=soft_cap is not None,
+        sinks=sinks_H is not None,
         chunk=chunk,
         tma_pages=not chunk or can_use_tma(cache.k_pages, cache.v_pages),
     )
-    return run(
+    out = run(
         q_THD,
         cache,
         step,
@@ -183,7 +198,11 @@ def paged_attention(
         soft_cap=soft_cap,
         limbs=limbs,
         inputs_ready=inputs_ready,
+        **({} if sinks_H is None else {"sinks_H": sinks_H}),
     )
+    if limbs is None or isinstance(out, Limbs):
+        return out
+    return rowwise.to_limbs(out.flatten(1), limbs)  # only a merge of splits makes limbs itself
 
 
 def _writer(op: str, x_THD: LinearOutput, cache: PagedKv):

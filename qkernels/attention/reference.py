@@ -29,10 +29,23 @@ def apply_rope(
     k_TJD: torch.Tensor,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the first cos_sin.shape[1] channels of each head, halves paired (NeoX), in float32."""
-    cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].chunk(2, dim=-1)
-    return _rotate(q_THD, cos_T1F, sin_T1F), _rotate(k_TJD, cos_T1F, sin_T1F)
+    """Rotate the first cos_sin.shape[1] channels of each head, in float32.
+
+    Halves are paired (NeoX), or neighbours where they are interleaved.
+    """
+    half = cos_sin.shape[1] // 2
+    cos_T1F, sin_T1F = cos_sin[positions_T.long()][:, None].split([half, half], dim=-1)
+    rotate = _rotate_neighbours if interleaved else _rotate
+    return rotate(q_THD, cos_T1F, sin_T1F), rotate(k_TJD, cos_T1F, sin_T1F)
+
+
+def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = 2 * cos.shape[-1]
+    first, second = x[..., 0:width:2].float(), x[..., 1:width:2].float()
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.flatten(-2).to(x.dtype), x[..., width:]], dim=-1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -98,14 +111,18 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor:
-    """Norm q and k where norms are given, rotate them, write k and v; returns q."""
+    """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled."""
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
         q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
-    q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T)
+    q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T, interleaved)
     write_kv_(k_TJD, v_TJD, cache, slots_T)
+    if query_scales is not None:
+        q_THD = (q_THD * query_scales[positions_T][:, None, None]).to(q_THD.dtype)
     return q_THD
 
 
@@ -119,6 +136,7 @@ def paged_attention(
     soft_cap: float | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
@@ -151,6 +169,7 @@ def paged_attention(
             scale,
             window,
             soft_cap,
+            sinks_H,
         ).to(out_THD.dtype)
     for r, count in enumerate(counts):
         if count > 1 and lengths[r] > 0:
@@ -164,6 +183,7 @@ def paged_attention(
                 scale,
                 window,
                 soft_cap,
+                sinks_H,
             ).to(out_THD.dtype)
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
@@ -187,12 +207,19 @@ def _attend(
     visible: torch.Tensor,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap * tanh(scale * q k / cap)) v, masked."""
-    if soft_cap is None:
+    """softmax(cap * tanh(scale * q k / cap)) v, masked. `sinks`: scores of one more key."""
+    if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-    scores = soft_cap * torch.tanh(q @ k.transpose(-1, -2) * (scale / soft_cap))
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v
+    scores = q @ k.transpose(-1, -2) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    with_sinks = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return with_sinks.softmax(-1)[..., :-1] @ v
 
 
 def _decode(
@@ -205,6 +232,7 @@ def _decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """One row for each request: the queries that share a KV head are rows of one product."""
     lengths_R1 = lengths_R.long()[:, None]
@@ -218,7 +246,8 @@ def _decode(
     index = (block_tables_RX.gather(1, positions_RL // page_size).long(), positions_RL % page_size)
     q_RJQD = q_RHD.float().unflatten(1, (num_kv_heads, -1))
     k_RJLD, v_RJLD = (pages.gather(index).transpose(1, 2) for pages in (keys, values))
-    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible_RL[:, None, None], scale, soft_cap)
+    sinks = None if sinks_H is None else sinks_H.view(num_kv_heads, -1, 1)
+    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible_RL[:, None, None], scale, soft_cap, sinks)
     return out_RJQD.flatten(1, 2)
 
 
@@ -231,6 +260,7 @@ def _chunk(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """The S last rows of one request, over the keys that any of them sees."""
     count, (page_size, num_kv_heads) = q_SHD.shape[0], keys.pages_PBJD.shape[1:3]
@@ -244,5 +274,6 @@ def _chunk(
     k_JLD, v_JLD = (pages.gather(index).transpose(0, 1) for pages in (keys, values))
     q_JQSD = q_SHD.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k_JQLD, v_JQLD = (x[:, None].expand(-1, q_JQSD.shape[1], -1, -1) for x in (k_JLD, v_JLD))
-    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap)
+    sinks = None if sinks_H is None else sinks_H.view(num_kv_heads, -1, 1, 1)
+    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap, sinks)
     return torch.where(queries_S1[:, :, None] >= 0, out_JQSD.flatten(0, 1).transpose(0, 1), 0)

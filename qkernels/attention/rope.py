@@ -13,6 +13,7 @@ def apply_rope(
     k_TJD: torch.Tensor,
     cos_sin: torch.Tensor,
     positions_T: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ops.apply_rope."""
     T, H, D = q_THD.shape
@@ -39,6 +40,7 @@ def apply_rope(
                 D=D,
                 PADDED_D=power_of_two(D),
                 WIDTH=cos_sin.shape[1],
+                INTERLEAVED=interleaved,
                 num_warps=1,
             )
     return q_out, k_out
@@ -61,17 +63,24 @@ def _apply_rope(
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     HALF: tl.constexpr = WIDTH // 2
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PADDED_D)
     turns = d < WIDTH
-    partner = tl.where(d < HALF, d + HALF, tl.where(turns, d - HALF, d))
-    frequency = tl.where(d < HALF, d, d - HALF)
+    if INTERLEAVED:
+        first = d % 2 == 0
+        partner = tl.where(turns, d ^ 1, d)
+        frequency = d // 2
+    else:
+        first = d < HALF
+        partner = tl.where(first, d + HALF, tl.where(turns, d - HALF, d))
+        frequency = tl.where(first, d, d - HALF)
     angle = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH + frequency
     cos = tl.load(angle, mask=turns, other=1.0)
     sin = tl.load(angle + HALF, mask=turns, other=0.0)
-    sin = tl.where(d < HALF, -sin, sin)
+    sin = tl.where(first, -sin, sin)
     if head < H:
         x_ptr = q_ptr + token * stride_qt + head * stride_qh
         out_ptr = q_out_ptr + (token * H + head) * D

@@ -43,6 +43,8 @@ def rope_write_kv_(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor:
     """As ops.rope_write_kv_."""
@@ -57,6 +59,8 @@ def rope_write_kv_(
         q_norm_D=q_norm_D,
         k_norm_D=k_norm_D,
         eps=eps,
+        interleaved=interleaved,
+        query_scales=query_scales,
         inputs_ready=inputs_ready,
     )
 
@@ -73,6 +77,8 @@ def _launch(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,
+    query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
     """Write k and v; with q, rotate q and k first. Returns the new q."""
@@ -108,6 +114,7 @@ def _launch(
             slots_T.contiguous(),
             None if q_norm_D is None else q_norm_D.contiguous(),
             None if k_norm_D is None else k_norm_D.contiguous(),
+            None if query_scales is None else query_scales.contiguous(),
             cache.k_pages,
             cache.v_pages,
             cache.k_scales,
@@ -125,6 +132,7 @@ def _launch(
             D=D,
             PADDED_D=padded_d,
             WIDTH=0 if cos_sin is None else cos_sin.shape[1],
+            INTERLEAVED=interleaved,
             B=cache.page_size,
             HEADS=heads,
             STATIC=cache.static_scales,
@@ -155,6 +163,7 @@ def _rope_write_kv(
     slots_ptr,  # [T]
     q_norm_ptr,  # [D] or None
     k_norm_ptr,
+    query_scales_ptr,  # [max position] or None
     k_pages_ptr,  # [P, B, J, D]
     v_pages_ptr,
     k_scales_ptr,  # [P, B, J] with 8-bit KV, else None
@@ -184,6 +193,7 @@ def _rope_write_kv(
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     B: tl.constexpr,
     HEADS: tl.constexpr,
     STATIC: tl.constexpr,
@@ -205,14 +215,19 @@ def _rope_write_kv(
         pdl_launch_and_wait()
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if q_ptr is not None:
-        cos, sin = _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH)
+        cos, sin = _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH, INTERLEAVED)
     if PDL and INPUTS_READY:
         pdl_launch_and_wait()
     if Q_BLOCKS > 0 and block < Q_BLOCKS:
         head = block * HEADS + n
         real = (head < H)[:, None] & (d < D)[None, :]
         rows = q_ptr + token * stride_qt + head * stride_qh
-        q = _rotated(rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, SUM)
+        q = _rotated(
+            rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, INTERLEAVED, SUM
+        )
+        if query_scales_ptr is not None:
+            scale = tl.load(query_scales_ptr + tl.load(positions_ptr + token).to(tl.int64))
+            q = (q.to(tl.float32) * scale).to(q_out_ptr.dtype.element_ty)
         tl.store(q_out_ptr + (token * H + head[:, None]) * D + d[None, :], q, mask=real)
         return
     if slot < 0:
@@ -223,7 +238,9 @@ def _rope_write_kv(
         real = (head < J)[:, None] & (d < D)[None, :]
         rows = k_ptr + token * stride_kt + head * stride_kj
         if q_ptr is not None:
-            k = _rotated(rows, real, stride_part, d, cos, sin, k_norm_ptr, eps, D, WIDTH, SUM)
+            k = _rotated(
+                rows, real, stride_part, d, cos, sin, k_norm_ptr, eps, D, WIDTH, INTERLEAVED, SUM
+            )
         else:
             k = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
         if k_scales_ptr is not None:
@@ -248,15 +265,20 @@ def _rope_write_kv(
 
 
 @triton.jit
-def _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH: tl.constexpr):
+def _angles(cos_sin_ptr, positions_ptr, token, d, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
     """One token's cosines and signed sines of the channels d; 1 and 0 beyond WIDTH."""
     HALF: tl.constexpr = WIDTH // 2
     turns = d < WIDTH
-    frequency = tl.where(d < HALF, d, d - HALF)
+    if INTERLEAVED:
+        first = d % 2 == 0
+        frequency = d // 2
+    else:
+        first = d < HALF
+        frequency = tl.where(first, d, d - HALF)
     row = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * WIDTH
     cos = tl.load(row + frequency, mask=turns, other=1.0)
     sin = tl.load(row + frequency + HALF, mask=turns, other=0.0)
-    return cos, tl.where(d < HALF, -sin, sin)
+    return cos, tl.where(first, -sin, sin)
 
 
 @triton.jit
@@ -271,12 +293,16 @@ def _rotated(
     eps,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     SUM: tl.constexpr,
 ):
     """Heads [HEADS, D], normed where a norm is given, rotated by one token's angles."""
     DTYPE: tl.constexpr = SUM.dtype
     HALF: tl.constexpr = WIDTH // 2
-    partner = tl.where(d < HALF, d + HALF, tl.where(d < WIDTH, d - HALF, d))
+    if INTERLEAVED:
+        partner = tl.where(d < WIDTH, d ^ 1, d)
+    else:
+        partner = tl.where(d < HALF, d + HALF, tl.where(d < WIDTH, d - HALF, d))
     x = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
     other = load_reduced(rows[:, None] + partner[None, :], real, stride_part, SUM)
     x, other = x.to(tl.float32), other.to(tl.float32)
@@ -291,7 +317,9 @@ def _rotated(
 @triton.jit
 def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
     """The end of an RMSNorm, rounded where rowwise.norm_act.rms_norm rounds."""
-    normed = (x * shrink).to(DTYPE).to(tl.float32)
+    normed = x * shrink
+    if weight.dtype != tl.float32:  # else the product alone is rounded
+        normed = normed.to(DTYPE).to(tl.float32)
     return (weight.to(tl.float32)[None, :] * normed).to(DTYPE).to(tl.float32)
 
 

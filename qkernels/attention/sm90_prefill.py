@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from qkernels.attention.cache import PagedKv
 from qkernels.attention.config import PREFILL_ROWS, prefill_split
-from qkernels.attention.merge_splits import merge_splits, whole
+from qkernels.attention.merge_splits import merge_splits
 from qkernels.attention.sm90_prefill_dequant import NUM_VECTORS, dequantize_pages
 from qkernels.attention.sm90_prefill_load import load_pages, load_queries
 from qkernels.attention.sm90_prefill_mma import SHRINK, attend
@@ -71,9 +71,9 @@ def paged_attention(
     P, B, J, _ = cache.k_pages.shape
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return whole(out_THD, limbs)
+        return out_THD
     if P == 0:
-        return whole(out_THD.zero_(), limbs)
+        return out_THD.zero_()
     if q_THD.data_ptr() % 16 or q_THD.stride(2) != 1 or any(s % 8 for s in q_THD.stride()[:2]):
         q_THD = q_THD.clone(memory_format=torch.contiguous_format)  # rows are loaded by 16 bytes
     group = H // J
@@ -131,7 +131,7 @@ def paged_attention(
             maxnreg=REGISTERS_8BIT if cache.is_8bit else REGISTERS,
         )
     if split == 1:
-        return whole(out_THD, limbs)
+        return out_THD
     return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
 
 

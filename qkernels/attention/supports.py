@@ -44,6 +44,8 @@ def hopper_attention(problem: Problem) -> str | None:
         return reason
     if not problem.chunk:
         return "made for the many rows of a prompt chunk"
+    if problem.sinks:
+        return "knows no sinks"
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.pages_dtype not in (None, problem.dtype, *CODE_DTYPES.values()):

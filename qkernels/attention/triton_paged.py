@@ -19,7 +19,7 @@ import triton.language as tl
 
 from qkernels.attention.cache import PagedKv
 from qkernels.attention.config import AttentionConfig, default_attention_config
-from qkernels.attention.merge_splits import merge_splits, whole
+from qkernels.attention.merge_splits import merge_splits
 from qkernels.attention.step import AttentionStep
 from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
@@ -43,6 +43,7 @@ def paged_attention(
     soft_cap: float | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
+    sinks_H: torch.Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> torch.Tensor | Limbs:
     """As ops.paged_attention; `config` replaces the tuned or default one."""
@@ -52,7 +53,7 @@ def paged_attention(
         q_THD = q_THD.contiguous()
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return whole(out_THD, limbs)
+        return out_THD
     if config is None:
         problem = {
             "num_requests": R,
@@ -73,7 +74,7 @@ def paged_attention(
             **problem,
             page_element_size=cache.k_pages.element_size(),
             sm_count=sm_count(q_THD.device),
-            gluon=gluon_refuses(q_THD, cache) is None,
+            gluon=sinks_H is None and gluon_refuses(q_THD, cache) is None,
         )
     partials = sums = None
     if config.split > 1:
@@ -132,6 +133,7 @@ def paged_attention(
                 *strides,
                 *cache.scale_strides,
                 step.block_tables_RX.stride(0),
+                sinks_H,
                 **constants,
                 PADDED_D=max(16, power_of_two(D)),
                 ALIGNMENT=alignment(*strides),
@@ -144,7 +146,7 @@ def paged_attention(
                 **pdl_options(q_THD, T),
             )
     if config.split == 1:
-        return whole(out_THD, limbs)
+        return out_THD
     return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
 
 
@@ -221,6 +223,7 @@ def _paged_attention(
     stride_vsb,
     stride_vsj,
     stride_table,
+    sinks_ptr,  # [H], or None
     H: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -275,6 +278,11 @@ def _paged_attention(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M], tl.float32)
     values = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
+    if sinks_ptr is not None:
+        # a key whose value is zero, of the first split
+        sink = tl.load(sinks_ptr + head, mask=m % PADDED_GROUP < GROUP, other=0.0)
+        largest = tl.where(split == 0, sink * 1.4426950408889634, largest)  # log2(e)
+        weights = tl.where(split == 0, 1.0, weights)
     table = tables_ptr + request.to(tl.int64) * stride_table
     k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
     if k_scales_ptr is not None:

@@ -18,6 +18,7 @@ from qkernels.bench import (
     fused_quant,
     host,
     linear,
+    moe,
     read_linear,
     sampling,
 )
@@ -36,6 +37,7 @@ OPS: dict[str, BenchedOp] = (
     | fused_quant.OPS
     | sampling.OPS
     | host.OPS
+    | moe.OPS
 )
 
 # Baselines that need a package: used only where it is installed, unless asked for by name.

@@ -1,6 +1,7 @@
 """Launching Triton kernels in a fraction of the host time that Triton itself takes."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from qkernels.gpu.device import INTERPRETED
 
 # launch key -> the kernel, its compiled form, and the values of its last parameters
 _COMPILED: dict[tuple, tuple[Any, Any, tuple]] = {}
+# launch key -> its compile job, while launches are recorded; None: they are not
+_RECORDED: dict[tuple, str] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -21,7 +24,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     parameters, `constants` the others and Triton's options. Descriptors come from gpu/tma.py.
     """
     key = None if INTERPRETED else _launch_key(kernel, arguments, constants)
-    if key is None:
+    if _RECORDED is not None:
+        _record(key, kernel, arguments, constants)
+    elif key is None:
         kernel[grid](*arguments, **constants)
     elif (found := _COMPILED.get(key)) is not None:
         _, compiled, rest = found
@@ -31,6 +36,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         parameters = list(kernel.signature.parameters.values())[len(arguments) :]
         rest = tuple(constants.get(each.name, each.default) for each in parameters)
         _COMPILED[key] = kernel, compiled, rest
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[dict[tuple, str]]:
+    """Within it nothing is launched: what would be is collected, as compile jobs by launch key.
+
+    Results of kernels hold anything meanwhile. One thread at a time.
+    """
+    global _RECORDED
+    _RECORDED = {}
+    try:
+        yield _RECORDED
+    finally:
+        _RECORDED = None
+
+
+def _record(key: tuple | None, kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
+    if key is None or key in _RECORDED or key in _COMPILED:
+        return
+    from qkernels.gpu.compile_jobs import NotDescribable, describe_launch  # imports triton
+
+    # Else it is compiled when it is launched.
+    with contextlib.suppress(NotDescribable):
+        _RECORDED[key] = describe_launch(kernel, arguments, constants)
 
 
 def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple | None:

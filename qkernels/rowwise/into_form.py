@@ -10,6 +10,16 @@ from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import LinearOutput
 from qkernels.rowwise import ops
+from qkernels.rowwise.branch import PLAIN, Branch
+
+
+def in_form(x_MK: torch.Tensor, form: InputForm) -> LinearInput:
+    """A tensor in a form."""
+    if isinstance(form, InputRounding):
+        return Codes(*ops.quantize_input(x_MK, *form))
+    if isinstance(form, LimbForm):
+        return ops.to_limbs(x_MK, form)
+    return x_MK
 
 
 def rms_norm_into(
@@ -26,17 +36,20 @@ def rms_norm_into(
 def add_rms_norm_into(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     form: InputForm,
+    branch: Branch = PLAIN,
 ) -> tuple[LinearInput, torch.Tensor]:
     """add_rms_norm, the norm in a form, the sum as a tensor."""
     if isinstance(form, InputRounding):
-        *codes, total_MC = ops.add_rms_norm_quantize(x_MC, residual_MC, weight_C, eps, *form)
+        *codes, total_MC = ops.add_rms_norm_quantize(
+            x_MC, residual_MC, weight_C, eps, *form, branch=branch
+        )
         return Codes(*codes), total_MC
     if isinstance(form, LimbForm):
-        return ops.add_rms_norm_limbs(x_MC, residual_MC, weight_C, eps, form)
-    return ops.add_rms_norm(x_MC, residual_MC, weight_C, eps)
+        return ops.add_rms_norm_limbs(x_MC, residual_MC, weight_C, eps, form, branch=branch)
+    return ops.add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
 
 
 def silu_and_mul_into(x_M2I: torch.Tensor, form: InputForm) -> LinearInput:
@@ -46,3 +59,12 @@ def silu_and_mul_into(x_M2I: torch.Tensor, form: InputForm) -> LinearInput:
     if isinstance(form, LimbForm):
         return ops.silu_and_mul_limbs(x_M2I, form)
     return ops.silu_and_mul(x_M2I)
+
+
+def gelu_and_mul_into(x_M2I: torch.Tensor, form: InputForm) -> LinearInput:
+    """gelu_and_mul in a form."""
+    if isinstance(form, InputRounding):
+        return Codes(*ops.gelu_and_mul_quantize(x_M2I, *form))
+    if isinstance(form, LimbForm):
+        return ops.gelu_and_mul_limbs(x_M2I, form)
+    return ops.gelu_and_mul(x_M2I)

@@ -21,7 +21,7 @@ def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
     return limbs_by_steps(_to_limbs, x_MK.contiguous(), x_MK.shape[1], form)
 
 
-def limbs_by_steps(kernel, x: torch.Tensor, K: int, form: LimbForm) -> Limbs:
+def limbs_by_steps(kernel, x: torch.Tensor, K: int, form: LimbForm, **constants: bool) -> Limbs:
     """Limbs of K inputs of each row of x, by a kernel that does some steps of a row in a block."""
     M, steps = x.shape[0], K // K_STEP
     limbs = empty_limbs(form, M, K, x.device)
@@ -35,6 +35,7 @@ def limbs_by_steps(kernel, x: torch.Tensor, K: int, form: LimbForm) -> Limbs:
             limbs.sums,
             M,
             steps,
+            **constants,
             FORM=form,
             BLOCK=STEPS_OF_BLOCK,
             num_warps=1,

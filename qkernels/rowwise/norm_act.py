@@ -13,6 +13,8 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
+from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise.branch_triton import changed_branch, gelu_argument, weighted
 
 
 def _warps(block: int) -> int:
@@ -27,18 +29,26 @@ def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+    x: LinearOutput,
+    residual: torch.Tensor,
+    weight_C: torch.Tensor | None,
+    eps: float,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ops.add_rms_norm."""
-    return _norm(x, residual.contiguous(), weight_C, eps)
+    return _norm(x, residual.contiguous(), weight_C, eps, branch)
 
 
 def _norm(
-    x: LinearOutput, residual: torch.Tensor | None, weight_C: torch.Tensor, eps: float
+    x: LinearOutput,
+    residual: torch.Tensor | None,
+    weight_C: torch.Tensor | None,
+    eps: float,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     C = x.shape[-1]
     source, stride_part, format = partials_source(contiguous(x))
-    out = torch.empty_like(source, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(out)
     block = power_of_two(C)
     if out.numel():
@@ -51,16 +61,18 @@ def _norm(
                 stride_part,
                 residual,
                 weight_C,
-                out,
+                branch.norm_C,
+                None if weight_C is None else out,
                 total,
                 C,
                 eps,
+                **branch.launch_constants(),
                 BLOCK=block,
                 num_warps=reduce_warps(block) if format.parts else _warps(block),
                 SUM=format,
                 **pdl_options(out, rows),
             )
-    return out, total
+    return total if weight_C is None else out, total
 
 
 @triton.jit
@@ -68,11 +80,14 @@ def _rms_norm(
     x_ptr,  # [M, C], or parts of it (split_k_triton.py)
     stride_part,
     residual_ptr,  # [M, C] or None
-    weight_ptr,  # [C]
-    out_ptr,  # [M, C]
+    weight_ptr,  # [C] or None: the sum alone
+    branch_ptr,  # [C] or None
+    out_ptr,  # [M, C], or None without a weight
     total_ptr,  # [M, C] or None
     C,
     eps,
+    BRANCH_EPS: tl.constexpr,
+    BRANCH_FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,25 +96,38 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64) * C
     c = tl.arange(0, BLOCK)
     mask = c < C
-    weight = tl.load(weight_ptr + c, mask=mask, other=0.0)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + c, mask=mask, other=0.0)
+    branch = None
+    if branch_ptr is not None:
+        branch = tl.load(branch_ptr + c, mask=mask, other=0.0)
     if PDL:
         # after the weight, which never changes; x is the previous kernel's until it ends
         pdl_launch_and_wait()
     x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
+        x = changed_branch(x, branch, C, BRANCH_EPS, BRANCH_FACTOR, DTYPE)
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded
         rounded = x.to(DTYPE)
         tl.store(total_ptr + row + c, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(DTYPE)
-    tl.store(
-        out_ptr + row + c, (weight.to(tl.float32) * normed.to(tl.float32)).to(DTYPE), mask=mask
-    )
+    if weight_ptr is not None:
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)
+        tl.store(out_ptr + row + c, weighted(normed, weight, DTYPE), mask=mask)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """As ops.silu_and_mul."""
+    return _act_and_mul(x, gelu=False)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """As ops.gelu_and_mul."""
+    return _act_and_mul(x, gelu=True)
+
+
+def _act_and_mul(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     x = x.contiguous()
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
@@ -113,6 +141,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
                 x,
                 out,
                 width,
+                GELU=gelu,
                 BLOCK=block,
                 num_warps=4,
                 **pdl_options(x, rows),
@@ -125,6 +154,7 @@ def _silu_and_mul(
     x_ptr,
     out_ptr,
     I,  # noqa: E741  the legend's name
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -135,5 +165,6 @@ def _silu_and_mul(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * I + c, mask=c < I, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * I + I + c, mask=c < I, other=0.0).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    argument = gelu_argument(gate) if GELU else gate
+    activated = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
     tl.store(out_ptr + row * I + c, (activated * up).to(DTYPE), mask=c < I)

@@ -13,6 +13,8 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import load_steps, store_limbs, store_steps
+from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise.branch_triton import gelu_argument, weighted
 from qkernels.rowwise.limbs import limbs_by_steps, to_limbs
 from qkernels.rowwise.norm_act import add_rms_norm, rms_norm
 
@@ -31,27 +33,29 @@ def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form:
 def add_rms_norm_limbs(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     form: LimbForm,
+    branch: Branch = PLAIN,
 ) -> tuple[Limbs, torch.Tensor]:
     """As ops.add_rms_norm_limbs."""
-    return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, form)
+    return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, form, branch)
 
 
 def _norm(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor | None,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     form: LimbForm,
+    branch: Branch = PLAIN,
 ) -> tuple[Limbs, torch.Tensor | None]:
     M, C = x_MC.shape
     if C > MOST_CHANNELS:
         if residual_MC is None:
             normed_MC, total_MC = rms_norm(x_MC, weight_C, eps), None
         else:
-            normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+            normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
         return to_limbs(normed_MC, form), total_MC
     x_MC = x_MC.contiguous()
     limbs = empty_limbs(form, M, C, x_MC.device)
@@ -65,6 +69,7 @@ def _norm(
             x_MC,
             residual_MC,
             weight_C,
+            branch.norm_C,
             total_MC,
             limbs.words,
             limbs.scales,
@@ -72,6 +77,7 @@ def _norm(
             M,
             steps,
             eps,
+            **branch.launch_constants(),
             FORM=form,
             WHOLE=whole,
             BLOCK=NORM_STEPS,
@@ -85,7 +91,8 @@ def _norm(
 def _rms_norm_limbs(
     x_ptr,  # [M, C]
     residual_ptr,  # [M, C] or None
-    weight_ptr,  # [C]
+    weight_ptr,  # [C] or None: the sum alone
+    branch_ptr,  # [C] or None
     total_ptr,  # [M, C] or None
     words_ptr,
     scales_ptr,
@@ -93,6 +100,8 @@ def _rms_norm_limbs(
     M,
     steps,
     eps,
+    BRANCH_EPS: tl.constexpr,
+    BRANCH_FACTOR: tl.constexpr,
     FORM: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -104,13 +113,24 @@ def _rms_norm_limbs(
     row = m.to(tl.int64) * steps * 128
     c = tl.arange(0, WHOLE)
     inside = c < steps * 128
-    weight = load_steps(weight_ptr, first, steps, BLOCK, FORM).to(tl.float32)
+    if weight_ptr is not None:
+        weight = load_steps(weight_ptr, first, steps, BLOCK, FORM).to(tl.float32)
+    if branch_ptr is not None:
+        branch = tl.load(branch_ptr + c, mask=inside, other=0.0)
+        own_branch = load_steps(branch_ptr, first, steps, BLOCK, FORM)
     if PDL:
         # after the weight, which never changes; x is the previous kernel's until it ends
         pdl_launch_and_wait()
     x = tl.load(x_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
     own = load_steps(x_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
     if residual_ptr is not None:
+        if branch_ptr is not None:
+            shrink = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + BRANCH_EPS)
+            x = weighted(x * shrink, branch, DTYPE).to(tl.float32)
+            own = weighted(own * shrink, own_branch, DTYPE).to(tl.float32)
+        if BRANCH_FACTOR != 1.0:
+            x = (x * BRANCH_FACTOR).to(DTYPE).to(tl.float32)
+            own = (own * BRANCH_FACTOR).to(DTYPE).to(tl.float32)
         x += tl.load(residual_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
         own += load_steps(residual_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded
@@ -118,14 +138,27 @@ def _rms_norm_limbs(
         rounded = own.to(DTYPE)
         store_steps(total_ptr + row, rounded, first, steps, FORM)
         own = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + eps)
-    y = (weight * (own * factor).to(DTYPE).to(tl.float32)).to(DTYPE)
+    if weight_ptr is None:
+        y = own.to(DTYPE)
+    else:
+        factor = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + eps)
+        normed = own * factor
+        if weight_ptr.dtype.element_ty != tl.float32:  # else the product alone is rounded
+            normed = normed.to(DTYPE).to(tl.float32)
+        y = (weight * normed).to(DTYPE)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
 
 
 def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.silu_and_mul_limbs."""
-    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), x_M2I.shape[1] // 2, form)
+    width = x_M2I.shape[1] // 2
+    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), width, form, GELU=False)
+
+
+def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
+    """As ops.gelu_and_mul_limbs."""
+    width = x_M2I.shape[1] // 2
+    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), width, form, GELU=True)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -136,6 +169,7 @@ def _silu_and_mul_limbs(
     sums_ptr,
     M,
     steps,
+    GELU: tl.constexpr,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -148,6 +182,7 @@ def _silu_and_mul_limbs(
         pdl_launch_and_wait()
     gate = load_steps(row_ptr, first, steps, BLOCK, FORM).to(tl.float32)
     up = load_steps(row_ptr + steps * 128, first, steps, BLOCK, FORM).to(tl.float32)
-    activated = (gate / (1 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    argument = gelu_argument(gate) if GELU else gate
+    activated = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
     y = (activated * up).to(DTYPE)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

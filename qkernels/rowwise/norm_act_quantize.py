@@ -18,6 +18,8 @@ from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.codes_triton import CODE_RANGE, encode, scale_of_chunks
 from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
+from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise.branch_triton import changed_branch, gelu_argument
 from qkernels.rowwise.quantize import NO_PDL, dependent_launch, row_chunks, row_warps
 
 
@@ -36,22 +38,24 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     activation: ActivationSpec,
     scale: torch.Tensor | None = None,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As ops.add_rms_norm_quantize."""
-    return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, activation, scale)
+    return _norm(x_MC, residual_MC.contiguous(), weight_C, eps, activation, scale, branch)
 
 
 def _norm(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor | None,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     activation: ActivationSpec,
     scale: torch.Tensor | None,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     M, C = x_MC.shape
     source, stride_part, format = partials_source(contiguous(x_MC))
@@ -67,12 +71,14 @@ def _norm(
                 stride_part,
                 residual_MC,
                 weight_C,
+                branch.norm_C,
                 total_MC,
                 None if activation.dynamic else scale,
                 codes_MC,
                 scales_M1,
                 C,
                 eps,
+                **branch.launch_constants(),
                 BLOCK=block,
                 num_warps=reduce_warps(block) if format.parts else row_warps(block),
                 SUM=format,
@@ -86,6 +92,19 @@ def silu_and_mul_quantize(
     x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ops.silu_and_mul_quantize."""
+    return _act_and_mul_quantize(x_M2I, activation, scale, gelu=False)
+
+
+def gelu_and_mul_quantize(
+    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.gelu_and_mul_quantize."""
+    return _act_and_mul_quantize(x_M2I, activation, scale, gelu=True)
+
+
+def _act_and_mul_quantize(
+    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None, *, gelu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     M, width = x_M2I.shape[0], x_M2I.shape[1] // 2
     x_M2I = x_M2I.contiguous()
     codes_MI, scales_M1 = _empty_codes(M, width, activation, x_M2I.device)
@@ -107,6 +126,7 @@ def silu_and_mul_quantize(
                 width,
                 CHUNK=chunk,
                 CHUNKS=chunks,
+                GELU=gelu,
                 num_warps=warps,
                 maxnreg=(80 if many else 96) if bounded else None,
                 **_rounding(activation),
@@ -138,13 +158,16 @@ def _rms_norm_quantize(
     x_ptr,  # [M, C], or parts of it (split_k_triton.py)
     stride_part,
     residual_ptr,  # [M, C] or None
-    weight_ptr,  # [C]
+    weight_ptr,  # [C] or None: the sum alone
+    branch_ptr,  # [C] or None
     total_ptr,  # [M, C] or None
     scale_ptr,  # [] or None: dynamic
     codes_ptr,  # [M, C]
     scales_ptr,  # [M]
     C,
     eps,
+    BRANCH_EPS: tl.constexpr,
+    BRANCH_FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -159,18 +182,28 @@ def _rms_norm_quantize(
     row = place * C
     c = tl.arange(0, BLOCK)
     mask = c < C
-    weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    branch = None
+    if branch_ptr is not None:
+        branch = tl.load(branch_ptr + c, mask=mask, other=0.0)
     if PDL:
         pdl_launch_and_wait(LAUNCH_FIRST)
     x = load_reduced(x_ptr + row + c, mask, stride_part, SUM).to(tl.float32)
     if residual_ptr is not None:
+        x = changed_branch(x, branch, C, BRANCH_EPS, BRANCH_FACTOR, DTYPE)
         x += tl.load(residual_ptr + row + c, mask=mask, other=0.0).to(tl.float32)
         # the model's residual stream is in DTYPE, and the norm sees it rounded
         rounded = x.to(DTYPE)
         tl.store(total_ptr + row + c, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(DTYPE).to(tl.float32)
-    y = (weight * normed).to(DTYPE)
+    if weight_ptr is None:
+        y = x.to(DTYPE)
+    else:
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)
+        if weight_ptr.dtype.element_ty != tl.float32:  # else the product alone is rounded
+            normed = normed.to(DTYPE).to(tl.float32)
+        y = (weight * normed).to(DTYPE)
     DYNAMIC: tl.constexpr = scale_ptr is None
     scale = scale_of_chunks((y,), LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
     codes = encode(y, scale, SMALLEST, LARGEST, codes_ptr.dtype.element_ty, DYNAMIC, INTERPRETED)
@@ -179,12 +212,12 @@ def _rms_norm_quantize(
 
 
 @triton.jit
-def _silu(x, INTERPRETED: tl.constexpr):
-    """x / (1 + exp(-x)) in float32, in 5 instructions and not 20: no overflow to handle here."""
+def _over_sigmoid(x, z, INTERPRETED: tl.constexpr):
+    """x / (1 + exp(-z)) in float32, in 5 instructions and not 20: no overflow to handle here."""
     if INTERPRETED:
-        return x / (1 + tl.exp(-x))
+        return x / (1 + tl.exp(-z))
     power = tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [z * -1.4426950408889634], tl.float32, True, 1
     )
     inverse = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1], tl.float32, True, 1
@@ -201,6 +234,7 @@ def _silu_and_mul_quantize(
     I,  # noqa: E741  the legend's name
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    GELU: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -224,7 +258,9 @@ def _silu_and_mul_quantize(
         ups = ups + (tl.load(ptrs + I, mask=mask, other=0.0),)
     ys = ()
     for i in tl.static_range(CHUNKS):
-        activated = _silu(gates[i].to(tl.float32), INTERPRETED).to(DTYPE).to(tl.float32)
+        gate = gates[i].to(tl.float32)
+        argument = gelu_argument(gate) if GELU else gate
+        activated = _over_sigmoid(gate, argument, INTERPRETED).to(DTYPE).to(tl.float32)
         ys = ys + ((activated * ups[i].to(tl.float32)).to(DTYPE),)
     scale = scale_of_chunks(ys, LARGEST, MIN_SCALE) if DYNAMIC else tl.load(scale_ptr)
     CODE: tl.constexpr = codes_ptr.dtype.element_ty

@@ -7,10 +7,11 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels import dispatch
-from qkernels.checks import check_float, check_limb_rows, check_tensor, expect_ndim
+from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput
+from qkernels.rowwise.branch import PLAIN, Branch
 
 
 def quantize_input(
@@ -61,7 +62,7 @@ def rms_norm_quantize(
     """quantize_input(rms_norm(x)) of x [M, C], in one pass."""
     op = "rms_norm_quantize"
     check_quantized(op, x_MC, activation, scale)
-    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    check_norm(f"{op} weight", weight_C, x_MC)
     run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
     return run(x_MC, weight_C, eps, activation, scale)
 
@@ -69,19 +70,21 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     activation: ActivationSpec,
     scale: torch.Tensor | None = None,
     kernel: str | None = None,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (*quantize_input(rms_norm(x + residual)), x + residual), all new."""
+    """Returns (*quantize_input(y), sum) of add_rms_norm's (y, sum), all new."""
     op = "add_rms_norm_quantize"
     check_quantized(op, x_MC, activation, scale, parts=True)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
-    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    check_norm(f"{op} weight", weight_C, x_MC)
+    check_norm(f"{op} branch", branch.norm_C, x_MC)
     run = _run_quantized(op, x_MC, x_MC.shape[1], activation, kernel)
-    return run(x_MC, residual_MC, weight_C, eps, activation, scale)
+    return run(x_MC, residual_MC, weight_C, eps, activation, scale, branch)
 
 
 def silu_and_mul_quantize(
@@ -91,37 +94,78 @@ def silu_and_mul_quantize(
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """quantize_input(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
-    op = "silu_and_mul_quantize"
+    return _act_and_mul_quantize("silu_and_mul_quantize", x_M2I, activation, scale, kernel)
+
+
+def gelu_and_mul_quantize(
+    x_M2I: torch.Tensor,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input(gelu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
+    return _act_and_mul_quantize("gelu_and_mul_quantize", x_M2I, activation, scale, kernel)
+
+
+def _act_and_mul_quantize(
+    op: str,
+    x_M2I: torch.Tensor,
+    activation: ActivationSpec,
+    scale: torch.Tensor | None,
+    kernel: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     check_quantized(op, x_M2I, activation, scale)
-    if x_M2I.shape[1] % 2:
-        raise KernelError(f"{op} x", f"expected an even last dim, found {list(x_M2I.shape)}")
+    _check_halves(op, x_M2I)
     run = _run_quantized(op, x_M2I, x_M2I.shape[1] // 2, activation, kernel)
     return run(x_M2I, activation, scale)
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm of x [..., C] over its last dim, times weight [C]; float32 inside."""
+    """Root-mean-square norm of x [..., C] over its last dim, times weight [C]; float32 inside.
+
+    With a weight in x's dtype, x over its root mean square is rounded before it is multiplied, as
+    in Llama. With a float32 weight the product alone is rounded, as in Gemma.
+    """
     check_float("rms_norm x", x)
-    check_tensor("rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
+    check_norm("rms_norm weight", weight_C, x)
     return _run("rms_norm", x)(x, weight_C, eps)
 
 
 def add_rms_norm(
-    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+    x: LinearOutput,
+    residual: torch.Tensor,
+    weight_C: torch.Tensor | None,
+    eps: float,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(x + residual), x + residual), both new."""
+    """Returns (rms_norm(b + residual), b + residual), both new; b is x after the branch's changes.
+
+    Without a weight nothing is normed: the first result is the second.
+    """
     check_float("add_rms_norm x", x, parts=True)
     check_tensor("add_rms_norm residual", residual, x.shape, (x.dtype,), x)
-    check_tensor("add_rms_norm weight", weight_C, x.shape[-1:], (x.dtype,), x)
-    return _run("add_rms_norm", x)(x, residual, weight_C, eps)
+    check_norm("add_rms_norm weight", weight_C, x)
+    check_norm("add_rms_norm branch", branch.norm_C, x)
+    return _run("add_rms_norm", x)(x, residual, weight_C, eps, branch)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for x [..., 2 I], gate beside up: [..., I]."""
     check_float("silu_and_mul x", x)
-    if x.shape[-1] % 2:
-        raise KernelError("silu_and_mul x", f"expected an even last dim, found {list(x.shape)}")
+    _check_halves("silu_and_mul", x)
     return _run("silu_and_mul", x)(x)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, with the tanh approximation, for x [..., 2 I], gate beside up: [..., I]."""
+    check_float("gelu_and_mul x", x)
+    _check_halves("gelu_and_mul", x)
+    return _run("gelu_and_mul", x)(x)
+
+
+def _check_halves(op: str, x: torch.Tensor) -> None:
+    if x.shape[-1] % 2:
+        raise KernelError(f"{op} x", f"expected an even last dim, found {list(x.shape)}")
 
 
 def _run(op: str, x: LinearOutput):
@@ -142,10 +186,9 @@ def _run_quantized(
 
 
 def to_limbs(x_MK: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
-    """The inputs of a linear, float16 or bfloat16, as 8-bit limbs (limbs.py).
+    """The inputs of a linear, float16 or bfloat16, as 8-bit limbs (operands/limbs.py).
 
-    What makes limbs puts them into the device's workspace: one `linear_limbs` must follow before
-    anything else multiplies. `kernel` names a row of qkernels.dispatch instead of the best one.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
     """
     check_limbs("to_limbs", x_MK, form)
     return _run_limbs("to_limbs", x_MK, kernel)(x_MK, form)
@@ -161,30 +204,38 @@ def rms_norm_limbs(
     """to_limbs(rms_norm(x)) of x [M, C], in one pass."""
     op = "rms_norm_limbs"
     check_limbs(op, x_MC, form)
-    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
+    check_norm(f"{op} weight", weight_C, x_MC)
     return _run_limbs(op, x_MC, kernel)(x_MC, weight_C, eps, form)
 
 
 def add_rms_norm_limbs(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     form: LimbForm,
     kernel: str | None = None,
+    branch: Branch = PLAIN,
 ) -> tuple[Limbs, torch.Tensor]:
-    """Returns (to_limbs(rms_norm(x + residual)), x + residual)."""
+    """Returns (to_limbs(y), sum) of add_rms_norm's (y, sum)."""
     op = "add_rms_norm_limbs"
     check_limbs(op, x_MC, form)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
-    check_tensor(f"{op} weight", weight_C, x_MC.shape[-1:], (x_MC.dtype,), x_MC)
-    return _run_limbs(op, x_MC, kernel)(x_MC, residual_MC, weight_C, eps, form)
+    check_norm(f"{op} weight", weight_C, x_MC)
+    check_norm(f"{op} branch", branch.norm_C, x_MC)
+    return _run_limbs(op, x_MC, kernel)(x_MC, residual_MC, weight_C, eps, form, branch)
 
 
 def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
     """to_limbs(silu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
     check_limbs("silu_and_mul_limbs", x_M2I, form, halves=2)
     return _run_limbs("silu_and_mul_limbs", x_M2I, kernel)(x_M2I, form)
+
+
+def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
+    """to_limbs(gelu_and_mul(x)) of x [M, 2 I], gate beside up, in one pass."""
+    check_limbs("gelu_and_mul_limbs", x_M2I, form, halves=2)
+    return _run_limbs("gelu_and_mul_limbs", x_M2I, kernel)(x_M2I, form)
 
 
 def _run_limbs(op: str, x: torch.Tensor, kernel: str | None):

@@ -12,6 +12,7 @@ from formats.scheme import ActivationSpec
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.operands.split_k import LinearOutput, reduced
+from qkernels.rowwise.branch import PLAIN, Branch
 
 
 def quantize_input(
@@ -38,24 +39,45 @@ def quantize_input_asymmetric(
 
 
 def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dim, rounding where transformers' LlamaRMSNorm does."""
+    """Root-mean-square norm over the last dim, rounding where transformers' LlamaRMSNorm does.
+
+    With a float32 weight where its GemmaRMSNorm does.
+    """
     x_float = x.float()
     normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
-    return weight_C * normed.to(x.dtype)
+    return (weight_C * normed.to(weight_C.dtype)).to(x.dtype)
 
 
 def add_rms_norm(
-    x: LinearOutput, residual: torch.Tensor, weight_C: torch.Tensor, eps: float
+    x: LinearOutput,
+    residual: torch.Tensor,
+    weight_C: torch.Tensor | None,
+    eps: float,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(x + residual), x + residual); the sum is rounded before it is normed."""
-    total = reduced(x) + residual
-    return rms_norm(total, weight_C, eps), total
+    """Returns (rms_norm(b + residual), b + residual), b being x after the branch's changes.
+
+    What is made on the way is rounded: by the branch's norm, by its factor, and the sum.
+    """
+    x = reduced(x)
+    if branch.norm_C is not None:
+        x = rms_norm(x, branch.norm_C, branch.eps)
+    if branch.factor != 1:
+        x = x * branch.factor
+    total = x + residual
+    return total if weight_C is None else rms_norm(total, weight_C, eps), total
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where x [..., 2 I] is gate beside up."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up with the tanh approximation, where x [..., 2 I] is gate beside up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def rms_norm_quantize(
@@ -72,13 +94,14 @@ def rms_norm_quantize(
 def add_rms_norm_quantize(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     activation: ActivationSpec,
     scale: torch.Tensor | None = None,
+    branch: Branch = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """quantize_input of add_rms_norm, and the sum."""
-    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
     return *quantize_input(normed_MC, activation, scale), total_MC
 
 
@@ -89,6 +112,13 @@ def silu_and_mul_quantize(
     return quantize_input(silu_and_mul(x_M2I), activation, scale)
 
 
+def gelu_and_mul_quantize(
+    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_input of gelu_and_mul."""
+    return quantize_input(gelu_and_mul(x_M2I), activation, scale)
+
+
 def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: LimbForm) -> Limbs:
     """to_limbs of rms_norm."""
     return to_limbs(rms_norm(x_MC, weight_C, eps), form)
@@ -97,15 +127,21 @@ def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form:
 def add_rms_norm_limbs(
     x_MC: torch.Tensor,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor,
+    weight_C: torch.Tensor | None,
     eps: float,
     form: LimbForm,
+    branch: Branch = PLAIN,
 ) -> tuple[Limbs, torch.Tensor]:
     """to_limbs of add_rms_norm, and the sum."""
-    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps)
+    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
     return to_limbs(normed_MC, form), total_MC
 
 
 def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
     """to_limbs of silu_and_mul."""
     return to_limbs(silu_and_mul(x_M2I), form)
+
+
+def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
+    """to_limbs of gelu_and_mul."""
+    return to_limbs(gelu_and_mul(x_M2I), form)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 INVALID_TOKEN = -1  # stands for a row whose logits hold NaN
@@ -48,6 +49,9 @@ INTEGERS = tuple(field.name for field in fields(SampleRow) if field.type is int)
 NUMBERS = FLOATS + INTEGERS  # the words of a row, in order
 BIAS_START, BIAS_END = len(NUMBERS), len(NUMBERS) + 1  # then its entries of bias_E
 NUM_WORDS = len(NUMBERS) + 2
+TEMPERATURE, TOP_P, MIN_P, TOP_K, POSITION, NUM_LOGPROBS = map(
+    NUMBERS.index, ("temperature", "top_p", "min_p", "top_k", "position", "num_logprobs")
+)
 _floats_of, _integers_of = attrgetter(*FLOATS), attrgetter(*INTEGERS)
 
 
@@ -76,14 +80,23 @@ class SampleSettings:
         words, biases = [], []
         for row in rows:
             start = len(biases)
-            biases += [token << 32 | _bits(value)[0] for token, value in row.bias]
-            words.append((*_bits(*_floats_of(row)), *_integers_of(row), start, len(biases)))
+            biases += pack_bias(row)
+            words.append((*pack_row(row), start, len(biases)))
+        words_SP = np.array(words, np.int64).reshape(-1, NUM_WORDS)
+        return cls.of_words(words_SP, np.array(biases, np.int64))
+
+    @classmethod
+    def of_words(cls, words_SP: np.ndarray, bias_E: np.ndarray) -> "SampleSettings":
+        """Of rows that `pack_row` and `pack_bias` packed, with the ends of each row's biases."""
+        temperature_S, top_k_S = words_SP[:, TEMPERATURE], words_SP[:, TOP_K]
+        # bits of floats that are not negative are in the order of the floats
+        chooses_S = (top_k_S > 0) | (words_SP[:, TOP_P] < ONE) | (words_SP[:, MIN_P] > 0)
         return cls(
-            words_SP=torch.tensor(words, dtype=torch.int64).view(-1, NUM_WORDS),
-            bias_E=torch.tensor(biases, dtype=torch.int64),
-            any_random=any(row.temperature > 0 for row in rows),
-            any_filter=any(row.filters for row in rows),
-            num_logprobs=max((row.num_logprobs for row in rows), default=-1),
+            words_SP=torch.from_numpy(words_SP),
+            bias_E=torch.from_numpy(bias_E),
+            any_random=bool((temperature_S > 0).any()),
+            any_filter=bool(((temperature_S > 0) & chooses_S).any()),
+            num_logprobs=int(words_SP[:, NUM_LOGPROBS].max(initial=-1)),
         )
 
     def to(self, device: torch.device) -> "SampleSettings":
@@ -102,6 +115,19 @@ class SampleSettings:
         return column_S.to(torch.int32).view(torch.float32) if name in FLOATS else column_S
 
 
+def pack_row(row: SampleRow) -> tuple[int, ...]:
+    """The first words of a row: its numbers, without its biases."""
+    return (*_bits(*_floats_of(row)), *_integers_of(row))
+
+
+def pack_bias(row: SampleRow) -> list[int]:
+    """A row's entries of bias_E."""
+    return [token << 32 | _bits(value)[0] for token, value in row.bias]
+
+
 def _bits(*values: float) -> tuple[int, ...]:
     """The float32 bits of numbers, 0 to 2^32 - 1."""
     return struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
+
+
+ONE = _bits(1.0)[0]

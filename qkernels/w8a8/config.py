@@ -33,6 +33,7 @@ class W8A8TritonConfig:
     weight_is_a: bool = True  # y^T = W x^T: few rows of x are then the narrow operand B
     pdl: bool = True  # programmatic dependent launch
     group_m: int = 8  # row tiles that run side by side, to share weight rows in the L2
+    use_tma: bool = True
 
 
 _BARRIER_BYTES = 256  # of shared memory, in addition to the stages
@@ -84,6 +85,16 @@ def fitted(config: W8A8TritonConfig, shared_bytes: int) -> W8A8TritonConfig:
     stage = (config.block_m + config.block_n) * config.block_k
     fits = (shared_bytes - _BARRIER_BYTES) // stage
     return replace(config, stages=max(1, min(config.stages, fits)))
+
+
+def without_tma(config: W8A8TritonConfig) -> W8A8TritonConfig:
+    """The config for a GPU without TMA.
+
+    There a descriptor is loads that Triton does not pipeline. Such a GPU has no wgmma either: both
+    operands go through registers, and 4 warps spill a few at 128 rows.
+    """
+    warps = max(8, config.warps) if config.block_m >= 128 else config.warps
+    return replace(config, use_tma=False, warps=warps)
 
 
 def _split(M: int, N: int, tiles: int, steps: int, min_steps: int, max_blocks: int) -> int:

@@ -1,8 +1,9 @@
-"""y = x W^T with 8-bit weights and 8-bit activations, in Triton, on GPUs with TMA.
+"""y = x W^T with 8-bit weights and 8-bit activations, in Triton.
 
 Integer codes are summed exactly in int32, float8 codes in float32. The scales of the row and of the
 output multiply the sum once, in the epilogue. Weight and codes are loaded by TMA, which pads the
-edge tiles with zeros. The only PTX is a prefetch of launches with PDL, which are on sm_90 or later.
+edge tiles with zeros, or through pointers where a GPU has none. The only PTX is a prefetch of
+launches with PDL, which are on sm_90 or later.
 
 Legend: M rows of x, K inputs, N outputs; BM, BN, BK the tile. A and B: the operands of the matrix
 multiply, weight and x with WEIGHT_IS_A, else x and weight.
@@ -18,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from formats.fp8 import Fp8Weight
 from formats.weights import Weight
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.device import has_pdl, shared_bytes, sm_count
+from qkernels.gpu.device import has_pdl, has_tma, shared_bytes, sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.split_k_reduce_triton import arrives_last, sum_splits
 from qkernels.gpu.tma import describe
@@ -28,7 +29,12 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
 from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
-from qkernels.w8a8.config import W8A8TritonConfig, default_w8a8_triton_config, fitted
+from qkernels.w8a8.config import (
+    W8A8TritonConfig,
+    default_w8a8_triton_config,
+    fitted,
+    without_tma,
+)
 from qkernels.w8a8.tuned import TUNED
 
 BLOCK = 128  # inputs, and outputs, that share a scale of a block-scaled float8 weight
@@ -101,15 +107,19 @@ def linear_codes(
     if blocks:
         config = replace(config, block_k=BLOCK)
     pdl = config.pdl and has_pdl(device)
-    codes_NK = weight.tensors["codes"]
+    codes_MK, codes_NK = codes_MK.contiguous(), weight.tensors["codes"]
+    x, w = codes_MK, codes_NK
+    if config.use_tma:
+        x = describe(TensorDescriptor, codes_MK, (config.block_m, config.block_k))
+        w = describe(TensorDescriptor, codes_NK, (config.block_n, config.block_k))
     partials, counters = workspace(device)
     grid = (ceil_div(N, config.block_n) * ceil_div(M, config.block_m), config.split)
     with on_device(codes_MK):
         launch(
             _w8a8,
             grid,
-            describe(TensorDescriptor, codes_MK.contiguous(), (config.block_m, config.block_k)),
-            describe(TensorDescriptor, codes_NK, (config.block_n, config.block_k)),
+            x,
+            w,
             codes_NK,
             scales_M1.contiguous(),
             weight.tensors["scales"],
@@ -129,6 +139,8 @@ def linear_codes(
             STAGES=config.stages,
             GROUP_M=config.group_m,
             WEIGHT_IS_A=config.weight_is_a,
+            USE_TMA=config.use_tma,
+            WHOLE_STEPS=K % config.block_k == 0,
             PDL=pdl,
             BLOCKS=blocks,
             num_warps=config.warps,
@@ -143,10 +155,11 @@ def _chosen_config(
     """The config that was measured on this GPU, else the default."""
     row = tuning_table_of(device).find(TUNED, N=N, K=K, integers=integers, M=M)
     if row is not None and isinstance(row.config, W8A8TritonConfig):
-        return row.config
-    return fitted(
-        default_w8a8_triton_config(M, N, K, sm_count(device), integers), shared_bytes(device)
-    )
+        config = row.config
+    else:
+        default = default_w8a8_triton_config(M, N, K, sm_count(device), integers)
+        config = fitted(default, shared_bytes(device))
+    return config if has_tma(device) else without_tma(config)
 
 
 @triton.jit
@@ -162,6 +175,22 @@ def _prefetch_rows(ptr, n, first, N, K, num_bytes):
         False,
         1,
     )
+
+
+@triton.jit
+def _code_ptrs(ptr, row, rows, k, K):
+    """Of codes [rows, K] at `row` and `k`. Rows after the last are the last again."""
+    return ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + k[None, :]
+
+
+@triton.jit
+def _load_codes(ptrs, left, BK: tl.constexpr, WHOLE_STEPS: tl.constexpr):
+    """A K step's codes, of which `left` inputs are left."""
+    if WHOLE_STEPS:
+        return tl.load(ptrs)
+    else:
+        zero = tl.zeros((), tl.float32).to(ptrs.dtype.element_ty)
+        return tl.load(ptrs, mask=tl.arange(0, BK)[None, :] < left, other=zero)
 
 
 @triton.jit
@@ -198,9 +227,9 @@ def _store_scaled(
 
 @triton.jit(do_not_specialize=["M"])
 def _w8a8(
-    x,  # descriptor of the codes [M, K]
-    weight,  # descriptor of the codes [N, K]
-    weight_ptr,  # the same
+    x,  # the codes [M, K], with USE_TMA their descriptor
+    weight,  # the codes [N, K], with USE_TMA their descriptor
+    weight_ptr,  # the codes [N, K]
     input_scales_ptr,  # [M]; BLOCKS: [M, K / 128]
     scales_ptr,  # [N]; BLOCKS: [N / 128, K / 128]
     zeros_ptr,  # [M], or None: x has symmetric codes
@@ -219,6 +248,8 @@ def _w8a8(
     STAGES: tl.constexpr,
     GROUP_M: tl.constexpr,
     WEIGHT_IS_A: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,  # K is divisible by BK
     PDL: tl.constexpr,
     BLOCKS: tl.constexpr,  # a scale for each 128 inputs of x, and for each 128 x 128 of the weight
 ):
@@ -242,10 +273,21 @@ def _w8a8(
         # weights never change; codes and workspace belong to the previous kernel until it ends
         tl.extra.cuda.gdc_wait()
 
+    if not USE_TMA:
+        k = first * BK + tl.arange(0, BK)
+        x_ptrs = _code_ptrs(x, m, M, k, K)
+        weight_ptrs = _code_ptrs(weight, n, N, k, K)
     total = tl.zeros((BN, BM) if WEIGHT_IS_A else (BM, BN), SUM)
     for step in tl.range(first, last, num_stages=STAGES):
-        x_codes = x.load([tile_m * BM, step * BK])
-        weight_codes = weight.load([tile_n * BN, step * BK])
+        if USE_TMA:
+            x_codes = x.load([tile_m * BM, step * BK])
+            weight_codes = weight.load([tile_n * BN, step * BK])
+        else:
+            left = K - step * BK
+            x_codes = _load_codes(x_ptrs, left, BK, WHOLE_STEPS)
+            weight_codes = _load_codes(weight_ptrs, left, BK, WHOLE_STEPS)
+            x_ptrs += BK
+            weight_ptrs += BK
         # the tensor core keeps 14 bits of a float8 sum: every 128 inputs it is added in float32
         if BLOCKS:
             input_scales = tl.load(input_scales_ptr + m * steps + step, mask=m < M, other=0.0)

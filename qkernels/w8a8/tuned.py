@@ -17,6 +17,7 @@ from qkernels.w8a8.config import (
     sm90_search_starts,
     w8a8_sm90_config_fault,
     w8a8_triton_config_fault,
+    without_tma,
 )
 
 MAX_SEARCH_ROWS = 1024  # larger problems are searched from their own default alone
@@ -30,7 +31,8 @@ def _runs_sm90() -> bool:
 def _default(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> W8A8Config:
     if _runs_sm90():
         return default_sm90_config(M, N, K, sm_count, "int" if integers else "float")
-    return default_w8a8_triton_config(M, N, K, sm_count, integers)
+    config = default_w8a8_triton_config(M, N, K, sm_count, integers)
+    return config if gpu_device.has_tma(torch.device("cuda")) else without_tma(config)
 
 
 def _starts(sm_count: int, *, M: int, N: int, K: int, integers: bool) -> list[W8A8Config]:
@@ -65,6 +67,7 @@ TUNED = TunedOp(
                 "stages": (3, 4, 5, 6),
                 "warps": (4, 8),
                 "weight_is_a": (False, True),
+                "use_tma": (False, True),
                 "pdl": (False, True),
             },
         ),

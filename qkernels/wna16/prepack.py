@@ -4,11 +4,14 @@ All GPU kernels of this folder read it (README.md has the picture). Legend: K in
 groups; BK inputs of a K step.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from formats.packed import PackedWeight
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 
 
@@ -96,3 +99,24 @@ VALUE_OF_ZERO = {
 def offset_of(weight: PreparedWeight) -> int:
     """What kernels subtract from an unpacked code of a symmetric weight."""
     return VALUE_OF_ZERO[weight.dtype, weight.spec.bits] + weight.spec.symmetric_zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightNumerics:
+    """A constexpr of the kernels. For groups divisible by a K step of 128 inputs."""
+
+    bits: int
+    steps_per_group: int
+    offset: int  # what is subtracted from an unpacked code of a symmetric weight (prepack.py)
+    has_offsets: bool
+    has_bias: bool
+
+
+def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
+    return WeightNumerics(
+        bits=weight.spec.bits,
+        steps_per_group=weight.spec.group_length(weight.in_features) // K_STEP,
+        offset=offset_of(weight),
+        has_offsets="offsets" in weight.tensors,
+        has_bias=bias is not None,
+    )

@@ -28,7 +28,7 @@ from qkernels.operands.limbs import (
     Limbs,
 )
 from qkernels.wna16.layout import TILE_N
-from qkernels.wna16.numerics import weight_numerics
+from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 
 # The accumulator starts at the bits of the float32 1.5 * 2^23. A sum of 128 products is at most

@@ -23,19 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkernels.gpu.device import sm_count
-from qkernels.gpu.gluon_compat import aggregate, descriptor
+from qkernels.gpu.gluon_compat import aggregate, descriptor, tma_store
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait
 from qkernels.gpu.pipeline import PipelineState, make_pipeline, next_stage
+from qkernels.gpu.registers import split_columns
 from qkernels.gpu.split_k_reduce import reduce_scatter
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.wna16.dequant import factors, load_k_subtiles, rescale, rows_layout, unpack
 from qkernels.wna16.layout import TILE_N
-from qkernels.wna16.numerics import weight_numerics
+from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
-from qkernels.wna16.sm90_large_m_epilogue import epilogue
 from qkernels.wna16.sm90_large_m_load import load
 from qkernels.wna16.sm90_large_m_structs import Gemm, Stages
 
@@ -182,6 +182,29 @@ def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM
 
 
 @gluon.jit
+def _epilogue(gemm, buffers, sums, m, n, CONSUMER: gl.constexpr):
+    """A consumer's sums [64 outputs, rows] to y[m:, n : n + 64], one store tile at a time.
+
+    A store tile goes through shared memory: the next of the consumer's store_stages buffers.
+    """
+    BUFFERS: gl.constexpr = gemm.CONFIG.store_stages
+    y = gemm.y
+    ROWS: gl.constexpr = y.block_type.shape[0]
+    if gemm.NUMERICS.has_bias:
+        row = n + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
+        # rows after the last output are not stored, whatever their bias
+        sums += gl.load(gemm.bias_ptr + gl.minimum(row, gemm.N - 1)).to(gl.float32)[:, None]
+    store_tiles = split_columns(sums, sums.shape[1] // ROWS)
+    for j in gl.static_range(sums.shape[1] // ROWS):
+        # the last TMA store from this buffer has read it
+        tma.store_wait(BUFFERS - 1)
+        buffer = buffers.index(CONSUMER * BUFFERS + j % BUFFERS)
+        buffer.permute((1, 0)).store(store_tiles[j].to(y.dtype))
+        fence_async_shared()
+        tma_store(y, [m + j * ROWS, n], buffer)
+
+
+@gluon.jit
 def _consume_tiles(
     gemm, pipeline, buffers, first, end, state, CONSUMER: gl.constexpr, HALF: gl.constexpr
 ):
@@ -204,7 +227,7 @@ def _consume_tiles(
             )
             m += work_tile.split * (BM // SPLIT)
         n = (work_tile.tile_n * CONFIG.num_consumers + CONSUMER) * 64
-        epilogue(gemm, buffers, rescale(sums, NUMERICS, gemm.y.dtype), m, n, CONSUMER)
+        _epilogue(gemm, buffers, rescale(sums, NUMERICS, gemm.y.dtype), m, n, CONSUMER)
     return state
 
 

@@ -30,10 +30,15 @@ from qkernels.gpu.split_k_reduce import reduce_in_last_arriver
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.dequant import load_k_subtiles, rows_layout
-from qkernels.wna16.dequant_int4 import codes_minus_zeros, scale_of_codes, zeros_to_subtract
+from qkernels.wna16.dequant import (
+    codes_minus_zeros,
+    load_k_subtiles,
+    rows_layout,
+    scale_of_codes,
+    zeros_to_subtract,
+)
 from qkernels.wna16.layout import TILE_N
-from qkernels.wna16.numerics import weight_numerics
+from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 
 X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle

@@ -6,7 +6,7 @@ H200: bf16, group 128, cold weights, calls inside one CUDA graph; qkv is [6144, 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qkernels.gpu.config import ceil_div, launch_fault, split_fault
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
@@ -112,6 +112,16 @@ def default_triton_config(
         use_tma=row.use_tma,
         pdl=row.pdl,
     )
+
+
+def without_tma(config: TritonGemmConfig) -> TritonGemmConfig:
+    """The config for a GPU without TMA.
+
+    There a descriptor is loads that Triton does not pipeline. Such a GPU has no wgmma either: x
+    goes through registers, too, and 4 warps spill up to 188 of them at 64 rows, 8 none.
+    """
+    warps = max(8, config.warps) if config.block_m >= 64 else config.warps
+    return replace(config, use_tma=False, warps=warps)
 
 
 def triton_config_fault(

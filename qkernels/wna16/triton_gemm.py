@@ -150,7 +150,7 @@ def _unpack_bytes(packed, MAGIC: tl.constexpr, DTYPE: tl.constexpr, USE_PTX: tl.
 
 
 @triton.jit
-def _unpack(
+def unpack(
     packed,
     MAGIC: tl.constexpr,
     BITS: tl.constexpr,
@@ -179,7 +179,7 @@ def _unpack(
 
 
 @triton.jit
-def _prefetch_groups(
+def prefetch_groups(
     ptr,
     tile,
     first,
@@ -248,9 +248,9 @@ def _wna16_gemm(
     packed_ptrs = packed_ptr + packed_rows[:, None] + tl.arange(0, WORDS)[None, :]
     group_rows = stored_tile * groups * TILE_N + stored_row
     if USE_PTX:
-        _prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
+        prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
         if offsets_ptr is not None:
-            _prefetch_groups(offsets_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
+            prefetch_groups(offsets_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
     if PDL:
         # weights never change; x and the workspace are the previous kernel's until it has ended
         tl.extra.cuda.gdc_wait()
@@ -265,7 +265,7 @@ def _wna16_gemm(
         packed = tl.load(packed_ptrs, eviction_policy="evict_first")  # [BN, WORDS]
         group = group_rows + step // STEPS_PER_GROUP * TILE_N
         scale = tl.load(scales_ptr + group)  # [BN]
-        values = _unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
+        values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
         # the subtraction is exact, so only the sums are rounded
         if offsets_ptr is None:
             codes = values - OFFSET
@@ -329,7 +329,7 @@ def _dequantize_weight(
     packed = tl.load(ptrs, eviction_policy="evict_first")
     group = (tile * (steps // STEPS_PER_GROUP) + step // STEPS_PER_GROUP) * TILE_N + stored_row
     scale = tl.load(scales_ptr + group).to(tl.float32)
-    values = _unpack(packed, MAGIC, BITS, ROWS, BK, DTYPE, USE_PTX).to(tl.float32)
+    values = unpack(packed, MAGIC, BITS, ROWS, BK, DTYPE, USE_PTX).to(tl.float32)
     if offsets_ptr is None:
         codes = values - OFFSET
     else:

@@ -6,7 +6,7 @@ Legend: M rows of x, N outputs, K inputs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,12 @@ from qkernels.wna16.sm90_small_m_config import (
     SmallMConfig,
     default_small_m_config,
 )
-from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig, default_triton_config
+from qkernels.wna16.triton_config import (
+    MAX_FUSED_ROWS,
+    TritonGemmConfig,
+    default_triton_config,
+    without_tma,
+)
 
 WNA16Config = TritonGemmConfig | GemvImmaConfig | SmallMConfig | LargeMConfig
 ANY = KernelChoice()
@@ -107,8 +112,7 @@ def _triton(shape: Shape, M: int, fused: bool) -> TritonGemmConfig | None:
     config = default_triton_config(M, shape.N, shape.K, shape.group, shape.sm_count)
     if config is None or shape.has_tma:
         return config
-    # descriptors without TMA are loads that Triton does not pipeline
-    return replace(config, use_tma=False)
+    return without_tma(config)
 
 
 SMALL_M = Variant(

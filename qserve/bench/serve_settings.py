@@ -23,7 +23,7 @@ class ServeBenchSettings:
     host: str = setting("127.0.0.1", "the server's address")
     port: int = setting(8000, "the server's port", low=0, high=2**16 - 1)
     endpoint: str | None = setting(None, "path of the route; default: by --backend")
-    header: list[str] = setting([], "KEY=VALUE of a header to send", several=True)
+    header: list[str] = setting([], "KEY=VALUE of a header to send", many=True)
     api_key: str | None = setting(
         None, "sent as a Bearer token; default: OPENAI_API_KEY of the environment"
     )
@@ -78,7 +78,7 @@ class ServeBenchSettings:
     goodput: list[str] = setting(
         [],
         "limits in milliseconds, such as ttft:500 tpot:30 e2el:5000; counts requests that meet all",
-        several=True,
+        many=True,
     )
     save_result: bool = setting(False, "write the result as JSON")
     save_detailed: bool = setting(False, "with every request's numbers and texts")
@@ -88,7 +88,7 @@ class ServeBenchSettings:
         None, "name of the result; default: from label, rate, concurrency, model and date"
     )
     label: str | None = setting(None, "name of this run in the result; default: the backend")
-    metadata: list[str] = setting([], "KEY=VALUE to add to the result", several=True)
+    metadata: list[str] = setting([], "KEY=VALUE to add to the result", many=True)
     profile: bool = setting(
         False,
         "POST /start_profile before and /stop_profile after (a server with --profiler-config)",

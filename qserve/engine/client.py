@@ -8,7 +8,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from formats.errors import InputError
@@ -24,12 +24,14 @@ from qserve.engine.messages import (
     FromEngine,
     Ready,
     Refused,
+    ResetPrefixCache,
     Start,
     StartFailed,
 )
 from qserve.engine.process import ENGINE
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
@@ -70,6 +72,7 @@ class _Output:
         self._watch = watch
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._last: RequestEvent | None = None
         self._refusal: RefusedError | None = None
         self._changed = asyncio.Event()
@@ -80,6 +83,8 @@ class _Output:
         self._watch(event)
         self._token_ids += event.token_ids
         self._logprobs += event.logprobs
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         self._last = event
         self._changed.set()
 
@@ -94,6 +99,7 @@ class _Output:
             raise self._refusal
         last, token_ids, self._token_ids = self._last, tuple(self._token_ids), []
         logprobs, self._logprobs = tuple(self._logprobs), []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return RequestEvent(
             request_id=last.request_id,
             token_ids=token_ids,
@@ -102,6 +108,8 @@ class _Output:
             ended_by_token=last.ended_by_token,
             error=last.error,
             logprobs=logprobs,
+            num_cached=last.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -138,12 +146,16 @@ class EngineClient:
         engine: str = ENGINE,
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
+        arguments: Sequence[str] = (),
     ) -> "EngineClient":
         """Start the process and wait for its model to load. Raises InputError if it cannot.
 
         `watch` gets what the engine tells of itself; the last report, of a dead one, is all zero.
+        `arguments` are further ones of the process.
         """
-        process, reader, writer = await start_child("qserve.engine.process", f"--engine={engine}")
+        process, reader, writer = await start_child(
+            "qserve.engine.process", f"--engine={engine}", *arguments
+        )
         client = cls(process, reader, writer, watch, limits or Limits())
         try:
             writer.write(messages.encode(Start(config=config)))
@@ -174,6 +186,7 @@ class EngineClient:
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
+        handling: Handling = DEFAULT,
     ) -> AsyncIterator[RequestEvent]:
         """Run one request; the last of its events has a finish_reason, "error" if the engine dies.
 
@@ -198,6 +211,7 @@ class EngineClient:
                 sent=time.perf_counter(),
                 client=client,
                 group=group,
+                handling=handling,
             )
             await self._send(add)
             finished = False
@@ -226,6 +240,11 @@ class EngineClient:
         """Drop a request that has not finished; an unknown id is ignored."""
         if self._outputs.pop(request_id, None) is not None and self.is_alive:
             self._writer.write(messages.encode(Abort(request_id=request_id)))
+
+    def reset_prefix_cache(self) -> None:
+        """Let requests that come after this find no KV pages of earlier ones."""
+        if self.is_alive:
+            self._writer.write(messages.encode(ResetPrefixCache()))
 
     async def close(self) -> None:
         """End the process: it leaves when the socket closes; else it is told to, then killed."""

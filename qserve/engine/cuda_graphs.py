@@ -5,14 +5,15 @@ each, and T tokens of any requests, for prompts short enough that Python would t
 their kernels than the GPU to run them. What a graph holds beyond the step is padding: tokens with
 slot -1, requests with no rows and no keys. Graphs read their inputs from fixed places
 (step_buffers.py) and share one memory pool.
+
+A start captures few: the largest, which take the pool's memory, and the smallest, which the first
+request runs in. The others are captured while the engine is idle, or when a step first needs them.
 """
 
 import logging
-import time
 from collections.abc import Callable
 
 import torch
-from tqdm import tqdm
 
 from qserve.engine.batch import Batch
 from qserve.engine.step_buffers import GraphKey, StepBuffers
@@ -51,11 +52,6 @@ def graph_keys(max_num_seqs: int, max_num_tokens: int) -> list[GraphKey]:
     return sorted([*decodes, *chunks], key=lambda key: (key.num_tokens, key.num_requests))
 
 
-def fits_a_graph(num_tokens: int, max_query_len: int) -> bool:
-    """Whether steps of so many tokens are captured, where graphs are."""
-    return max_query_len == 1 or num_tokens <= CHUNK_SIZES[-1]
-
-
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     """The first of `keys` that holds a step, or None."""
     is_chunk = step.max_query_len > 1
@@ -68,6 +64,15 @@ def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     return None
 
 
+def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
+    """What a start captures, the largest first: the smaller ones then fit into its memory."""
+    ends = []
+    for is_chunk in (True, False):
+        of_sort = [key for key in keys if key.is_chunk is is_chunk]
+        ends += of_sort[:1] + of_sort[-1:]
+    return sorted(set(ends), key=keys.index, reverse=True)
+
+
 class StepGraphs:
     """Captured steps, by key."""
 
@@ -77,39 +82,75 @@ class StepGraphs:
         *,
         max_num_seqs: int,
         max_num_tokens: int,
-        max_model_len: int,
+        max_context_len: int,
         page_size: int,
         device: torch.device,
     ) -> None:
-        """Capture `step`, which maps a batch to logits [S, V], for every size. Takes seconds."""
+        """Graphs of `step`, which maps a batch to logits [S, V]. Captures the first of them.
+
+        Steps with a longer context than `max_context_len` run in none.
+        """
+        self._step = step
         self._device = device
         self._keys = graph_keys(max_num_seqs, max_num_tokens)
-        width = -(-max_model_len // page_size)
+        width = -(-max_context_len // page_size)
         self._max_context_len = width * page_size
         self._buffers = StepBuffers(self._keys, max_num_seqs, table_width(width), device)
         self._batches: dict[GraphKey, Batch] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        started = time.perf_counter()
-        self._capture(step)
-        logger.info("Capturing CUDA graphs took %.1f s", time.perf_counter() - started)
+        self._pool: tuple[int, int] | None = None
+        for key in first_keys(self._keys):
+            self._capture(key)
 
-    def _capture(self, step: Callable[[Batch], torch.Tensor]) -> None:
-        # The largest first: the smaller ones then fit into its memory.
-        pool = None
-        for key in tqdm(self._keys[::-1], desc="Capturing CUDA graphs"):
-            self._buffers.pad_(key)
-            self._batches[key] = batch = self._buffers.batch(key, self._max_context_len)
-            step(batch)  # compiles kernels, which a capture may not
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits_SV = step(batch)
-            pool = pool or graph.pool()
-            self._graphs[key] = graph, logits_SV
+    @property
+    def num_captured(self) -> int:
+        return len(self._batches)
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    def capture_next(self) -> bool:
+        """Capture the smallest that is not yet. Returns False where there is none."""
+        key = next((key for key in self._keys if key not in self._batches), None)
+        return key is not None and self._has(key)
+
+    def _has(self, key: GraphKey) -> bool:
+        """Whether the graph is there, captured now where it was not.
+
+        Where the device has no memory for it, there will be no others than those captured.
+        """
+        if key not in self._batches:
+            try:
+                self._capture(key)
+            except torch.OutOfMemoryError:
+                self._keys = [each for each in self._keys if each in self._batches]
+                logger.warning(
+                    "No memory for more than %d CUDA graphs; lower --gpu-memory-utilization",
+                    len(self._keys),
+                )
+                return False
+        return True
+
+    def _capture(self, key: GraphKey) -> None:
+        """Takes about 0.1 s for 32 layers, and waits for the step in flight."""
+        self._buffers.pad_(key)
+        batch = self._buffers.batch(key, self._max_context_len)
+        self._step(batch)  # compiles kernels, which a capture may not
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits_SV = self._step(batch)
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph, logits_SV
+        self._batches[key] = batch
 
     def key_for(self, step: StepInput) -> GraphKey | None:
-        """The smallest graph that holds a step, or None."""
-        return smallest_key(self._keys, step)
+        """The smallest graph that holds a step, captured now where it was not, or None."""
+        if step.max_context_len > self._max_context_len:
+            return None
+        key = smallest_key(self._keys, step)
+        return key if key is None or self._has(key) else smallest_key(self._keys, step)
 
     def fill_(self, key: GraphKey, step: StepInput) -> torch.Tensor:
         """Copy a step to where its graph reads it. Returns the place of the token ids."""

@@ -5,45 +5,78 @@ planned, so that the GPU never waits for Python; a sampled token reaches the hos
 """
 
 import logging
+import math
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.deadlines import Deadlines
+from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.model_runner import GIB, ModelRunner, StepHandle
+from qserve.engine.memory import GIB
+from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.policies import make_policy
+from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
-from qserve.engine.request import Request, RequestEvent
+from qserve.engine.request import Request, RequestEvent, Status
 from qserve.engine.request_rows import RequestRows
-from qserve.engine.scheduler import Scheduler, StepPlan
+from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
+from qserve.engine.step_pace import StepPace
+from qserve.engine.step_plan import StepPlan
 from qserve.engine.workers import WorkerGroup
+from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
 from qserve.sampling_params import SamplingParams
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
-NO_STEP = {"num_step_tokens": 0, "num_preempted": 0, "queue_seconds": ()}
+NO_STEP = {"num_step_tokens": 0, "num_preempted": 0, "queue_seconds": ()} | {
+    "num_prefix_queries": 0,
+    "num_prefix_hits": 0,
+}
 
 logger = logging.getLogger(__name__)
+
+
+class _Flight(NamedTuple):
+    """A step on the device."""
+
+    plan: StepPlan
+    prompts: PromptPlan | None  # whose log probabilities it tells
+    handle: StepHandle
+    launched: float
 
 
 class Engine:
     """A model, its scheduler and its workers."""
 
-    def __init__(self, config: EngineConfig, *, steps_in_flight: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        steps_in_flight: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Load the model. Raises InputError.
 
         `steps_in_flight` is 1 on a GPU unless given; on a CPU, which computes in `launch`, 0.
         """
         self.config = config
+        # Before the model: a name that is mistyped should not show only after a long load.
+        policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
         self.model_config = ModelConfig.from_folder(config.model)
         self.max_model_len = _pick_length(config, self.model_config)
-        self.model_config.rope.check_length(self.max_model_len)
+        self.model_config.check_length(self.max_model_len)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
-        num_pages = self._pick_num_pages()
+        largest_step = self._largest_step()
+        self.workers.compile_kernels(largest_step)
+        num_pages = self._pick_num_pages(largest_step)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         longest_step = min(
             self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
@@ -55,19 +88,32 @@ class Engine:
             num_pages * self.runner.bytes_per_page / GIB,
             self.runner.kv_format,
         )
-        self.workers.prepare(num_pages, longest_step, max_num_seqs, self.max_model_len)
+        logger.info(
+            "Maximum concurrency for %d tokens per request: %.2fx",
+            self.max_model_len,
+            num_pages * config.block_size / self.max_model_len,
+        )
+        self.workers.prepare(num_pages, longest_step)
         self.scheduler = Scheduler(
-            PagePool(num_pages, config.block_size),
+            PagePool(num_pages, config.block_size, self._host_pages()),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=policy,
+            prefix_caching=config.enable_prefix_caching,
+            pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+            window=self.model_config.longest_window,
         )
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)
-        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self._in_flight: deque[_Flight] = deque()
+        self._last_result = 0.0  # when the last step's tokens came, by `clock`
+        self._clock = clock
+        self._deadlines = Deadlines()
         self._unreported = NO_STEP  # what the last step did
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
-            self._max_in_flight = 0 if self.workers.computes_in_launch else 1
+            ahead = config.async_scheduling and not self.workers.computes_in_launch
+            self._max_in_flight = int(ahead)
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
@@ -90,6 +136,7 @@ class Engine:
         *,
         client: str = "",
         group: str = "",
+        handling: Handling = DEFAULT,
     ) -> None:
         """Queue a request. Raises InputError where it is empty, too long, or can never run.
 
@@ -108,9 +155,9 @@ class Engine:
                 f"expected a prompt of 1 to {self.max_model_len - 1} tokens, found {length}",
                 "shorten it" if length else "give at least one token",
             )
-        for token in prompt_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise InputError(subject, f"token id {token} is not in 0..{self.vocab_size - 1}")
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
+            wrong = next(token for token in prompt_token_ids if not 0 <= token < self.vocab_size)
+            raise InputError(subject, f"token id {wrong} is not in 0..{self.vocab_size - 1}")
         biased = [token for token, _ in params.logit_bias]
         for name, tokens in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
             for token in tokens:
@@ -126,17 +173,24 @@ class Engine:
             request_id=request_id,
             token_ids=list(prompt_token_ids),
             num_prompt_tokens=length,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            # A prompt alone (0) also needs a step that samples: its token is dropped.
+            max_tokens=room if params.max_tokens is None else min(max(params.max_tokens, 1), room),
             params=params,
             seed=seed,
             stop_token_ids=frozenset(params.stop_token_ids),
             eos_token_ids=frozenset() if params.ignore_eos else self.model_config.eos_token_ids,
             client=client,
             group=group,
-            arrived=time.perf_counter() if arrived is None else arrived,
+            priority=handling.priority,
+            cache_salt=handling.cache_salt,
+            arrived=self._clock() if arrived is None else arrived,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+            reads_cache=params.prompt_logprobs is None,
         )
         self.scheduler.add(request)
         self._requests[request_id] = request
+        if handling.timeout is not None:
+            self._deadlines.add(request, handling.timeout)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
@@ -146,8 +200,9 @@ class Engine:
 
     def step(self) -> list[RequestEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
+        events = [self._miss(request) for request in self._deadlines.missed(self._clock())]
         plan = self.scheduler.schedule()
-        self._unreported = _step_facts(plan)
+        self._unreported = self._step_facts(plan)
         for request in plan.preempted:
             logger.warning(
                 "KV pages ran out: %s gives its pages back and computes %d tokens again",
@@ -156,16 +211,59 @@ class Engine:
             )
         if plan.chunks:
             step = StepInput.build(plan, page_size=self.config.block_size, rows=self._rows)
-            self._in_flight.append((plan, self.workers.launch(step)))
+            prompts = plan_prompt_rows(plan)
+            if prompts is not None:
+                step = replace(step, prompt_rows=prompts.rows)
+            launched = self._clock()
+            try:
+                handle = self.workers.launch(step)
+            except torch.OutOfMemoryError as error:
+                # What is in flight first: it may hold tokens of the same requests.
+                return self._ended(events + self._take_results(0) + self._fail(plan, error))
+            self._in_flight.append(_Flight(plan, prompts, handle, launched))
+        events += self._take_results(self._max_in_flight if plan.chunks else 0)
+        return self._ended(events)
+
+    def _take_results(self, num_left: int) -> list[RequestEvent]:
+        """Wait for the steps in flight, the oldest first, but the last `num_left`."""
         events: list[RequestEvent] = []
-        due = self._max_in_flight if plan.chunks else 0
-        while len(self._in_flight) > due:
-            planned, handle = self._in_flight.popleft()
-            events += self.scheduler.update(planned, handle.result(), handle.logprobs())
+        while len(self._in_flight) > num_left:
+            flight = self._in_flight.popleft()
+            if flight.prompts is not None:
+                flight.handle.prompts.give_to(flight.prompts)
+            sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
+            self._measure(flight, has_waited=bool(sampled))
+            events += self.scheduler.update(flight.plan, sampled, logprobs)
+        return events
+
+    def _fail(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[RequestEvent]:
+        """End the requests of a step that the device had no memory for. The others go on."""
+        self.workers.free_unused()
+        reason = (
+            f"the device ran out of memory in a step of {plan.num_tokens} tokens; lower"
+            " --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization"
+        )
+        logger.error("%s: %s", reason, str(error).partition("\n")[0])
+        return [
+            self.scheduler.fail(request, reason)
+            for request in {chunk.request: None for chunk in plan.chunks}
+            if request.status is not Status.FINISHED
+        ]
+
+    def _ended(self, events: list[RequestEvent]) -> list[RequestEvent]:
+        """Forget the requests that events end. Returns the events."""
         for event in events:
             if event.finish_reason is not None:
                 self._requests.pop(event.request_id, None)
         return events
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what KV pages hold: requests that come find none. Running ones go on."""
+        self.scheduler.reset_prefix_cache()
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of work, of 0.1 s at most, that a start left. Returns False where none is."""
+        return self.workers.capture_next()
 
     def report(self) -> EngineReport:
         """What the engine holds now, and what the last step did, unless that was told before."""
@@ -194,15 +292,65 @@ class Engine:
             step = StepInput.of_sequence(
                 token_ids, pages, page_size=page_size, params=SamplingParams()
             )
+            # What those pages held goes to the host first.
+            step = replace(step, page_moves=pool.take_moves())
             return self.workers.logits(step)
         finally:
             pool.release_(pages)
 
-    def _pick_num_pages(self) -> int:
+    def _step_facts(self, plan: StepPlan) -> dict[str, Any]:
+        """The fields of EngineReport that tell of a step."""
+        now, cache = self._clock(), self.scheduler.cache
+        for request in plan.admitted:
+            request.queue_seconds = now - request.arrived
+        looked_up = cache.take_counts()
+        return {
+            "num_step_tokens": plan.num_tokens,
+            "num_preempted": len(plan.preempted),
+            "num_prefix_queries": looked_up[0],
+            "num_prefix_hits": looked_up[1],
+            "queue_seconds": tuple(request.queue_seconds for request in plan.admitted),
+        }
+
+    def _measure(self, flight: _Flight, has_waited: bool) -> None:
+        """Tell the pace how long a step took, whose tokens have come just now.
+
+        It began when it was launched, or when the one before was done. Nobody waits for a step
+        that samples nothing, so when it was done is not known.
+        """
+        now = self._clock()
+        seconds = now - max(flight.launched, self._last_result)
+        if self.scheduler.pace is not None and has_waited and seconds > 0:
+            self.scheduler.pace.observe(load_of(flight.plan.chunks), seconds)
+        self._last_result = now if has_waited else math.inf
+
+    def _miss(self, request: Request) -> RequestEvent:
+        self.scheduler.finish(request)
+        return RequestEvent(
+            request_id=request.request_id,
+            token_ids=(),
+            finish_reason="error",
+            error=f"its time is up after {request.num_known - request.num_prompt_tokens} tokens",
+        )
+
+    def _host_pages(self) -> HostPages | None:
+        """Room for KV pages in the host's memory, where it is asked for."""
+        num_slots = int(self.config.kv_offload_gb * GIB) // self.runner.bytes_per_page
+        if not num_slots or not self.config.enable_prefix_caching:
+            return None
+        logger.info(
+            "KV pages on the host: %d, %.2f GiB",
+            num_slots,
+            num_slots * self.runner.bytes_per_page / GIB,
+        )
+        self.runner.offload_pages(num_slots)
+        return HostPages(num_slots)
+
+    def _pick_num_pages(self, largest_step: StepInput) -> int:
         config = self.config
         if config.num_gpu_blocks_override is not None:
             return config.num_gpu_blocks_override
-        fits = self.workers.num_pages_that_fit(self._largest_step())
+        fits = self.workers.num_pages_that_fit(largest_step)
         # More than this can never be in use.
         return min(fits, config.max_num_seqs * -(-self.max_model_len // config.block_size))
 
@@ -220,21 +368,13 @@ class Engine:
         )
 
 
-def _step_facts(plan: StepPlan) -> dict[str, Any]:
-    """The fields of EngineReport that tell of a step."""
-    now = time.perf_counter()
-    return {
-        "num_step_tokens": plan.num_tokens,
-        "num_preempted": len(plan.preempted),
-        "queue_seconds": tuple(now - request.arrived for request in plan.admitted),
-    }
-
-
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:
-    length = model.max_position if config.max_model_len is None else config.max_model_len
-    if not 2 <= length <= model.max_position:
+    longest, source = model.context.length, model.context.source
+    length = longest if config.max_model_len is None else config.max_model_len
+    if not 2 <= length <= longest:
         raise InputError(
             "--max-model-len",
-            f"expected 2 to {model.max_position} (the model's limit), found {length}",
+            f"expected 2 to {longest} (config.json: {source}), found {length}",
         )
+    logger.info("Using max model len %d (config.json: %d by %s)", length, longest, source)
     return length

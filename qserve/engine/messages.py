@@ -14,6 +14,7 @@ from qserve.config import EngineConfig
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.frames import MessageError
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 
 
@@ -32,12 +33,17 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sent: float  # time.perf_counter(), which both processes share
     client: str = ""  # whose request it is, for fair turns; nothing that identifies a person
     group: str = ""  # the API request of which it is one output
+    handling: Handling = DEFAULT
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the engine: drop this request."""
 
     request_id: str
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the engine: let requests that come after this find no KV pages of earlier ones."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -84,7 +90,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     busy_seconds: float  # that the present step has taken so far; 0: nothing to do
 
 
-ToEngine = Start | Add | Abort
+ToEngine = Start | Add | Abort | ResetPrefixCache
 FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -4,19 +4,19 @@
 that the host does not know yet are taken on the device from the samples of the step in flight.
 """
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from formats.errors import InputError
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
 from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.page_copies import PageCopies
+from qserve.engine.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
 from qserve.engine.step_input import StepInput
@@ -24,10 +24,7 @@ from qserve.engine.transfer import HostCopy, to_device
 from qserve.engine.warm_up import warm_up_steps
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
-
-logger = logging.getLogger(__name__)
-
-GIB = 2**30
+from qserve.model.layer_kinds import sample_of_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,7 @@ class StepHandle:
     num_logprobs: tuple[int, ...] = ()  # what each sampled row asked for; -1: nothing
     # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
     log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
+    prompts: PromptHandle | None = None  # log probabilities of prompts, where the step tells them
 
     def result(self) -> list[int | str]:
         """Wait; then one token for each sampled row, or the reason why there is none."""
@@ -71,7 +69,8 @@ class ModelRunner:
         self.caches: list[PagedKv] = []
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        self._page_copies: PageCopies | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -83,7 +82,7 @@ class ModelRunner:
     @property
     def bytes_to_come(self) -> int:
         """What requests may still ask of the device's memory, beside steps."""
-        return self._history.bytes_to_come
+        return self._history.bytes_to_come + SLICE_BYTES
 
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages. Zeros: padding rows may read a page before it is written."""
@@ -98,52 +97,69 @@ class ModelRunner:
             for layer in self.decoder.layers
         ]
 
-    @torch.inference_mode()
-    def warm_up(self, max_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
-        """Compile every kernel that steps up to so large can reach, so that none does later."""
+    def sample(self) -> "ModelRunner":
+        """A runner of as few layers as launch every kernel. Shares weights and KV pages."""
+        decoder, numbers = sample_of_layers(self.decoder)
+        runner = ModelRunner(decoder, self.config, self.device)
+        runner.caches = [self.caches[number] for number in numbers if self.caches]
+        return runner
+
+    def warm_up_steps(self, max_num_seqs: int, max_model_len: int) -> list[StepInput]:
+        """Steps that together launch every kernel that steps up to the budget can reach."""
         steps = warm_up_steps(
             self.decoder,
             self.config,
-            max_tokens=max_tokens,
+            max_tokens=min(max_model_len, self.config.max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             page_bytes=self.kv_format.dtype.itemsize,
         )
-        for step in steps:
-            self.launch(step).result()
+        return list(steps)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Capture steps as CUDA graphs. The KV pages must stand where they will stay."""
-        self._graphs = StepGraphs(
+        """Make CUDA graphs of steps. The KV pages must stand where they will stay."""
+        longest = self.config.max_seq_len_to_capture
+        self.graphs = StepGraphs(
             self._sampling_logits,
             max_num_seqs=max_num_seqs,
             max_num_tokens=self.config.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_context_len=max_model_len if longest is None else min(longest, max_model_len),
             page_size=self.config.block_size,
             device=self.device,
         )
 
     @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more graph, in an idle moment. Returns False where there is none left."""
+        return self.graphs is not None and self.graphs.capture_next()
+
+    @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
-        key = None if self._graphs is None else self._graphs.key_for(step)
+        self._move_pages(step)
+        key = prompts = None
+        if self.graphs is not None and step.prompt_rows is None:
+            key = self.graphs.key_for(step)
         if key is not None:
-            self._fill_pending(step, self._graphs.fill_(key, step))
-            logits_SV = self._graphs.replay(key)
+            self._fill_pending(step, self.graphs.fill_(key, step))
+            logits_SV = self.graphs.replay(key)
             if not key.is_chunk and step.num_sampled < step.num_requests:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
         else:
             batch = Batch.of(step, self.device)
             self._fill_pending(step, batch.token_ids_T)
-            logits_SV = self._sampling_logits(batch)
-        if not step.sample_rows:
+            hidden_TC = self.forward(batch)
+            logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
+            if step.prompt_rows is not None:
+                prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
+        if not step.num_sampled:
             self._last_samples = None
-            return StepHandle()
+            return StepHandle(prompts=prompts)
         for fill in step.history_fills:
             self._history.fill_(fill)
-        settings = SampleSettings.of(step.sample_rows)
+        settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
         samples = ops.sample_(logits_SV, settings.to(self.device), self._history.table)
         # A failed row's request may be in the next step already: its token must be a valid index.
         self._last_samples = samples.tokens_S.clamp(min=0)
@@ -156,9 +172,18 @@ class ModelRunner:
             )
         return StepHandle(
             tokens=HostCopy(samples.tokens_S),
-            num_logprobs=tuple(row.num_logprobs for row in step.sample_rows),
+            num_logprobs=() if log_probabilities is None else step.num_logprobs,
             log_probabilities=log_probabilities,
+            prompts=prompts,
         )
+
+    def offload_pages(self, num_slots: int) -> None:
+        """Have room for so many KV pages in the host's memory. The device's are there already."""
+        self._page_copies = PageCopies(self.caches, num_slots, self.device)
+
+    def _move_pages(self, step: StepInput) -> None:
+        if step.page_moves is not None:
+            self._page_copies.run(step.page_moves)
 
     def _sampling_logits(self, batch: Batch) -> torch.Tensor:
         """Logits [S, V] of the rows that sample."""
@@ -183,50 +208,9 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
+        self._move_pages(step)
         return self.decoder.logits(self.forward(Batch.of(step, self.device))).float()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, C] of a batch."""
         return self.decoder(batch.token_ids_T, batch, self.caches)
-
-
-def num_pages_on_cpu(runner: ModelRunner) -> int:
-    """KV pages that `cpu_kv_cache_memory` holds. Raises InputError where it holds none."""
-    memory = runner.config.cpu_kv_cache_memory
-    num_pages = int(memory * GIB) // runner.bytes_per_page
-    if num_pages < 1:
-        raise InputError(
-            "--cpu-kv-cache-memory",
-            f"{memory} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
-            "raise it, or lower --block-size",
-        )
-    return num_pages
-
-
-def num_pages_on_gpu(runner: ModelRunner, largest_step: StepInput) -> int:
-    """KV pages that fit beside the weights and the activations of the largest step.
-
-    Runs that step once on a few pages to see its peak. Raises InputError where nothing is left.
-    """
-    device = runner.device
-    runner.allocate_pages(largest_step.block_tables_RX.shape[1])
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    runner.launch(largest_step).result()
-    runner.caches = []
-    free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    # Beside torch's own: the CUDA context, other processes.
-    outside = total - free - stats["reserved_bytes.all.current"]
-    # And the table of the first request with a penalty, which is made while requests run.
-    peak = stats["allocated_bytes.all.peak"] + outside + runner.bytes_to_come
-    budget = total * runner.config.gpu_memory_utilization
-    num_pages = int(budget - peak) // runner.bytes_per_page
-    if num_pages < 1:
-        raise InputError(
-            "--gpu-memory-utilization",
-            f"weights and activations take {peak / GIB:.1f} GiB of the {budget / GIB:.1f} GiB"
-            " it allows, which leaves nothing for KV pages",
-            "raise it, lower --max-num-batched-tokens, or use a smaller model",
-        )
-    return num_pages

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 
 from formats.errors import InputError
-from qserve.engine import messages
+from qserve import logs
+from qserve.engine import cpu_threads, messages
 from qserve.engine.messages import (
     Abort,
     Add,
@@ -28,10 +29,12 @@ from qserve.engine.messages import (
     FromEngine,
     Ready,
     Refused,
+    ResetPrefixCache,
     Start,
     StartFailed,
 )
 from qserve.engine.request import RequestEvent
+from qserve.engine.start_phases import phase
 from qserve.log_limit import limit_logging
 
 ENGINE = "qserve.engine.engine:Engine"
@@ -78,8 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="qserve.engine.process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
     parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # tests give their own
+    logs.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(arguments.log_level, arguments.log_format)
     limit_logging()
     line = _Line(socket.socket(fileno=arguments.fd))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -153,7 +157,11 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
         raise ClientGone
     try:
         module, _, name = engine_path.partition(":")
-        engine = getattr(importlib.import_module(module), name)(message.config)
+        num_cores = len(os.sched_getaffinity(0))
+        config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
+        with phase("Importing the engine"):
+            make = getattr(importlib.import_module(module), name)
+        engine = make(config)
     except InputError as error:
         failure = StartFailed(subject=error.subject, problem=error.problem, remedy=error.remedy)
     except Exception as error:
@@ -177,6 +185,8 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
     num_taken = 0
     while not (engine.has_work() and (inbox.empty() or num_taken >= MESSAGES_PER_STEP)):
         num_taken += 1
+        while inbox.empty() and engine.use_idle_time():
+            pass
         line.busy_since = None
         message = inbox.get()
         line.busy_since = time.perf_counter()
@@ -189,6 +199,7 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
                     message.sent,
                     client=message.client,
                     group=message.group,
+                    handling=message.handling,
                 )
             except InputError as error:
                 refusal = Refused(
@@ -202,6 +213,8 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
             engine.abort(message.request_id)
             if not engine.has_work():
                 _send(line, [], engine)  # no step will come to tell it
+        elif isinstance(message, ResetPrefixCache):
+            engine.reset_prefix_cache()
         else:
             raise ClientGone
 

@@ -14,4 +14,6 @@ class EngineReport:
     num_pages: int = 0
     num_step_tokens: int = 0  # that the step computed; 0: there was none since the last report
     num_preempted: int = 0
+    num_prefix_queries: int = 0  # tokens that were looked for in the prefix cache since then
+    num_prefix_hits: int = 0  # those of them that were there
     queue_seconds: tuple[float, ...] = ()  # of each request whose first step it was

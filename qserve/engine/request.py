@@ -3,22 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qserve.sampling_params import SamplingParams
 
 
 class TokenLogprobs(NamedTuple):
-    """The model's log probabilities where one token was drawn; the likeliest tokens come first."""
+    """The model's log probabilities where one token stands; the likeliest tokens come first."""
 
-    logprob: float  # of the drawn token
+    logprob: float  # of the token
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int | None = None  # of the token, 1 the likeliest; None: not known, of drawn tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEvent:
-    """What one step did for one request: its new tokens, and how it ended if it did."""
+class RequestEvent(NamedTuple):
+    """What one step did for one request: its new tokens, and how it ended if it did.
+
+    A named tuple: a step makes hundreds, and a frozen dataclass takes eight times as long.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]  # new tokens in order, with the end or stop token that ended it
@@ -27,6 +30,10 @@ class RequestEvent:
     ended_by_token: bool = False  # the last of token_ids is an end or stop token: not shown
     error: str = ""  # the reason, where finish_reason is "error"
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where they were asked for
+    num_cached: int = 0  # tokens of the prompt that were not computed: their KV pages were there
+    # one for each token of the prompt, None for its first: with the first event, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    queue_seconds: float = 0.0  # from its arrival to its first step
 
 
 Flow = tuple[str, str]  # client, group
@@ -56,14 +63,25 @@ class Request:
     eos_token_ids: frozenset[int]  # of the model; empty with ignore_eos
     client: str = ""  # whose it is
     group: str = ""  # the API request of which it is one output
+    priority: int = 0  # lower goes first, under the policy of that name
+    cache_salt: str = ""  # it shares KV pages with requests of the same salt alone
+    reads_cache: bool = True  # False: compute all of the prompt, as its log probabilities need
     arrived: float = 0.0  # time.perf_counter() when it was sent to the engine
+    queue_seconds: float = 0.0  # from then to its first step; the engine fills it
     status: Status = Status.WAITING
     num_computed: int = 0  # positions whose keys and values are written, or are by steps in flight
     num_pending: int = 0  # tokens sampled by steps in flight
     num_preemptions: int = 0
     num_bypasses: int = 0  # requests that were admitted with its pages, or before it came back
     num_steps_at_arrival: int = 0  # of the scheduler
+    level: Any = 0  # the policy's: all of a lower one go first
     block_table: list[int] = field(default_factory=list)  # its KV pages, in order of position
+    page_keys: list[bytes] = field(default_factory=list)  # of its full pages, as far as known
+    num_published: int = 0  # of its pages: others can find them
+    num_cached: int = 0  # tokens that were in the cache when it was first admitted
+    row: int = -1  # of the step arrays (request_rows.py); -1: none
+    num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
+    prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
 
     @property
     def flow(self) -> Flow:
@@ -103,10 +121,14 @@ class Request:
         Returns the event of all of them, final or not.
         """
         self.num_pending -= len(sampled)
-        num_output = self.num_known - self.num_prompt_tokens
-        count, reason, stop_token, by_token = 0, None, None, False
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs, self.prompt_logprobs = (None, *self.prompt_logprobs), None
+        num_output = len(self.token_ids) - self.num_prompt_tokens
+        min_tokens, count = self.params.min_tokens, 0
+        reason, stop_token, by_token = None, None, False
         for count, token in enumerate(sampled, start=1):
-            may_end = self.may_end_after(num_output + count - 1)
+            may_end = num_output + count > min_tokens
             if may_end and token in self.stop_token_ids:
                 reason, stop_token, by_token = "stop", token, True
             elif may_end and token in self.eos_token_ids:
@@ -115,13 +137,21 @@ class Request:
                 reason = "length"
             if reason is not None:
                 break
+        if self.params.max_tokens == 0:  # it was sampled to have an end, and nobody wants it
+            count, reason, stop_token, by_token = 0, "length", None, False
         taken = tuple(sampled[:count])
         self.token_ids += taken
+        if logprobs:
+            logprobs = tuple([each for each in logprobs[:count] if each is not None])
         return RequestEvent(
-            request_id=self.request_id,
-            token_ids=taken,
-            finish_reason=reason,
-            stop_token=stop_token,
-            ended_by_token=by_token,
-            logprobs=tuple([each for each in logprobs[:count] if each is not None]),
+            self.request_id,
+            taken,
+            reason,
+            stop_token,
+            by_token,
+            "",
+            logprobs,
+            self.num_cached,
+            prompt_logprobs,
+            self.queue_seconds,
         )

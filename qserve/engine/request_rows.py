@@ -1,40 +1,128 @@
-"""Which rows of the workers' tables belong to which request. Knows row numbers, not what they hold.
+"""RequestRows: what does not change between the steps of a running request, as rows of arrays.
 
-The workers know no requests: a step tells them rows.
+A step's arrays are gathered from them, so that a request that decodes costs next to nothing in
+Python. Knows requests, and no step. Legend: N rows, X pages of a block table, P words of sampling.
 """
 
-from collections.abc import Iterable
+import numpy as np
 
+from qkernels.sampling.settings import (
+    BIAS_END,
+    BIAS_START,
+    NUM_WORDS,
+    SampleRow,
+    pack_bias,
+    pack_row,
+)
 from qserve.engine.request import Request, Status
 
 
 class RequestRows:
-    """Rows of the samples in flight, and of the table of token counts that penalties need."""
+    """One row for each running request. It is also its row of the table of token counts.
 
-    def __init__(self, num_history_rows: int) -> None:
-        self._num_history_rows = num_history_rows
-        self._history: dict[Request, int] = {}
-        self._sampled: dict[Request, int] = {}
+    The workers know no requests: a step tells them rows.
+    """
 
-    def take_sampled(self, owners: Iterable[Request]) -> None:
+    def __init__(self, num_rows: int) -> None:
+        self.tables_NX = np.zeros((num_rows, table_width(1)), np.int32)
+        self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
+        self.has_bias_N = np.zeros(num_rows, bool)  # it has to be packed in each step
+        self.needs_history_N = np.zeros(num_rows, bool)  # penalties, and its counts are not filled
+        self._num_pages_N = np.zeros(num_rows, np.int64)
+        self._sampled_N = np.zeros(num_rows, np.int64)
+        self._owners: list[Request | None] = [None] * num_rows
+        self._free = list(range(num_rows))[::-1]
+
+    def rows_of(self, requests: list[Request]) -> np.ndarray:
+        """The rows of some running requests, up to date. New ones get one."""
+        rows = np.array([request.row for request in requests], np.int64)
+        if rows.min(initial=0) < 0:
+            for request in requests:
+                if request.row < 0:
+                    self._enter(request)
+            rows = np.array([request.row for request in requests], np.int64)
+        num_pages = np.array([len(request.block_table) for request in requests], np.int64)
+        for index in np.flatnonzero(num_pages != self._num_pages_N[rows]):
+            self._add_pages(rows[index], requests[index].block_table)
+        return rows
+
+    def take_sampled(self, rows_S: np.ndarray) -> None:
         """Note whose rows the newest step samples, in order. A request's last row counts."""
-        self._sampled = {request: row for row, request in enumerate(owners)}
+        self._sampled_N[rows_S] = np.arange(len(rows_S))
 
-    def sampled_row(self, request: Request) -> int:
-        """The row of the newest step that holds the request's token in flight."""
-        return self._sampled[request]
+    def sampled_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of the newest step's samples that hold the requests' tokens in flight."""
+        return self._sampled_N[rows]
 
-    def history_row(self, request: Request) -> tuple[int, bool]:
-        """The request's row of token counts, and whether it is new and has to be filled.
+    def _enter(self, request: Request) -> None:
+        if not self._free:
+            self._reclaim()
+        row = request.row = self._free.pop()
+        self._owners[row] = request
+        self._num_pages_N[row] = 0
+        sampling = sample_row(request, row)
+        self.words_NP[row, :-2] = pack_row(sampling)
+        self.words_NP[row, -2:] = 0
+        self.has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
+        self.needs_history_N[row] = request.params.has_penalties
 
-        A request keeps its row while it runs. One that was preempted may lose it.
-        """
-        row = self._history.get(request)
-        if row is not None:
-            return row, False
-        for owner in [r for r in self._history if r.status is not Status.RUNNING]:
-            del self._history[owner]
-        used = set(self._history.values())
-        row = next(row for row in range(self._num_history_rows) if row not in used)
-        self._history[request] = row
-        return row, True
+    def _reclaim(self) -> None:
+        """Free the rows of requests that ended, and of those that were preempted."""
+        for row, owner in enumerate(self._owners):
+            if owner is None:
+                continue
+            if owner.row != row or owner.status is not Status.RUNNING:
+                if owner.row == row:
+                    owner.row = -1
+                self._owners[row] = None
+                self._free.append(row)
+
+    def _add_pages(self, row: int, block_table: list[int]) -> None:
+        known, count = self._num_pages_N[row], len(block_table)
+        width = self.tables_NX.shape[1]
+        if count > width:
+            wider = table_width(max(count, 2 * width))
+            self.tables_NX = np.pad(self.tables_NX, ((0, 0), (0, wider - width)))
+        # kernels read nothing of pages that were given back, but need a number
+        self.tables_NX[row, known:count] = np.maximum(block_table[known:], 0)
+        self._num_pages_N[row] = count
+
+
+def table_width(num_pages: int) -> int:
+    """Columns of a block table. Multiples of 16: Triton compiles others for themselves."""
+    return -(-num_pages // 16) * 16
+
+
+def sample_row(request: Request, row: int, position: int = 0) -> SampleRow:
+    """How to draw the token at a position of a request."""
+    params, bias = request.params, request.params.logit_bias
+    if not request.may_end_after(position - request.num_prompt_tokens):
+        ends = request.stop_token_ids | request.eos_token_ids
+        bias += tuple((token, -np.inf) for token in sorted(ends))
+    return SampleRow(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        top_k=max(params.top_k, 0),
+        seed=request.seed,
+        position=position,
+        history_row=row if params.has_penalties else -1,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        bias=bias,
+    )
+
+
+def biases(
+    requests: list[Request], positions: np.ndarray, has_bias_S: np.ndarray, words_SP: np.ndarray
+) -> np.ndarray:
+    """The bias entries of a step's samples, whose places are noted in `words_SP`. int64 [E]."""
+    entries: list[int] = []
+    for index in np.flatnonzero(has_bias_S):
+        request = requests[index]
+        words_SP[index, BIAS_START] = len(entries)
+        entries += pack_bias(sample_row(request, request.row, int(positions[index])))
+        words_SP[index, BIAS_END] = len(entries)
+    return np.array(entries, np.int64)

@@ -1,57 +1,39 @@
 """The scheduler: which tokens of which requests the next step computes. Knows no tensors.
 
-A step is a list of chunks (request, start, count) under one token budget. There are no phases: a
-chunk of a prompt has a large count, a decode has 1. Decodes come first, so that none waits behind
-a prompt; then prompts that were begun, oldest first; then waiting requests are admitted. A prompt
-that would use up the budget leaves up to half of it to shorter ones. When pages run out, the
-youngest running request gives its pages back, keeps its tokens, and is computed again later. Whose
-turn it is stands in waiting_queue.py. One who has nothing running, and waits because others have
-all places or pages, gets some of theirs after PATIENCE steps.
+A step is a list of chunks (request, start, count) under one token budget. There are no phases
+unless the policy (policies.py) makes some: a chunk of a prompt has a large count, a decode has 1.
+Decodes come first, so that none waits behind a prompt; then prompts that were begun, oldest first;
+then waiting requests are admitted. A prompt that would use up the budget leaves up to half of it to
+shorter ones. Whose turn it is stands in waiting_queue.py. One who has nothing running, and waits
+because others have all places or pages, gets some of theirs after PATIENCE steps.
+
+A request that is admitted takes over the pages that its tokens have already (PrefixCache, below),
+and one whose next page a running request is about to compute waits for that page.
 
 Steps may be in flight: `schedule()` counts the tokens they will sample, `update()` takes them when
 they reach the host.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
+from qserve.engine.policies import Counts, Phase, Policy
+from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
-from qserve.engine.waiting_queue import MAX_BYPASSES, WaitingQueue
+from qserve.engine.step_pace import StepLoad, StepPace
+from qserve.engine.step_plan import Chunk, StepPlan
+from qserve.engine.victims import cheapest_victim, places_of
+from qserve.engine.waiting_levels import WaitingLevels
+from qserve.engine.waiting_queue import MAX_BYPASSES
 
 # Steps that a request waits before others have to give way. Each time costs computing a request
 # again, which is then little beside the steps between.
 PATIENCE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The slice of one request in one step."""
-
-    request: Request
-    start: int  # position of the first token
-    count: int
-    num_sampled: int = 0  # of its last rows, each of which yields a new token
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What one step computes. Empty when nothing can run."""
-
-    chunks: tuple[Chunk, ...]
-    preempted: tuple[Request, ...] = ()  # gave their pages back to make this step possible
-    admitted: tuple[Request, ...] = ()  # left the queue for the first time
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,16 +41,33 @@ class _Step:
     """A plan while it is made."""
 
     budget: int  # tokens it may still compute
+    most_admitted: float  # requests it may still admit
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    ordered: list[Request] = field(default_factory=list)  # by the policy, of those that wait
 
 
 class Scheduler:
     """One budget, one queue, one pool of pages."""
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Raises InputError where a step could not hold one token of every request."""
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        window: int | None = None,
+        policy: Policy | None = None,
+        prefix_caching: bool = True,
+        pace: StepPace | None = None,
+    ) -> None:
+        """`window`: keys that a query sees, itself included, in the layer where it sees most.
+
+        `pace` limits what prompts add to steps that decode.
+
+        Raises InputError where a step could not hold one token of every request.
+        """
         if max_num_batched_tokens < max_num_seqs:
             raise InputError(
                 "max_num_batched_tokens",
@@ -76,10 +75,15 @@ class Scheduler:
                 "a running request must get a token in every step; lower --max-num-seqs",
             )
         self.pool = pool
+        self.policy = policy or Policy()
+        self.cache = PrefixCache(pool, enabled=prefix_caching)
+        self.pace = pace
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting = WaitingQueue()
-        self.running: list[Request] = []  # the last gives way first
+        self.window = window
+        self.waiting = WaitingLevels()
+        self.running: list[Request] = []  # by level; of one level the last gives way first
+        self._begun: list[Request] = []  # of these, in a step, those with a prompt to compute
         self._num_steps = 0
 
     @property
@@ -98,19 +102,41 @@ class Scheduler:
                 "shorten it, or give the server more memory for KV pages",
             )
         request.num_steps_at_arrival = self._num_steps
+        request.level = self.policy.level(request)
+        request.client, request.group = self.policy.turn(request)
+        self.cache.add(request)
         self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
         self._num_steps += 1
-        step = _Step(budget=self.max_num_batched_tokens)
-        self._make_place(step)
-        self._plan_decodes(step)
-        self._plan_prompts(step)
+        self._begun = [
+            each
+            for each in self._begun
+            if each.num_uncomputed > 1 and each.status is Status.RUNNING
+        ]
+        counts = Counts(
+            num_waiting=len(self.waiting),
+            num_running=len(self.running),
+            num_prompts_begun=len(self._begun),
+        )
+        phase = self.policy.phase(counts)
+        step = _Step(
+            budget=self.max_num_batched_tokens, most_admitted=self.policy.most_admitted(counts)
+        )
+        if counts.num_waiting:
+            self._make_place(step)
+        first, then = self._plan_decodes, self._plan_prompts
+        if phase is Phase.PROMPTS:
+            first, then = then, first
+        first(step)
+        if phase is Phase.MIXED or not step.chunks:
+            then(step)
         return StepPlan(
             chunks=tuple(step.chunks),
             preempted=tuple(step.preempted),
             admitted=tuple(step.admitted),
+            moves=self.pool.take_moves() if step.chunks else None,
         )
 
     def update(
@@ -125,24 +151,19 @@ class Scheduler:
         `logprobs`, where any request asked for them, are as many.
         """
         events = []
-        any_failed = any(isinstance(token, str) for token in sampled)
+        any_failed = str in set(map(type, sampled))
         row = 0
-        for chunk in plan.chunks:
-            request, first, row = chunk.request, row, row + chunk.num_sampled
+        for request, _, _, num_sampled in plan.chunks:
+            first, row = row, row + num_sampled
             # A finished one was aborted, or ended by an earlier step while this was in flight.
             if first == row or request.status is Status.FINISHED:
                 continue
             tokens = sampled[first:row]
-            failures = [token for token in tokens if isinstance(token, str)] if any_failed else ()
+            failures = [token for token in tokens if type(token) is str] if any_failed else ()
             if failures:
-                event = RequestEvent(
-                    request_id=request.request_id,
-                    token_ids=(),
-                    finish_reason="error",
-                    error=failures[0],
-                )
-            else:
-                event = request.extend(tokens, logprobs[first:row] if logprobs else ())
+                events.append(self.fail(request, failures[0]))
+                continue
+            event = request.extend(tokens, logprobs[first:row] if logprobs else ())
             if event.finish_reason is not None:
                 self.finish(request)
             events.append(event)
@@ -153,38 +174,62 @@ class Scheduler:
         """Drop a request, running or waiting, and free its pages.
 
         A step in flight may still write to them. The next owner's writes come after it on the
-        same device queue, so nothing that is read is overwritten.
+        same device queue, so nothing that is read is overwritten. Others can find its full pages,
+        which that step does not write to any more.
         """
         if request.status is Status.RUNNING:
             self.running.remove(request)
+            self.cache.publish(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
         self.pool.release_(request.block_table)
+
+    def fail(self, request: Request, reason: str) -> RequestEvent:
+        """End a request whose step went wrong. Nobody is to find what it left in its pages."""
+        self.pool.withdraw(request.block_table)
+        self.cache.keep_private(request)
+        self.finish(request)
+        return RequestEvent(
+            request_id=request.request_id, token_ids=(), finish_reason="error", error=reason
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what all pages hold: requests that come find none. Running ones go on."""
+        self.cache.reset((*self.running, *self.waiting))
 
     def check_integrity(self) -> None:
         """Assert that pages and states agree."""
         self.pool.check_integrity([request.block_table for request in self.running])
         if any(request.block_table for request in self.waiting):
             raise AssertionError("a waiting request holds pages")
+        levels = [request.level for request in self.running]
+        if levels != sorted(levels):
+            raise AssertionError("requests of a lower level would give way first")
         self.waiting.check_integrity()
 
-    def _make_place(self, step: "_Step") -> None:
-        """Preempt requests of who has most, for one who has nothing and whose turn it has been.
+    def _make_place(self, step: _Step) -> None:
+        """Preempt running requests for one of a lower level, or for one who has nothing.
 
-        It waits PATIENCE steps before. Each request gives way MAX_BYPASSES times at most.
+        The latter waits PATIENCE steps before. Each request gives way MAX_BYPASSES times at most.
         """
-        request = self.waiting.first_in_turn()
-        if request is None or self._num_steps - request.num_steps_at_arrival <= PATIENCE:
+        waiting = self.waiting.first_queue
+        request = waiting.first_in_turn()
+        if request is None or step.most_admitted < 1 or self._is_held(request):
             return
-        ahead = self.waiting.first_preempted
-        if ahead is None:
-            may_go = not self._has_place(request)  # else it is admitted without this
-        else:
-            may_go = ahead.num_bypasses < MAX_BYPASSES and ahead.flow != request.flow
-        if not may_go:
-            return
-        victims = self._who_gives_way(request)
+        ahead = waiting.first_preempted
+        victims: list[Request] | None = None
+        if ahead is None and self.running and request.level < self.running[-1].level:
+            if self._has_place(request, step):
+                return
+            higher = [each for each in self.running if each.level > request.level]
+            victims = places_of(higher, self.pool, request, MAX_BYPASSES)
+        if victims is None and self._num_steps - request.num_steps_at_arrival > PATIENCE:
+            if ahead is None:
+                may_go = not self._has_place(request, step)  # else it is admitted without this
+            else:
+                may_go = ahead.num_bypasses < MAX_BYPASSES and ahead.flow != request.flow
+            victims = self._who_gives_way(request, step) if may_go else None
         if victims is None:
             return
         for victim in victims:
@@ -196,41 +241,53 @@ class Scheduler:
         # first to give way when pages run out.
         self._admit(request, step, seniority=1)
 
-    def _who_gives_way(self, request: Request) -> list[Request] | None:
+    def _who_gives_way(self, request: Request, step: _Step) -> list[Request] | None:
         """The youngest of the client, or else of the group, that runs most, but not its oldest.
 
         As many as make place for `request`; None where it has its share, or all are not enough.
+        None of a lower level than its own gives way.
         """
         for owner_of in (attrgetter("client"), attrgetter("flow")):
             counts = Counter(owner_of(each) for each in self.running)
             if not counts or counts[owner_of(request)]:
                 continue
-            if self._has_place(request):
+            if self._has_place(request, step):
                 return []
             owner, _ = counts.most_common(1)[0]
-            owned = [each for each in self.running if owner_of(each) == owner]
-            victims, num_free = [], self.pool.num_free
-            for victim in reversed(owned[1:]):
-                if victim.num_bypasses >= MAX_BYPASSES:
-                    continue
-                victims.append(victim)
-                num_free += len(victim.block_table)
-                if num_free >= self.pool.pages_for(request.num_tokens):
-                    return victims
+            owned = [each for each in self.running if owner_of(each) == owner][1:]
+            owned = [each for each in owned if each.level >= request.level]
+            victims = places_of(owned, self.pool, request, MAX_BYPASSES)
+            if victims is not None:
+                return victims
         return None
 
-    def _plan_decodes(self, step: "_Step") -> None:
-        # A step has a token for each running request, so there is budget for all.
-        index = 0
-        while index < len(self.running):
-            request = self.running[index]
-            if request.num_uncomputed == 1 and self._make_room(request, step):
-                self._take(request, 1, step)
-            index += 1
+    def _plan_decodes(self, step: _Step) -> None:
+        # A step has a token for each running request, so there is budget for all. This loop and
+        # `update` are what a step of many requests costs in Python: they call as little as can be.
+        page_size, chunks = self.pool.page_size, step.chunks
+        publish = self.cache.publish if self.cache.enabled else None
+        for index, request in enumerate(self.running):
+            num_known = len(request.token_ids)
+            end, start = num_known + request.num_pending, request.num_computed
+            if end - start != 1 or end - request.num_prompt_tokens >= request.max_tokens:
+                continue
+            if end > len(request.block_table) * page_size and not self._make_room(
+                request, index, step
+            ):
+                continue
+            if self.window is not None:
+                self._leave_window(request, start)
+            request.num_computed = end
+            request.num_pending += 1
+            chunks.append(Chunk(request, start, 1, 1))
+            if publish is not None and num_known >= (request.num_published + 1) * page_size:
+                publish(request)
+        step.budget -= len(chunks)
 
-    def _plan_prompts(self, step: "_Step") -> None:
-        begun = [each for each in self.running if each.num_uncomputed > 1]
+    def _plan_prompts(self, step: _Step) -> None:
+        begun = [each for each in self._begun if each.status is Status.RUNNING]
         begun = deque(sorted(begun, key=attrgetter("num_steps_at_arrival")))
+        self._limit_prompts(step, begun)
         while step.budget > 0:
             request = begun.popleft() if begun else self._admit_first(step)
             if request is None:
@@ -239,7 +296,17 @@ class Scheduler:
                 self._plan_shorter(request, begun, step)
             self._take(request, min(request.num_uncomputed, step.budget), step)
 
-    def _plan_shorter(self, longest: Request, begun: Collection[Request], step: "_Step") -> None:
+    def _limit_prompts(self, step: _Step, begun: Collection[Request]) -> None:
+        """Lower the budget to what lets the step end in time for those that decode in it."""
+        if self.pace is None or step.budget <= 0:
+            return
+        first = begun[0] if begun else self.waiting.first_queue.first()
+        if first is None:
+            return
+        load = load_of(step.chunks)
+        step.budget = self.pace.max_prompt_tokens(load, first.num_computed, step.budget)
+
+    def _plan_shorter(self, longest: Request, begun: Collection[Request], step: _Step) -> None:
         """Give half of the budget to what is shorter than the oldest prompt that is not done.
 
         The oldest gets the other half at least, so it is not kept from its end.
@@ -248,73 +315,139 @@ class Scheduler:
         share = step.budget // 2
         flows = {longest.flow, *(each.flow for each in begun)}
         shortest = (begun or [longest])[0].num_uncomputed
-        while share > 0:
-            request = self.waiting.first_shorter(shortest, other_than=flows)
+        waiting = self.waiting.first_queue
+        while share > 0 and step.most_admitted > 0:
+            request = waiting.first_shorter(shortest, other_than=flows)
             if request is None and not begun:
-                request = self.waiting.passed_over(other_than=flows)
-            if request is None or not self._has_place(request):
+                request = waiting.passed_over(other_than=flows)
+            if request is None or self._is_held(request) or not self._has_place(request, step):
                 break
             self._admit(request, step, len(self.running))
+            waiting = self.waiting.first_queue
             share -= self._take(request, min(request.num_uncomputed, share), step)
         for request in begun:
             if share > 0:
                 share -= self._take(request, min(request.num_uncomputed, share), step)
 
-    def _admit_first(self, step: "_Step") -> Request | None:
+    def _admit_first(self, step: _Step) -> Request | None:
         """The next request that waits, running now, or None where there is no place for it."""
-        request = self.waiting.first()
-        if request is None or not self._has_place(request):
+        if step.most_admitted < 1 or not len(self.waiting):
             return None
-        self._admit(request, step, len(self.running))
-        return request
+        for request in self._candidates(step):
+            if self._is_held(request):
+                continue
+            if not self._has_place(request, step):
+                return None
+            self._admit(request, step, len(self.running))
+            return request
+        return None
 
-    def _has_place(self, request: Request) -> bool:
-        # The whole known length must fit, not only its first chunk, or two long prompts would push
-        # each other out in turns. One that was pushed out just now never fits: its pages are taken.
-        return len(self.running) < self.max_num_seqs and self.pool.can_grow(
-            request.block_table, request.num_tokens
+    def _candidates(self, step: _Step) -> Iterable[Request]:
+        """Whom to admit, the first choice first."""
+        waiting = self.waiting.first_queue
+        if waiting.must_take_first or type(self.policy).order is Policy.order:
+            return waiting.candidates()
+        # Once a step: to look for the cached pages of all takes longer than to admit one.
+        step.ordered = [each for each in step.ordered if each.status is Status.WAITING]
+        if not step.ordered:
+            step.ordered = list(self.policy.order(waiting.candidates(), self.cache.num_cached))
+        return step.ordered
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether a running request is about to compute the page that this one needs first.
+
+        It waits for that page, unless it has been passed over too often or lost its own pages.
+        """
+        if self.waiting.first_queue.must_take_first:
+            return False
+        return any(
+            each.num_uncomputed > 1 and self.cache.will_share(request, each) for each in self._begun
         )
 
-    def _admit(self, request: Request, step: "_Step", seniority: int) -> None:
+    def _has_place(self, request: Request, step: _Step) -> bool:
+        # The whole known length must fit, not only its first chunk, or two long prompts would push
+        # each other out in turns. One that was pushed out just now has to wait for the next step.
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        if request.num_pending or request in step.preempted:
+            return False
+        return self.cache.num_pages_needed(request) <= self.pool.num_free
+
+    def _admit(self, request: Request, step: _Step, seniority: int) -> None:
+        """Let a request run, with the pages that are there for it and new ones for the rest."""
         assert not request.num_pending, "pushed out and back in one step, its token in flight"
         self.waiting.admit(request)
+        self.policy.admitted(request)
+        step.most_admitted -= 1
         request.status = Status.RUNNING
+        self.cache.take_(request)
         if not request.num_preemptions:
             step.admitted.append(request)
-        self.running.insert(seniority, request)
-        self.pool.grow_(request.block_table, request.num_tokens)
+        of_level = {"a": self.running, "x": request.level, "key": attrgetter("level")}
+        place = min(max(seniority, bisect_left(**of_level)), bisect_right(**of_level))
+        self.running.insert(place, request)
+        if request.num_uncomputed > 1:
+            self._begun.append(request)
 
-    def _take(self, request: Request, count: int, step: "_Step") -> int:
+    def _take(self, request: Request, count: int, step: _Step) -> int:
         """Add the next `count` tokens of a request to the step. Returns `count`."""
         start = request.num_computed
+        if self.window is not None:
+            self._leave_window(request, start)
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled
-        chunk = Chunk(request=request, start=start, count=count, num_sampled=num_sampled)
-        step.chunks.append(chunk)
+        step.chunks.append(Chunk(request, start, count, num_sampled))
         step.budget -= count
+        # From here on: a layer writes all keys of a step before any of them is read.
+        self.cache.publish(request)
         return count
 
-    def _make_room(self, request: Request, step: "_Step") -> bool:
+    def _leave_window(self, request: Request, start: int) -> None:
+        """Give back the pages that no query from position `start` on sees.
+
+        A step in flight may still read them: who gets them writes after it.
+        """
+        self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
+
+    def _make_room(self, request: Request, index: int, step: _Step) -> bool:
         """Own pages for one more position, pushing out younger requests where needed.
 
-        The victims come from the end of `running`, which this step has not reached yet; the last
-        resort is `request` itself. Returns False where it had to go.
+        `index`: of the request in `running`. The victims stand behind it, which this step has not
+        reached yet; the last resort is `request` itself. Returns False where it had to go.
         """
         needed = request.num_computed + 1
         while not self.pool.can_grow(request.block_table, needed):
-            victim = self.running.pop()
+            victim = cheapest_victim(self.running[index + 1 :], self.pool) or request
+            self.running.remove(victim)
             self._preempt(victim, step)
             if victim is request:
                 return False
         self.pool.grow_(request.block_table, needed)
         return True
 
-    def _preempt(self, request: Request, step: "_Step") -> None:
-        """Take a request's pages; it waits, first in line, and computes its tokens again."""
+    def _preempt(self, request: Request, step: _Step) -> None:
+        """Take a request's pages; it waits, first in line, and computes its tokens again.
+
+        Those of its pages that nobody needs meanwhile it finds again.
+        """
+        self.cache.publish(request)
         self.pool.release_(request.block_table)
         request.status = Status.WAITING
-        request.num_computed = 0
+        request.num_computed = request.num_published = 0
+        request.row = -1
         request.num_preemptions += 1
         self.waiting.push_front(request)
         step.preempted.append(request)
+
+
+def load_of(chunks: Collection[Chunk]) -> StepLoad:
+    """How much work some chunks are."""
+    decodes = [chunk.start + 1 for chunk in chunks if chunk.count == 1]
+    prompts = [(chunk.start, chunk.count) for chunk in chunks if chunk.count > 1]
+    return StepLoad(
+        num_prompt_tokens=sum([count for _, count in prompts]),
+        num_decodes=len(decodes),
+        num_keys=sum(decodes),
+        num_pairs=sum([count * (2 * start + count) // 2 for start, count in prompts]),
+    )

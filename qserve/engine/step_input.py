@@ -5,13 +5,15 @@ Legend: T tokens of the step, R requests (chunks), S rows that sample, X longest
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
-from qkernels.sampling.settings import SampleRow
+from qkernels.sampling.settings import NUM_LOGPROBS, POSITION
+from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request
-from qserve.engine.request_rows import RequestRows
-from qserve.engine.scheduler import Chunk, StepPlan
+from qserve.engine.request_rows import RequestRows, biases, table_width
+from qserve.engine.step_plan import Chunk, StepPlan
 from qserve.sampling_params import SamplingParams
 
 
@@ -22,6 +24,15 @@ class HistoryFill:
     row: int
     prompt_token_ids: np.ndarray  # int64
     output_token_ids: np.ndarray  # int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """Rows of a step that tell log probabilities of prompts (prompt_logprobs.py)."""
+
+    rows: np.ndarray  # int64, of T
+    targets: np.ndarray  # int64: the token that follows each
+    num_alternatives: int  # the most that any asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +50,11 @@ class StepInput:
     max_context_len: int
     pending_index: np.ndarray  # int64: places in token_ids_T of tokens that the last step samples
     pending_row: np.ndarray  # int64: and the rows of its samples they come from
-    sample_rows: tuple[SampleRow, ...]  # how to draw each of the S tokens
+    sample_words_SP: np.ndarray  # int64: how to draw each of the S tokens (SampleSettings)
+    sample_bias_E: np.ndarray  # int64: the biases that these words speak of
     history_fills: tuple[HistoryFill, ...] = ()
+    page_moves: PageMoves | None = None  # copies of KV pages that come before all else
+    prompt_rows: PromptRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -54,54 +68,62 @@ class StepInput:
     def num_sampled(self) -> int:
         return len(self.logits_rows_S)
 
+    @property
+    def num_logprobs(self) -> tuple[int, ...]:
+        """How many alternatives each sampled row asked for; -1: not even the drawn token's."""
+        return tuple(self.sample_words_SP[:, NUM_LOGPROBS].tolist())
+
     @classmethod
     def build(cls, plan: StepPlan, *, page_size: int, rows: RequestRows) -> "StepInput":
         """Lay a plan out, and note in `rows` what the step after it has to know."""
-        chunks = plan.chunks
-        token_ids = np.zeros(plan.num_tokens, np.int64)
-        positions = np.empty(plan.num_tokens, np.int64)
-        slots = np.empty(plan.num_tokens, np.int64)
-        width = table_width(max(len(chunk.request.block_table) for chunk in chunks))
-        block_tables = np.zeros((len(chunks), width), np.int32)
-        query_starts = np.zeros(len(chunks) + 1, np.int32)
-        pending_index, pending_row, logits_rows = [], [], []
-        sample_rows, fills, owners = [], [], []
-        first = 0
-        for i, chunk in enumerate(chunks):
-            request, end = chunk.request, first + chunk.count
-            pages = np.asarray(request.block_table, np.int32)
-            block_tables[i, : len(pages)] = pages
-            span = np.arange(chunk.start, chunk.end)
-            positions[first:end] = span
-            slots[first:end] = pages[span // page_size] * page_size + span % page_size
-            known = request.token_ids[chunk.start : chunk.end]
-            token_ids[first : first + len(known)] = known
-            if len(known) < chunk.count:
-                # At most one token of a request is in flight when a step is planned.
-                pending_index.append(end - 1)
-                pending_row.append(rows.sampled_row(request))
-            if chunk.num_sampled:
-                history_row = _history_row(chunk, rows, fills)
-                for back in range(chunk.num_sampled - 1, -1, -1):
-                    logits_rows.append(end - 1 - back)
-                    sample_rows.append(_sample_row(request, chunk.end - back, history_row))
-                    owners.append(request)
-            query_starts[i + 1] = first = end
-        rows.take_sampled(owners)
+        requests, starts, counts, num_sampled = map(list, zip(*plan.chunks, strict=True))
+        rows_R = rows.rows_of(requests)
+        starts_R, counts_R = np.array(starts, np.int64), np.array(counts, np.int64)
+        ends_R = starts_R + counts_R
+        query_starts = np.zeros(len(requests) + 1, np.int32)
+        np.cumsum(counts_R, out=query_starts[1:])
+        last_R = query_starts[1:] - 1  # of each chunk's rows of T
+        width = table_width(max([len(request.block_table) for request in requests]))
+        block_tables = rows.tables_NX[rows_R, :width]
+        if max(counts) == 1:
+            positions, chunk_of_T = starts_R, np.arange(len(requests))
+        else:
+            positions = np.arange(query_starts[-1]) + np.repeat(
+                starts_R - query_starts[:-1], counts_R
+            )
+            chunk_of_T = np.repeat(np.arange(len(requests)), counts_R)
+        pages = block_tables[chunk_of_T, positions // page_size].astype(np.int64)
+        token_ids, is_pending_R = _token_ids(plan.chunks)
+        # At most one token of a request is in flight when a step is planned: its last.
+        pending_R = np.flatnonzero(is_pending_R)
+        sampled_R = np.array(num_sampled, np.int64)
+        of_S = np.repeat(np.arange(len(requests)), sampled_R)  # whose each sampled row is
+        back_S = np.cumsum(sampled_R)[of_S] - 1 - np.arange(len(of_S))
+        rows_S = rows_R[of_S]
+        words = rows.words_NP[rows_S]
+        words[:, POSITION] = ends_R[of_S] - back_S
+        has_bias_S = rows.has_bias_N[rows_S]
+        bias = np.zeros(0, np.int64)
+        if has_bias_S.any():
+            bias = biases([requests[i] for i in of_S], words[:, POSITION], has_bias_S, words)
+        pending_row = rows.sampled_rows(rows_R[pending_R])
+        rows.take_sampled(rows_S)
         return cls(
             token_ids_T=token_ids,
             positions_T=positions,
-            slots_T=slots,
+            slots_T=pages * page_size + positions % page_size,
             block_tables_RX=block_tables,
             query_starts_R1=query_starts,
-            context_lengths_R=np.array([chunk.end for chunk in chunks], np.int32),
-            logits_rows_S=np.array(logits_rows, np.int64),
-            max_query_len=max(chunk.count for chunk in chunks),
-            max_context_len=max(chunk.end for chunk in chunks),
-            pending_index=np.array(pending_index, np.int64),
-            pending_row=np.array(pending_row, np.int64),
-            sample_rows=tuple(sample_rows),
-            history_fills=tuple(fills),
+            context_lengths_R=ends_R.astype(np.int32),
+            logits_rows_S=last_R[of_S] - back_S,
+            max_query_len=max(counts),
+            max_context_len=int(ends_R.max()),
+            pending_index=last_R[pending_R].astype(np.int64),
+            pending_row=pending_row,
+            sample_words_SP=words,
+            sample_bias_E=bias,
+            history_fills=_history_fills(plan.chunks, rows, rows_R),
+            page_moves=plan.moves,
         )
 
     @classmethod
@@ -158,43 +180,30 @@ class StepInput:
         )
 
 
-def table_width(num_pages: int) -> int:
-    """Columns of a block table. Multiples of 16: Triton compiles others for themselves."""
-    return -(-num_pages // 16) * 16
+def _token_ids(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, list[bool]]:
+    """The step's tokens, and for each chunk whether the host does not know its last one yet."""
+    pieces = [request.token_ids[start : start + count] for request, start, count, _ in chunks]
+    is_pending = [len(piece) < chunk[2] for piece, chunk in zip(pieces, chunks, strict=True)]
+    if any(is_pending):
+        for index in np.flatnonzero(is_pending):
+            pieces[index].append(0)
+    return np.array(list(chain.from_iterable(pieces)), np.int64), is_pending
 
 
-def _history_row(chunk: Chunk, rows: RequestRows, fills: list[HistoryFill]) -> int:
-    """The row of token counts of a chunk's request, -1 without; a new one is added to `fills`."""
-    request = chunk.request
-    if not request.params.has_penalties:
-        return -1
-    row, is_new = rows.history_row(request)
-    if is_new:
+def _history_fills(
+    chunks: tuple[Chunk, ...], rows: RequestRows, rows_R: np.ndarray
+) -> tuple[HistoryFill, ...]:
+    """The token counts of requests with penalties that sample for the first time."""
+    fills = []
+    for index in np.flatnonzero(rows.needs_history_N[rows_R]):
+        chunk, row = chunks[index], int(rows_R[index])
+        request = chunk.request
+        if not chunk.num_sampled:
+            continue
         # What this step samples is pending. Anything else that is would miss from the counts.
         assert request.num_pending <= chunk.num_sampled, request
         ids = np.array(request.token_ids, np.int64)
         prompt, output = np.split(ids, [request.num_prompt_tokens])
         fills.append(HistoryFill(row=row, prompt_token_ids=prompt, output_token_ids=output))
-    return row
-
-
-def _sample_row(request: Request, position: int, history_row: int) -> SampleRow:
-    """How to draw the token at a position."""
-    params, bias = request.params, request.params.logit_bias
-    if not request.may_end_after(position - request.num_prompt_tokens):
-        ends = request.stop_token_ids | request.eos_token_ids
-        bias += tuple((token, -np.inf) for token in sorted(ends))
-    return SampleRow(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        top_k=max(params.top_k, 0),
-        seed=request.seed,
-        position=position,
-        history_row=history_row,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        bias=bias,
-    )
+        rows.needs_history_N[row] = False
+    return tuple(fills)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 from formats.errors import InputError
@@ -15,6 +15,7 @@ from qserve.config import EngineConfig
 from qserve.engine.client import EngineClient, Limits, Watch, WatchEngine, ignore
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 
 # An engine that has lived so long was no failed attempt: the count of restarts begins again.
@@ -52,12 +53,13 @@ class EngineSupervisor:
         watch: WatchEngine = ignore,
         limits: Limits | None = None,
         on_restart: Callable[[], None] | None = None,
+        arguments: Sequence[str] = (),
     ) -> "EngineSupervisor":
         """Start the engine. Raises InputError if it cannot, however many `restarts` there are.
 
         `on_restart` is called whenever it runs again.
         """
-        options = {"engine": engine, "watch": watch, "limits": limits}
+        options = {"engine": engine, "watch": watch, "limits": limits, "arguments": arguments}
         supervisor = cls(config, restarts, options, on_restart)
         supervisor._client = await EngineClient.start(config, **options)
         supervisor._task = asyncio.create_task(supervisor._supervise())
@@ -93,12 +95,19 @@ class EngineSupervisor:
         watch: Watch = ignore,
         client: str = "",
         group: str = "",
+        handling: Handling = DEFAULT,
     ) -> AsyncIterator[RequestEvent]:
         """Run one request on the engine that there is now, as EngineClient.generate does."""
-        events = self._client.generate(request_id, prompt_token_ids, params, watch, client, group)
+        events = self._client.generate(
+            request_id, prompt_token_ids, params, watch, client, group, handling
+        )
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    def reset_prefix_cache(self) -> None:
+        """Let requests that come after this find no KV pages of earlier ones."""
+        self._client.reset_prefix_cache()
 
     async def close(self) -> None:
         """End the engine and start none again."""

@@ -17,6 +17,7 @@ Bounds, where each turn costs the tokens of the request and a constant:
 
 from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from qserve.engine.fair_order import FairOrder
 from qserve.engine.request import Flow, Request
@@ -77,6 +78,15 @@ class WaitingQueue:
     def first_in_turn(self) -> Request | None:
         """The next of those that never ran, or None."""
         return next(self._heads_in_turn(), None)
+
+    def candidates(self) -> Iterator[Request]:
+        """Whom to admit, the first choice first; one alone where it has to be that one."""
+        return islice(self._preempted, 1) if self._preempted else self._heads_in_turn()
+
+    @property
+    def must_take_first(self) -> bool:
+        """Whether the first may not be passed over: it lost its pages, or was so too often."""
+        return bool(self._preempted) or self._num_bypasses >= self._max_bypasses
 
     def first_shorter(self, num_tokens: int, other_than: Collection[Flow]) -> Request | None:
         """One of fewer tokens that may pass longer ones, from none of some flows; or None.

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.warm_up import decode_boundaries, prefill_boundaries, row_boundaries
 from qserve.config import EngineConfig
-from qserve.engine.cuda_graphs import fits_a_graph
 from qserve.engine.step_input import StepInput
 from qserve.model.decoder import Decoder
 
@@ -24,10 +23,9 @@ def warm_up_steps(
 ) -> Iterator[StepInput]:
     """Steps of padding, which together launch every kernel that serving can reach.
 
-    `page_bytes`: of one element of the KV pages. With CUDA graphs, decode steps of every size are
-    launched when they are captured, and only those that no graph holds are left.
+    `page_bytes`: of one element of the KV pages. Graphs launch nothing else.
     """
-    device = decoder.norm.weight.device
+    device = decoder.embedding.weight.device
     sms = sm_count(device)
 
     def step(num_requests: int, count: int, keys: int) -> StepInput:
@@ -67,5 +65,4 @@ def warm_up_steps(
             gluon=page_bytes < element_size and lacks_arch(device, "sm_90") is None,
             **heads,
         ):
-            if config.enforce_eager or not fits_a_graph(requests * count, count):
-                yield step(requests, count, keys)
+            yield step(requests, count, keys)

@@ -27,6 +27,8 @@ class Decoder(torch.nn.Module):
         layers: list[Layer],
         norm: RmsNorm,
         head: Linear,
+        logits_divisor: float = 1.0,
+        logits_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -34,11 +36,12 @@ class Decoder(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.norm = norm
         self.head = head
+        self.logits_divisor, self.logits_cap = logits_divisor, logits_cap
 
     @property
     def dtype(self) -> torch.dtype:
         """Of activations."""
-        return self.norm.weight.dtype
+        return self.embedding.weight.dtype
 
     def products(self) -> Iterator[Product]:
         """Every quantized product, and the operation that takes its result."""
@@ -58,4 +61,9 @@ class Decoder(torch.nn.Module):
 
     def logits(self, hidden_SC: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of hidden states [S, C]."""
-        return self.head(hidden_SC)
+        logits_SV = self.head(hidden_SC)
+        if self.logits_divisor != 1:
+            logits_SV = logits_SV / self.logits_divisor
+        if self.logits_cap is not None:
+            logits_SV = self.logits_cap * torch.tanh(logits_SV / self.logits_cap)
+        return logits_SV

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.errors import CheckpointError, InputError
-from formats.families import ATTENTION
+from formats.family import ATTENTION
 from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention
 from qserve.model.decoder import Decoder

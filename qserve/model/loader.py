@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from formats.errors import InputError
 from qserve.model import families
 from qserve.model.decoder import Decoder
 from qserve.model.model_config import ModelConfig
@@ -26,8 +27,16 @@ def load(
 ) -> Decoder:
     """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors.
 
+    Raises InputError where the family does not run in `dtype`.
+
     `kernels`: asked for or forbidden by name, as EngineConfig has them.
     """
+    if dtype == torch.float16 and not config.family.float16:
+        raise InputError(
+            "--dtype float16",
+            f"activations of {config.family.architecture} leave its range",
+            "use --dtype bfloat16",
+        )
     weights = Weights(
         config,
         source,

@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from formats.checkpoint import CONFIG, read_json
+from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
-from formats.families import FAMILIES, Family, served_architectures
+from formats.families import FAMILIES, served_architectures
+from formats.family import Family
 from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.text_part import has_text_part
+from qserve.model.context_length import ContextLength
+from qserve.model.filled_config import filled_config
 from qserve.model.rope import RopeConfig
 
 
@@ -29,13 +33,24 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
-    max_position: int
+    ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
+    context: ContextLength
     tied_head: bool
     windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
     dtype: torch.dtype  # that the checkpoint states
     quant: QuantConfig | None  # None: a float checkpoint
     eos_token_ids: frozenset[int]
+
+    def check_length(self, max_model_len: int) -> None:
+        """Raise InputError for positions that the rotation of some layer cannot have."""
+        for rope in self.ropes:
+            if rope is not None:
+                rope.check_length(max_model_len)
+
+    @property
+    def longest_window(self) -> int | None:
+        """Keys that a query sees in the layer where it sees most; None: all."""
+        return None if None in self.windows else max(self.windows)
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -46,17 +61,19 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
+        if has_text_part(raw):
+            raw = CheckpointReader(folder).config
         block = find_block(Path(folder), raw)
         family = family_of(raw)
         try:
             # The block is ours to read: transformers would look for the library that wrote it.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = AutoConfig.for_model(plain.pop("model_type"), **plain)
+            config = SimpleNamespace(**filled_config(plain))
         except Exception as error:  # what a config class raises is not documented
             problem = f"transformers refuses it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
         try:
-            return cls._from_config(family, config, block, Path(folder))
+            return cls._from_config(family, config, raw, block, Path(folder))
         except InputError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -65,9 +82,14 @@ class ModelConfig:
 
     @classmethod
     def _from_config(
-        cls, family: Family, config: Any, block: dict | None, folder: Path
+        cls,
+        family: Family,
+        config: Any,
+        raw: Mapping[str, Any],
+        block: dict | None,
+        folder: Path,
     ) -> "ModelConfig":
-        """The same, of transformers' config and the quantization block."""
+        """The same, of transformers' config, config.json as it is, and the quantization block."""
         activation = getattr(config, family.activation_key)
         if activation != family.activation:
             raise InputError(
@@ -76,10 +98,11 @@ class ModelConfig:
             )
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        max_position = config.max_position_embeddings
+        windows = _windows(config, family.window)
+        ropes = _ropes(config, family, head_dim, windows)
         return cls(
             family=family,
-            values=config.to_dict(),
+            values=vars(config),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -88,13 +111,11 @@ class ModelConfig:
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=config.rms_norm_eps,
-            rope=RopeConfig.from_dict(
-                config.rope_parameters, dim=head_dim, max_position=max_position
-            ),
-            max_position=max_position,
+            ropes=ropes,
+            context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
-            windows=_windows(config, family.window),
-            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
+            windows=windows,
+            dtype=_dtype(config.dtype),
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),
         )
@@ -113,6 +134,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
+def _dtype(name: str | None) -> torch.dtype:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
 def _windows(config: Any, kind: str) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if kind == "all":
@@ -120,6 +146,29 @@ def _windows(config: Any, kind: str) -> tuple[int | None, ...]:
     if kind == "layer_types":
         return tuple(window if t == "sliding_attention" else None for t in config.layer_types)
     return (None,) * config.num_hidden_layers
+
+
+def _ropes(
+    config: Any, family: Family, head_dim: int, windows: tuple[int | None, ...]
+) -> tuple[RopeConfig | None, ...]:
+    """Of each layer. transformers states one for all, or one for each type of layer."""
+    stated = config.rope_parameters
+    by_type = stated if any(isinstance(value, dict) for value in stated.values()) else None
+    ropes = []
+    for number, window in enumerate(windows):
+        if family.rope == "no_rope_layers":
+            rotates = bool(config.no_rope_layers[number])  # 1: it does rotate
+        else:
+            rotates = family.rope == "all" or config.sliding_window is None or window is not None
+        parameters = by_type[config.layer_types[number]] if by_type else stated
+        rope = RopeConfig.from_dict(
+            parameters,
+            dim=head_dim,
+            max_position=config.max_position_embeddings,
+            interleaved=family.interleaved_rope,
+        )
+        ropes.append(rope if rotates else None)
+    return tuple(ropes)
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """Rotary position embedding: the table of cosines and sines. Knows scaling types, not layers.
 
-Legend: D rotated dimensions of a head. Half-rotation order (NeoX): dimension i pairs with i + D/2.
+Legend: D rotated dimensions of a head: all, or its first ones. Dimension i pairs with i + D/2
+(NeoX), or 2 i with 2 i + 1 where a model interleaves them.
 """
 
 import math
@@ -22,9 +23,12 @@ class RopeConfig:
     dim: int
     max_position: int  # max_position_embeddings
     parameters: dict[str, Any]  # of the scaling type
+    interleaved: bool = False
 
     @classmethod
-    def from_dict(cls, rope: dict[str, Any], *, dim: int, max_position: int) -> "RopeConfig":
+    def from_dict(
+        cls, rope: dict[str, Any], *, dim: int, max_position: int, interleaved: bool = False
+    ) -> "RopeConfig":
         """Raises InputError on a scaling type that is not supported."""
         kind = rope.get("rope_type", ROPE_DEFAULT)
         if kind not in SERVED_ROPE_TYPES:
@@ -36,6 +40,7 @@ class RopeConfig:
             dim=int(dim * rope.get("partial_rotary_factor", 1.0)),
             max_position=max_position,
             parameters=dict(rope),
+            interleaved=interleaved,
         )
 
     def check_length(self, max_model_len: int) -> None:
@@ -51,21 +56,27 @@ class RopeConfig:
 
 def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> torch.Tensor:
     """float32 [length, D]: cosines of D/2 frequencies, then their sines, for each position."""
-    frequencies, scale = inverse_frequencies(rope)
+    frequencies, scale = inverse_frequencies(rope, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.cat([angles.cos() * scale, angles.sin() * scale], -1).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Angle per position of each of D/2 pairs, and the factor on cosines and sines."""
+def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
+    """Angle per position of each of D/2 pairs, and the factor on cosines and sines.
+
+    `length`: positions that a sequence may have.
+    """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
-    plain = 1.0 / rope.theta**exponents
+    periods = rope.theta**exponents
+    plain = 1.0 / periods
     if rope.type == "linear":
         return plain / rope.parameters["factor"], 1.0
     if rope.type == "llama3":
         return _llama3(plain, rope.parameters), 1.0
     if rope.type == "yarn":
         return _yarn(plain, rope)
+    if rope.type == "longrope":
+        return _longrope(periods, rope, length)
     return plain, 1.0  # "dynamic" is "default" up to max_position (RopeConfig.check_length)
 
 
@@ -107,3 +118,26 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig) -> tuple[torch.Tensor, float]:
         scale = magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
         return frequencies, scale
     return frequencies, magnitude(1.0)
+
+
+def _longrope(periods: torch.Tensor, rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each pair.
+
+    transformers changes from short to long factors when a sequence outgrows the original length,
+    and computes all keys again, which a KV cache cannot. So the longest sequence that may come
+    decides, as in vLLM.
+    """
+    parameters = rope.parameters
+    original = parameters["original_max_position_embeddings"]
+    factors = parameters["long_factor" if length > original else "short_factor"]
+    if len(factors) != len(periods):
+        raise InputError(
+            "config.json long_factor and short_factor",
+            f"expected {len(periods)} numbers, one for each pair, found {len(factors)}",
+            "copy config.json from the float model",
+        )
+    factor = parameters.get("factor") or rope.max_position / original
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods), float(scale)

@@ -7,11 +7,12 @@ import torch
 from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
-from formats.families import DERIVED
+from formats.family import DERIVED
 from formats.kv_cache import check_kv_scale, find_kv_scales
 from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
 from formats.weights import Weight
 from qserve.model.model_config import ModelConfig
+from qserve.model.read_ahead import ReadAhead
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +20,15 @@ logger = logging.getLogger(__name__)
 class WeightSource:
     """Named tensors of a checkpoint, with a record of which were used."""
 
-    def __init__(self, reader: CheckpointReader, config: ModelConfig) -> None:
+    def __init__(
+        self, reader: CheckpointReader, config: ModelConfig, device: torch.device | None = None
+    ) -> None:
+        """Tensors come to `device`, the CPU unless given, and are decoded there."""
         self.reader = reader
+        self._read = ReadAhead(reader, device or torch.device("cpu"))
         self.family, self.quant = config.family, config.quant
         self._tied_head = config.tied_head
+        self._unread = self.family.draft_layers(config.values)
         self._used: set[str] = set()
         self._mislabelled = 0  # linears whose zeros follow the other rule than the label says
 
@@ -36,7 +42,11 @@ class WeightSource:
                 name, f"expected {list(shape)} from config.json, found {list(found)}"
             )
         self._used.add(name)
-        return self.reader.get(name)
+        return self._read.get(name)
+
+    def expect(self, prefix: str) -> None:
+        """Begin to read what is below a name: it will be asked for next."""
+        self._read.expect(f"{prefix}.")
 
     def is_quantized(self, module: str) -> bool:
         return is_quantized(module, self.reader.entries)
@@ -52,7 +62,7 @@ class WeightSource:
                 module, "has quantized tensors such as qweight, but no quantization_config"
             )
         names = tensor_names(module, LAYOUTS[self.quant.method], self.reader.entries)
-        tensors = {field: self.reader.get(name) for field, name in names.items()}
+        tensors = {field: self._read.get(name) for field, name in names.items()}
         self._used.update(names.values())
         weight = decode_linear(module, tensors, self.quant)
         if (weight.out_features, weight.in_features) != shape:
@@ -73,7 +83,7 @@ class WeightSource:
         for kind, found in find_kv_scales(attention, self).items():
             self._used.update(found)
             if found:
-                scale = self.reader.get(found[0])
+                scale = self._read.get(found[0])
                 check_kv_scale(found[0], scale)
                 scales[kind] = scale.float().reshape(())
         return scales
@@ -82,7 +92,14 @@ class WeightSource:
         return name in self.reader
 
     def audit(self) -> None:
-        """Raise CheckpointError, with the names, where tensors were left over."""
+        """Raise CheckpointError, with the names, where tensors were left over. Reads no more."""
+        self._read.close()
+        if self.reader.num_other_parts:
+            logger.info(
+                "%s: the text model alone; %d tensors of other parts are not read",
+                self.reader.folder,
+                self.reader.num_other_parts,
+            )
         if self._mislabelled:
             logger.warning(
                 "%s: checkpoint_format says that zeros are %s, in %d linears the data says"
@@ -94,7 +111,9 @@ class WeightSource:
         left = {
             name
             for name in self.reader.entries.keys() - self._used
-            if not name.endswith(DERIVED) and not self._is_zero_bias(name)
+            if not name.endswith(DERIVED)
+            and not name.startswith(self._unread)
+            and not self._is_zero_bias(name)
         }
         if self._tied_head:
             left.discard(self.family.head)  # stored twice by some writers

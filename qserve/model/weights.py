@@ -11,11 +11,15 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import CheckpointError
-from formats.families import ATTENTION, Projection, Shape, is_set, size
+from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
-from qkernels import QuantLinear
+from qkernels import QuantLinear, ops
+from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
+from qserve.model.blocks.moe import Router
+from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
+from qserve.model.expert_weights import expert_weights, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
 from qserve.model.weight_source import WeightSource
@@ -45,6 +49,7 @@ class Weights:
         self._sizes = config.sizes
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
         self._progress = progress
+        self._rotaries: list[tuple[RopeConfig | None, Rotary]] = []
 
     def embedding(self) -> torch.Tensor:
         """The table of tokens [V, C]."""
@@ -65,22 +70,36 @@ class Weights:
         """Those of each layer in turn."""
         numbers = range(self.config.num_layers)
         for number in tqdm(numbers, desc="Loading layers", disable=not self._progress):
+            for next_number in (number, number + 1):
+                if next_number < self.config.num_layers:
+                    self.source.expect(self.family.layer.format(i=next_number))
             yield LayerWeights(self, number)
 
-    def cos_sin(self, rope: RopeConfig) -> torch.Tensor:
-        """The table of rotations of all positions, which follows from the config."""
-        return cos_sin_table(rope, self.max_model_len, self.device)
+    def rotary(self, rope: RopeConfig | None) -> Rotary:
+        """The rotations of all positions, one table for layers alike; None: of no channel."""
+        for known, rotary in self._rotaries:
+            if known == rope:
+                return rotary
+        if rope is None:
+            rotary = Rotary(torch.empty(self.max_model_len, 0, device=self.device))
+        else:
+            table = cos_sin_table(rope, self.max_model_len, self.device)
+            rotary = Rotary(table, rope.interleaved)
+        self._rotaries.append((rope, rotary))
+        return rotary
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A float tensor. Raises CheckpointError where it is missing or has another shape."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """What a norm multiplies by: the tensor, plus 1 in families that store it without."""
-        if not self.family.norm_offset:
-            return self.tensor(name, shape)
+        """What a norm multiplies by: the tensor, plus 1 in families that store it without.
+
+        In float32 where the family rounds after the product alone (ops.rms_norm).
+        """
         stored = self.source.tensor(name, shape).to(self.device, torch.float32)
-        return (stored + self.family.norm_offset).to(self.dtype)
+        dtype = torch.float32 if self.family.float32_norms else self.dtype
+        return (stored + self.family.norm_offset).to(dtype)
 
     def linear(
         self, names: Sequence[str], outs: Sequence[int], ins: int, *, bias: bool = False
@@ -145,6 +164,7 @@ class LayerWeights:
 
     def __init__(self, weights: Weights, number: int) -> None:
         self.number = number
+        self.rotary = weights.rotary(weights.config.ropes[number])
         self.kernels = weights.kernels
         self._weights, self._family = weights, weights.family
         self._prefix = weights.family.layer.format(i=number)
@@ -165,6 +185,55 @@ class LayerWeights:
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
         return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+
+    def has_norm(self, name: str) -> bool:
+        """Whether the model has a norm of the family's row."""
+        config = self._weights.config.values
+        return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
+
+    def router(self) -> Router:
+        """What chooses the layer's experts."""
+        experts, config = self._family.experts, self._weights.config.values
+        rule, routing = experts.routing, routing_of(experts, config)
+        E = routing.num_experts
+        name = f"{self._prefix}.{experts.router}"
+        shape = (E, self._weights.config.hidden_size)
+        correction = None
+        if rule.correction:
+            stored = f"{self._prefix}.{experts.module}.{rule.correction}"
+            correction = self._weights.source.tensor(stored, (E,)).to(
+                self._weights.device, torch.float32
+            )
+        weight = self._weights.tensor(f"{name}.weight", shape)
+        return Router(
+            routing,
+            weight.float() if rule.float32 else weight,
+            self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
+            correction,
+        )
+
+    def shared_gate(self) -> FloatLinear | None:
+        """The gate of the layer's shared expert, where it has one."""
+        shared = self._family.experts.shared
+        if not shared.gate:
+            return None
+        name = f"{self._prefix}.{shared.gate}.weight"
+        return FloatLinear(self._weights.tensor(name, (1, self._weights.config.hidden_size)))
+
+    def experts(self) -> PreparedExperts:
+        """The layer's experts, prepared for their kernel."""
+        weights = self._weights
+        found = expert_weights(weights, self._prefix)
+        kernel = self.kernels.get("experts")
+        return ops.prepare_experts(found, weights.dtype, weights.device, kernel)
+
+    def sinks(self) -> dict[str, torch.Tensor]:
+        """The scores of each head that attention takes beside the keys', if the family has them."""
+        if not self._family.sinks:
+            return {}
+        name, shape = f"{self._prefix}.{self._family.sinks}", (self._weights.config.num_heads,)
+        found = self._weights.source.tensor(name, shape)
+        return {"sinks": found.to(self._weights.device, torch.float32)}
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""

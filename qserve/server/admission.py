@@ -3,7 +3,7 @@
 Knows numbers of outputs and tokens, no engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from qserve.server.budget import Budget
@@ -19,6 +19,8 @@ class Admission:
 
     def __init__(self, max_outputs: int, max_tokens: int) -> None:
         self._budgets = (Budget(max_outputs), Budget(max_tokens))
+        # called with the place of what is too much in `held`
+        self.on_rejection: Callable[[int], None] = lambda index: None
 
     @property
     def held(self) -> tuple[int, int]:
@@ -30,9 +32,10 @@ class Admission:
         """Hold outputs, and tokens of their prompts, inside the block. Raises ApiError(503)."""
         held, holds = self.held, []
         try:
-            for budget, amount in zip(self._budgets, (num_outputs, num_tokens), strict=True):
-                hold = budget.take(client, amount)
+            for index, amount in enumerate((num_outputs, num_tokens)):
+                hold = self._budgets[index].take(client, amount)
                 if hold is None:
+                    self.on_rejection(index)
                     raise ApiError(
                         503,
                         f"The server is busy: {held[0]} outputs for {held[1]} prompt tokens are"

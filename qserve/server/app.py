@@ -6,25 +6,28 @@ import functools
 import gc
 import signal
 import socket
+import ssl
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
-from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError
-from qserve import __version__
+from qserve import __version__, logs
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.log_limit import limit_logging
+from qserve.server import page_routes, routes, status_routes, token_routes
 from qserve.server.admission import Admission
-from qserve.server.api_key import RequireKey
+from qserve.server.api_key import RequireKey, load_keys
 from qserve.server.budget import Budget
 from qserve.server.errors import add_error_handlers
-from qserve.server.framing import RefuseTwoLengths
+from qserve.server.framing import CheckHead
 from qserve.server.http_protocol import (
     ACCEPTED_AT_ONCE,
     KERNEL_QUEUE,
@@ -33,10 +36,12 @@ from qserve.server.http_protocol import (
     max_connections,
     raise_descriptor_limit,
 )
+from qserve.server.listener import address, address_error, bind, check_tls, remove
 from qserve.server.metrics import Metrics
 from qserve.server.preparation import Preparation
+from qserve.server.rate_limit import LimitRate
+from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
-from qserve.server.routes import router
 from qserve.server.sampling import load_defaults
 from qserve.server.service import Client, Service
 from qserve.server.worker import WorkerClient
@@ -44,7 +49,8 @@ from qserve.server.worker_messages import Setup
 from qserve.text import Tokenizer
 
 NUM_BODIES = 32  # of the greatest length that are held at once, or more of shorter ones
-SHUTDOWN_GRACE = 10  # seconds that running requests get to finish after SIGTERM
+# Policies that do not look at a request's priority; one of the user's own may.
+ORDER_OF_ARRIVAL = ("fcfs", "prefill-first", "longest-prefix", "controlled")
 REPLY_GRACE = 1  # seconds that clients get to read the error of a request that was dropped
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,23 +63,30 @@ def build_app(
     max_num_seqs: int,
     metrics: Metrics | None = None,
     preparation: Preparation | None = None,
+    is_stopping: Callable[[], bool] = lambda: False,
+    priority_counts: bool = True,
 ) -> FastAPI:
     """The ASGI app for an engine that runs `max_num_seqs` outputs at once.
 
     `metrics` are those that the engine's reports go to, if any do; `preparation` has a worker
-    process, if there is one. Raises InputError for a broken generation_config.json.
+    process, if there is one. Raises InputError for a broken generation_config.json, and for keys
+    that cannot be read.
     """
     app = FastAPI(
-        title="qserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="qserve",
+        version=__version__,
+        openapi_url=None,
+        redirect_slashes=False,
+        root_path=config.root_path,
     )
     admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
-    model_name = config.model_name(tokenizer.folder)
-    metrics = metrics or Metrics(model_name)
+    model_names = config.model_names(tokenizer.folder)
+    metrics = metrics or Metrics(model_names[0], config.metrics_prefix)
     metrics.watch_admission(admission)
     app.state.service = Service(
         client=client,
         tokenizer=tokenizer,
-        model_name=model_name,
+        model_names=model_names,
         defaults=load_defaults(tokenizer.folder),
         chat_special_tokens=config.chat_special_tokens,
         max_body_bytes=config.max_body_bytes,
@@ -81,13 +94,33 @@ def build_app(
         admission=admission,
         preparation=preparation or Preparation(),
         metrics=metrics,
+        request_timeout=config.request_timeout,
+        is_stopping=is_stopping,
+        priority_counts=priority_counts,
+        salt_by_key=config.cache_salt_by_key,
+        resets_cache=config.enable_cache_reset,
     )
-    app.include_router(router)
+    for topic in (status_routes, page_routes, token_routes, routes):
+        app.include_router(topic.router)
     add_error_handlers(app)
-    if config.api_key is not None:
-        app.add_middleware(RequireKey, key=config.api_key)
-    app.add_middleware(RefuseTwoLengths)
-    app.add_middleware(CountResponses, metrics=metrics)  # the last one added comes first
+    keys = load_keys(config)
+    # The last one added comes first.
+    if config.max_requests_per_minute is not None:
+        app.add_middleware(LimitRate, limit=config.max_requests_per_minute, by_key=bool(keys))
+    if keys:
+        app.add_middleware(RequireKey, keys=keys)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_credentials=config.allow_credentials,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
+        )
+    app.add_middleware(CheckHead)
+    app.add_middleware(NameRequests)
+    app.add_middleware(CountResponses, metrics=metrics)
     return app
 
 
@@ -100,13 +133,17 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
 
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str) -> int:
+    logs.configure(config.log_level, config.log_format, text="%(message)s")
     limit_logging()
+    load_keys(config)
+    check_tls(config)
     connections = Connections(
         limit=max_connections(config.max_connections, raise_descriptor_limit())
     )
     # The address first: a port in use should not show only after a long load.
-    with _bind(config.host, config.port) as listener:
-        metrics = Metrics(config.model_name(engine_config.model))
+    with bind(config) as listener, contextlib.ExitStack() as ends:
+        ends.callback(remove, listener)
+        metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
         loading = asyncio.create_task(_load(engine_config, config, engine, metrics))
         with _on_stop_signal(loading.cancel):
             try:
@@ -114,8 +151,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
             except asyncio.CancelledError:
                 return 0
         worker = None
+        metrics.describe_cache(engine_config)
         try:
             worker = _start_worker(client, tokenizer, config)
+            stopping = threading.Event()
             app = build_app(
                 client,
                 tokenizer,
@@ -123,11 +162,16 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 max_num_seqs=engine_config.max_num_seqs,
                 metrics=metrics,
                 preparation=Preparation(worker),
+                is_stopping=stopping.is_set,
+                priority_counts=engine_config.scheduling_policy not in ORDER_OF_ARRIVAL,
             )
             # What is loaded stays. Else every full collection looks at it, for 100 ms.
             gc.freeze()
             server = _Server(
-                uvicorn_config(app, connections), f"Serving {app.state.service.model_name} on"
+                uvicorn_config(app, connections, **_tls_options(config)),
+                f"Serving {app.state.service.model_name} on",
+                config.shutdown_timeout,
+                stopping,
             )
             with _on_stop_signal(server.stop):
                 watches = [
@@ -151,8 +195,6 @@ async def _load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
 ) -> tuple[Tokenizer, EngineSupervisor]:
     """The tokenizer here and the model in its process, side by side."""
-    # A mistyped folder is named as such, not by what its lack does to the tokenizer.
-    read_json(Path(config.model) / CONFIG)
     starting = asyncio.create_task(
         EngineSupervisor.start(
             config,
@@ -161,10 +203,11 @@ async def _load(
             watch=metrics.take_report,
             limits=Limits(silence=server.engine_timeout, step=server.engine_step_timeout),
             on_restart=metrics.count_restart,
+            arguments=logs.arguments(server.log_level, server.log_format),
         )
     )
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, config.model)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, config.model)
         return tokenizer, await starting
     except BaseException:
         starting.cancel()
@@ -173,19 +216,39 @@ async def _load(
         raise
 
 
+def _load_tokenizer(folder: str) -> Tokenizer:
+    from formats.checkpoint import CONFIG, read_json  # loads torch: beside the engine, not before
+
+    # A mistyped folder is named as such, not by what its lack does to the tokenizer.
+    read_json(Path(folder) / CONFIG)
+    return Tokenizer(folder)
+
+
 def _start_worker(
     client: EngineSupervisor, tokenizer: Tokenizer, config: ServerConfig
 ) -> WorkerClient:
     return WorkerClient(
         Setup(
             folder=tokenizer.folder,
-            name=config.model_name(tokenizer.folder),
+            names=config.model_names(tokenizer.folder),
             defaults=load_defaults(tokenizer.folder),
             max_model_len=client.max_model_len,
             vocab_size=client.vocab_size,
             chat_special_tokens=config.chat_special_tokens,
-        )
+        ),
+        logs.arguments(config.log_level, config.log_format),
     )
+
+
+def _tls_options(config: ServerConfig) -> dict[str, object]:
+    """uvicorn's options."""
+    if config.ssl_certfile is None:
+        return {}
+    options = {
+        name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    }
+    needs_client = config.ssl_ca_certs is not None
+    return options | {"ssl_cert_reqs": ssl.CERT_REQUIRED if needs_client else ssl.CERT_NONE}
 
 
 async def _stop_when_dead(client: EngineSupervisor, server: "_Server") -> None:
@@ -197,21 +260,28 @@ async def _stop_when_dead(client: EngineSupervisor, server: "_Server") -> None:
 class _Server(uvicorn.Server):
     """uvicorn that says when it is ready, and leaves signals and the exit code to `serve`."""
 
-    def __init__(self, config: uvicorn.Config, ready_line: str) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        ready_line: str,
+        shutdown_timeout: float,
+        stopping: threading.Event,
+    ) -> None:
         super().__init__(config)
-        self._ready_line = ready_line
+        self._ready_line, self._shutdown_timeout = ready_line, shutdown_timeout
+        self._stopping = stopping  # set from the first signal on
 
     def capture_signals(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        host, port = sockets[0].getsockname()[:2]
+        where = address(sockets[0], tls=self.config.is_ssl)
         try:
             await super().startup(sockets=sockets)
         except OSError as error:
-            raise _address_error(host, port, error) from error
+            raise address_error(where, error) from error
         sockets[0].listen(KERNEL_QUEUE)  # beyond what is taken from it at once
-        print(self._ready_line, f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        print(self._ready_line, where, flush=True)
 
     async def finish_replies(self) -> None:
         """Wait until requests that were dropped have written their errors, then hang up."""
@@ -234,7 +304,8 @@ class _Server(uvicorn.Server):
             self.force_exit = True
         else:
             self.should_exit = True
-            asyncio.get_running_loop().call_later(SHUTDOWN_GRACE, self.stop)
+            self._stopping.set()
+            asyncio.get_running_loop().call_later(self._shutdown_timeout, self.stop)
 
 
 def uvicorn_config(app: FastAPI, connections: Connections, **options: object) -> uvicorn.Config:
@@ -263,21 +334,3 @@ def _on_stop_signal(action: Callable[[], object]) -> Iterator[None]:
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet: until then connections are refused."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        raise _address_error(host, port, error) from error
-    return listener
-
-
-def _address_error(host: str, port: int, error: Exception) -> InputError:
-    return InputError(
-        f"{host}:{port}", f"cannot be listened on: {error}", "choose another --host or --port"
-    )

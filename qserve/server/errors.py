@@ -16,6 +16,7 @@ MAX_PARAM = 100
 TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
 }
@@ -70,6 +71,14 @@ class ClientGone(Exception):
 def engine_dead(is_restarting: bool) -> ApiError:
     what = "is being started again. Try again later." if is_restarting else "server is stopping."
     return ApiError(503, f"The engine has ended; {'it' if is_restarting else 'the'} {what}")
+
+
+def deadline_passed(seconds: float) -> ApiError:
+    return ApiError(
+        408,
+        f"The answer took more than the {seconds:g} s that it had.",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def generation_failed() -> ApiError:

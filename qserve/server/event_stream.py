@@ -37,17 +37,27 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Chunks as server-sent events, ended by [DONE].
+    """Chunks as server-sent events, ended by [DONE] unless they are named.
 
     An error before the first chunk is a plain HTTP error; a later one is an event of its own. Each
     chunk is fetched when the one before it has been written, so a slow reader slows its own stream
     only.
     """
 
-    def __init__(self, chunks: AsyncGenerator[dict, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict, None],
+        headers: dict[str, str] | None = None,
+        *,
+        are_named: bool = False,
+    ) -> None:
+        """`are_named`: each event has its `type` as a name, and no [DONE] ends them."""
+        headers = {"Cache-Control": "no-cache"} | (headers or {})
+        super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self._chunks = chunks
+        self._event = _named_event if are_named else _event
+        self._end = b"" if are_named else b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -63,11 +73,10 @@ class EventStream(Response):
                 await as_api_error(error).response(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send(_event(first))
+            await send(self._event(first))
             async for chunk in _errors_as_chunks(chunks):
-                await send(_event(chunk))
-            await send(_body(b"data: [DONE]\n\n"))
-            await send(_body(b"", more=False))
+                await send(self._event(chunk))
+            await send(_body(self._end, more=False))
 
 
 async def _errors_as_chunks(chunks: AsyncGenerator[dict, None]) -> AsyncGenerator[dict, None]:
@@ -80,6 +89,11 @@ async def _errors_as_chunks(chunks: AsyncGenerator[dict, None]) -> AsyncGenerato
 
 def _event(content: dict) -> dict:
     return _body(b"data: " + msgspec.json.encode(content) + b"\n\n")
+
+
+def _named_event(content: dict) -> dict:
+    name = content.get("type", "error").encode()
+    return _body(b"event: " + name + b"\ndata: " + msgspec.json.encode(content) + b"\n\n")
 
 
 def _body(data: bytes, more: bool = True) -> dict:

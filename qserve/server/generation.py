@@ -6,12 +6,13 @@ in the engine.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.server.errors import ApiError, engine_dead, generation_failed
+from qserve.server.errors import ApiError, deadline_passed, engine_dead, generation_failed
 from qserve.server.job import Job
 from qserve.server.service import Service
 from qserve.text import TextDelta, TextStream
@@ -27,17 +28,22 @@ class Output:
 
     text: str = ""
     num_tokens: int = 0
+    num_cached: int = 0  # tokens of the prompt that were not computed
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # with log probabilities
+    token_ids: list[int] = field(default_factory=list)  # hidden ones included
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
 
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
         self.num_tokens += len(delta.token_ids)
-        self.token_ids += delta.token_ids[: len(delta.logprobs)]
+        self.num_cached = delta.num_cached
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             self.text = "".join(self.pieces)
@@ -54,31 +60,66 @@ async def run(service: Service, client: str, job: Job) -> list[Output]:
 
 async def deltas(service: Service, client: str, job: Job) -> Deltas:
     """The deltas of all choices in the order they come. Raises as `run` does."""
+    lengths = [0] * job.num_choices
     with service.admission.admit(client, job.num_choices, job.num_engine_tokens):
-        if job.num_choices == 1:
-            async with aclosing(_choice(service, client, job, 0)) as stream:
-                async for item in stream:
-                    yield item
+        service.metrics.count_request(job.params[0].n)
+        async with aclosing(_in_time(job, _choices(service, client, job))) as stream:
+            async for index, delta in stream:
+                lengths[index] += len(delta.token_ids)
+                yield index, delta
+    service.metrics.count_longest(max(lengths))
+
+
+async def _in_time(job: Job, stream: Deltas) -> Deltas:
+    """The same deltas; raises ApiError(408) when the job has had its time.
+
+    Around each wait for the engine; how long a client may take to read is limited elsewhere.
+    """
+    end = None
+    if job.timeout is not None:
+        left = job.timeout - (time.perf_counter() - job.arrived)
+        end = asyncio.get_running_loop().time() + left
+    async with aclosing(stream):
+        if end is None:
+            async for item in stream:
+                yield item
             return
-        # Holds one delta of each choice at most; behind it the engine's events merge.
-        inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
-        tasks: list[asyncio.Task] = []
-        starting = asyncio.create_task(_start(tasks, inbox, service, client, job))
-        try:
-            num_running = job.num_choices
-            while num_running:
-                item = await inbox.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_running -= 1
-                else:
-                    yield item
-        finally:
-            starting.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(starting, *tasks, return_exceptions=True)
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    item = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise deadline_passed(job.timeout) from None
+            yield item
+
+
+async def _choices(service: Service, client: str, job: Job) -> Deltas:
+    if job.num_choices == 1:
+        async with aclosing(_choice(service, client, job, 0)) as stream:
+            async for item in stream:
+                yield item
+        return
+    # Holds one delta of each choice at most; behind it the engine's events merge.
+    inbox: asyncio.Queue = asyncio.Queue(maxsize=1)
+    tasks: list[asyncio.Task] = []
+    starting = asyncio.create_task(_start(tasks, inbox, service, client, job))
+    try:
+        num_running = job.num_choices
+        while num_running:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        starting.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
 async def _start(
@@ -105,16 +146,24 @@ async def _feed(inbox: asyncio.Queue, service: Service, client: str, job: Job, i
 async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas:
     prompt, params = job.choice(index)
     stream = TextStream(service.tokenizer, params, prompt)
-    request_id = f"{job.request_id}-{index}"
-    with service.metrics.output(job.arrived, len(prompt)) as meter:
+    request_id = f"{job.key}-{index}"
+    with service.metrics.output(job.arrived, len(prompt), params.max_tokens) as meter:
         events = service.client.generate(
-            request_id, prompt, params, meter.take, client, group=job.request_id
+            request_id,
+            prompt,
+            params,
+            meter.take,
+            client,
+            group=job.key,
+            handling=job.handling,
         )
         async with aclosing(events):
             async for event in events:
                 if event.finish_reason == "error":
-                    raise _failure(service, event)
+                    raise _failure(service, job, event)
                 delta = stream.push(event)
+                if event.prompt_logprobs is not None:
+                    delta = replace(delta, prompt_logprobs=event.prompt_logprobs)
                 if stream.finished:
                     meter.reason = delta.finish_reason
                     break
@@ -123,8 +172,8 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
     yield index, delta
 
 
-def _failure(service: Service, event: RequestEvent) -> ApiError:
-    logger.error("Request %s failed: %s", event.request_id, event.error)
+def _failure(service: Service, job: Job, event: RequestEvent) -> ApiError:
+    logger.error("Request %s failed: %s", job.request_id, event.error)
     if not service.client.is_alive:
         return engine_dead(service.client.is_restarting)
     return generation_failed()

@@ -209,6 +209,9 @@ class _LingeringTransport:
         if not self._protocol.is_mid_request:
             self._transport.close()
             return
+        if not self._transport.can_write_eof():  # TLS has no half of a connection
+            self._transport.close()
+            return
         self._lingers = True
         self._transport.write_eof()
         self._transport.resume_reading()
@@ -231,6 +234,8 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 def _give_up_on_vanished_peers(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other end no longer answers, or never reads."""
+    if connection.family == socket.AF_UNIX:
+        return  # whose peers cannot vanish
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(UNREAD_SECONDS * 1000)

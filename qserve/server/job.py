@@ -4,9 +4,11 @@ Making one blocks (parsing, the chat template, tokenizing), so routes do it in a
 """
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from qserve.handling import DEFAULT, Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
 from qserve.server.protocol import (
@@ -25,13 +27,24 @@ MAX_CHOICES = 1024  # outputs of one request, over all its prompts
 class Job:
     """Prompts and for each its parameters. Choices are numbered prompt by prompt, n of each."""
 
-    request_id: str
+    request_id: str  # of the reply; the route puts the request's name into it
+    key: str  # of the engine's requests: no two jobs share it
+    asked_id: str | None = None  # the name that the body states
     prompts: list[list[int]]
-    params: list[SamplingParams]
-    echoed: list[str]  # the prompts' texts where the reply repeats them, else empty
-    streams: bool
-    streams_usage: bool
+    params: list[SamplingParams] = field(default_factory=list)
+    # the prompts' texts where the reply repeats them, else empty
+    echoed: list[str] = field(default_factory=list)
+    streams: bool = False
+    streams_usage: bool = False  # in a chunk of its own, the last
+    streams_usage_always: bool = False  # in each chunk
+    prompt_logprobs: int | None = None  # alternatives that the reply tells of the prompt's tokens
+    returns_token_ids: bool = False
+    tokens_as_ids: bool = False  # log probabilities name tokens by their ids
+    ignored: tuple[str, ...] = ()  # fields of the body that change nothing
+    repeated: dict[str, Any] = field(default_factory=dict)  # of the body, for the reply
     arrived: float  # time.perf_counter() when the body had been read
+    timeout: float | None = None  # seconds from then on that the answer may take
+    handling: Handling = DEFAULT
 
     @property
     def num_choices(self) -> int:
@@ -46,10 +59,21 @@ class Job:
         """Prompt tokens that the engine is given: each prompt once for each of its outputs."""
         return self.num_prompt_tokens * self.params[0].n
 
+    def num_cached(self, of_choices: Mapping[int, int]) -> int:
+        """Prompt tokens that were cached, each prompt once: what the first of its outputs found.
+
+        The others find the first one's pages, which it did compute.
+        """
+        firsts = range(0, self.num_choices, self.params[0].n)
+        return sum(of_choices.get(index, 0) for index in firsts)
+
     def choice(self, index: int) -> tuple[list[int], SamplingParams]:
         """The prompt and parameters that the engine runs for one choice."""
         prompt, repeat = divmod(index, self.params[0].n)
-        return self.prompts[prompt], self.params[prompt].choice(repeat)
+        params = self.params[prompt]
+        # Each choice of a reply has its own, also of the prompt.
+        choice = replace(params.choice(repeat), prompt_logprobs=params.prompt_logprobs)
+        return self.prompts[prompt], choice
 
     def echo(self, index: int) -> str:
         """The text that one choice's reply begins with."""
@@ -62,7 +86,7 @@ def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) 
     _check(model, request, len(request.prompt))
     special = request.add_special_tokens is not False
     prompts = [
-        _encode(model, prompt, special) if isinstance(prompt, str) else prompt
+        _encode(model, prompt, special, request) if isinstance(prompt, str) else prompt
         for prompt in request.prompt
     ]
     skip = request.skip_special_tokens is not False
@@ -77,7 +101,28 @@ def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) 
 def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
+    return chat_request_job(model, request, arrived, "chatcmpl", ignored=request.ignored)
+
+
+def chat_request_job(
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    arrived: float,
+    prefix: str,
+    *,
+    ignored: Sequence[str],
+    repeated: dict[str, Any] | None = None,
+) -> Job:
+    """The job of a chat's fields. Raises ApiError and InputError."""
     _check(model, request, 1)
+    job = _job(model, prefix, request, [chat_tokens(model, request)], [], arrived)
+    return replace(job, ignored=tuple(ignored), repeated=repeated or {})
+
+
+def chat_tokens(
+    model: ServedModel, request: ChatCompletionRequest, *, checks_length: bool = True
+) -> list[int]:
+    """The tokens of a conversation, before it is cut. Raises ApiError and InputError."""
     continues = bool(request.continue_final_message)
     settings = {
         "add_generation_prompt": not continues and request.add_generation_prompt is not False,
@@ -87,24 +132,46 @@ def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job
     messages = [message.for_template for message in request.messages]
     if model.chat_special_tokens:
         text = model.tokenizer.render_chat(messages, **settings)
-        prompt = _encode(model, text, False)
+        if checks_length:
+            _check_length(model, text, request)
+        prompt = model.tokenizer.encode(text, False)
     else:
         chat = model.tokenizer.chat_prompt(messages, **settings)
-        _check_length(model, chat.text)
+        if checks_length:
+            _check_length(model, chat.text, request)
         prompt = chat.encode(model.tokenizer)
-    return _job(model, "chatcmpl", request, [prompt], [], arrived)
+    if request.add_special_tokens:
+        before, after = model.tokenizer.special_affixes
+        prompt = [*before, *prompt, *after]
+    return prompt
 
 
-# the body's job, by the name of its route
-JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, float], Job]] = {
-    "completions": completion_job,
-    "chat": chat_job,
-}
+def new_job(prefix: str, *, prompts: list[list[int]], arrived: float, **fields: Any) -> Job:
+    """A job with a name of its own."""
+    key = f"{prefix}-{uuid.uuid4().hex}"
+    return Job(request_id=key, key=key, prompts=prompts, arrived=arrived, **fields)
 
 
 def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> None:
     """What can be refused before any prompt is encoded."""
     model.check_name(request.model)
+    for name in ("max_tokens", "max_completion_tokens"):
+        asked = getattr(request, name)
+        if asked is not None and asked > model.max_model_len:
+            raise ApiError(
+                400,
+                f"{name}: expected at most the {model.max_model_len} tokens of this model's"
+                f" context, found {asked}.",
+                name,
+            )
+    kept = request.truncate_prompt_tokens
+    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
+            f" fit, found {kept}.",
+            "truncate_prompt_tokens",
+        )
     params = sampling_params(request, model.defaults, model.max_model_len)
     if num_prompts * params.n > MAX_CHOICES:
         raise ApiError(
@@ -112,8 +179,8 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
             f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {params.n}.",
             "n",
         )
-    _check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
-    _check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
+    check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
+    check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
 
 
 def _job(
@@ -125,32 +192,55 @@ def _job(
     arrived: float,
 ) -> Job:
     params = []
+    prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
         if room < 1:
             raise _too_long(model, str(len(prompt)))
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
-        _check_vocabulary(model, prompt, "prompt")
+        check_vocabulary(model, prompt, "prompt")
         params.append(sampling_params(request, model.defaults, room))
-    return Job(
-        request_id=f"{prefix}-{uuid.uuid4().hex}",
+    return new_job(
+        prefix,
         prompts=prompts,
+        asked_id=request.request_id,
         params=params,
         echoed=echoed,
         streams=bool(request.stream),
         streams_usage=request.wants_usage,
+        streams_usage_always=request.wants_usage_always,
+        prompt_logprobs=request.prompt_logprobs,
+        returns_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        ignored=tuple(request.ignored),
         arrived=arrived,
+        handling=Handling(priority=request.priority or 0, cache_salt=request.cache_salt or ""),
     )
 
 
-def _encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
-    _check_length(model, text)
+def _encode(
+    model: ServedModel, text: str, add_special_tokens: bool, request: GenerationRequest
+) -> list[int]:
+    _check_length(model, text, request)
     return model.tokenizer.encode(text, add_special_tokens)
 
 
-def _check_length(model: ServedModel, text: str) -> None:
+def _truncate(model: ServedModel, request: GenerationRequest, prompt: list[int]) -> list[int]:
+    """The end of a prompt, or with truncation_side: right its start, if it is to be cut."""
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    if kept == -1:
+        asked = request.max_completion_tokens or request.max_tokens or 1
+        kept = max(1, model.max_model_len - asked)
+    return prompt[:kept] if request.truncation_side == "right" else prompt[-kept:]
+
+
+def _check_length(model: ServedModel, text: str, request: GenerationRequest) -> None:
     """Refuse a text whose length alone says that it cannot fit: tokenizing takes time."""
+    if request.truncate_prompt_tokens is not None:
+        return
     at_least = len(text) // model.tokenizer.max_token_chars
     if at_least >= model.max_model_len:
         raise _too_long(model, f"at least {at_least}")
@@ -166,9 +256,7 @@ def _too_long(model: ServedModel, length: str) -> ApiError:
     )
 
 
-def _check_vocabulary(
-    model: ServedModel, token_ids: list[int] | tuple[int, ...], name: str
-) -> None:
+def check_vocabulary(model: ServedModel, token_ids: list[int] | tuple[int, ...], name: str) -> None:
     size = model.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
         wrong = next(token for token in token_ids if not 0 <= token < size)

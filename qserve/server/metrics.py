@@ -18,12 +18,13 @@ from prometheus_client import (
     generate_latest,
 )
 
+from qserve.config import EngineConfig
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.server.admission import Admission
 
-PREFIX = "qserve"
 REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("outputs", "prompt_tokens")  # in the order of what Admission holds
 
 # of the engine's last report
 GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
@@ -48,6 +49,8 @@ ADMITTED = {
 COUNTERS = {
     "engine_restarts": "Times that the engine was started again after its end.",
     "num_preemptions": "Times that an output gave its KV pages back, to be computed again.",
+    "prefix_cache_queries": "Tokens that were looked for in the prefix cache.",
+    "prefix_cache_hits": "Tokens that were found there, and so were not computed.",
     "prompt_tokens": "Prompt tokens of outputs that got a token, once for each output.",
     "generation_tokens": "Tokens that the engine made.",
 }
@@ -63,6 +66,8 @@ REQUEST_SECONDS = (
 LAG_INTERVAL = 0.05
 LAG_SECONDS = (*(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5), 10)
 STEP_TOKENS = tuple(2**i for i in range(15))
+LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+NUMBERS = (1, 2, 5, 10, 20, 50, 100)
 HISTOGRAMS = {
     "time_to_first_token_seconds": (
         "From a request's arrival to the first token of each of its outputs.",
@@ -74,6 +79,27 @@ HISTOGRAMS = {
         REQUEST_SECONDS,
     ),
     "request_queue_time_seconds": ("From the server to an output's first step.", REQUEST_SECONDS),
+    "request_prefill_time_seconds": (
+        "From an output's first step to its first token.",
+        REQUEST_SECONDS,
+    ),
+    "request_decode_time_seconds": ("From an output's first token to its last.", REQUEST_SECONDS),
+    "request_inference_time_seconds": (
+        "From an output's first step to its last token.",
+        REQUEST_SECONDS,
+    ),
+    "request_time_per_output_token_seconds": (
+        "The mean of an output's times from a token to its next.",
+        TOKEN_SECONDS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens of each output that came to its end.", LENGTHS),
+    "request_generation_tokens": ("Tokens of each output that came to its end.", LENGTHS),
+    "request_max_num_generation_tokens": (
+        "Tokens of the longest output of each API request whose outputs all came to their end.",
+        LENGTHS,
+    ),
+    "request_params_max_tokens": ("The limit of each output's tokens.", LENGTHS),
+    "request_params_n": ("The n of each API request.", NUMBERS),
     "event_loop_lag_seconds": (
         "How late the HTTP server's event loop runs what is due, sampled 20 times a second.",
         LAG_SECONDS,
@@ -85,7 +111,8 @@ HISTOGRAMS = {
 class Metrics:
     """All metrics of one server. Used on its event loop alone."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prefix: str = "qserve") -> None:
+        self._prefix = prefix
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         # A folder's name may have bytes that are no text.
@@ -100,14 +127,29 @@ class Metrics:
             for name, (text, bounds) in HISTOGRAMS.items()
         }
         finished = Counter(
-            f"{PREFIX}:request_success",
+            f"{self._prefix}:request_success",
             "Outputs that ended, by reason; abort: the client left.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._finished = {reason: finished.labels(self._model, reason) for reason in REASONS}
+        rejected = Counter(
+            f"{self._prefix}:admission_rejections",
+            "Requests that got 503 because too much was under way, by what was too much.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._rejected = [rejected.labels(self._model, reason) for reason in REJECTIONS]
+        waiting = Gauge(
+            f"{self._prefix}:num_requests_waiting_by_reason",
+            "Outputs in the engine's queue, by what they wait for.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        # Whoever waits here waits for a place or for KV pages.
+        waiting.labels(self._model, "capacity").set_function(lambda: self._report.num_waiting)
         self._responses = Counter(
-            f"{PREFIX}:http_requests",
+            f"{self._prefix}:http_requests",
             "HTTP requests by the route and the status of their answer; 499: the client left.",
             ["handler", "status"],
             registry=self._registry,
@@ -120,6 +162,21 @@ class Metrics:
         """Show what is admitted, whenever the page is made."""
         for index, (name, text) in enumerate(ADMITTED.items()):
             self._make(Gauge, name, text).set_function(lambda i=index: admission.held[i])
+        admission.on_rejection = lambda index: self._rejected[index].inc()
+
+    def describe_cache(self, config: EngineConfig) -> None:
+        """Show the settings of the KV pages, once there are some, as labels of a gauge of 1."""
+        labels = {
+            "model_name": self._model,
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(self._report.num_pages),
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        }
+        text = "The settings of the KV pages."
+        name = f"{self._prefix}:cache_config_info"
+        Gauge(name, text, list(labels), registry=self._registry).labels(**labels).set(1)
 
     async def watch_loop(self) -> None:
         """Sample how late the event loop is, until it is cancelled."""
@@ -139,18 +196,35 @@ class Metrics:
             self._histograms["iteration_tokens_total"].observe(report.num_step_tokens)
         if report.num_preempted:
             self._counters["num_preemptions"].inc(report.num_preempted)
+        if report.num_prefix_queries:
+            self._counters["prefix_cache_queries"].inc(report.num_prefix_queries)
+            self._counters["prefix_cache_hits"].inc(report.num_prefix_hits)
         for seconds in report.queue_seconds:
             self._histograms["request_queue_time_seconds"].observe(seconds)
 
-    def output(self, arrived: float, num_prompt_tokens: int) -> "OutputMeter":
+    def output(
+        self, arrived: float, num_prompt_tokens: int, max_tokens: int | None
+    ) -> "OutputMeter":
         """The meter of one output, as a context manager around its life."""
+        if max_tokens is not None:
+            self._histograms["request_params_max_tokens"].observe(max_tokens)
         return OutputMeter(self, arrived, num_prompt_tokens)
+
+    def count_request(self, n: int) -> None:
+        """Count an API request that was admitted."""
+        self._histograms["request_params_n"].observe(n)
+
+    def count_longest(self, num_tokens: int) -> None:
+        """Count an API request whose outputs all came to their end."""
+        self._histograms["request_max_num_generation_tokens"].observe(num_tokens)
 
     def count_response(self, handler: str, status: int) -> None:
         self._responses.labels(handler, str(status)).inc()
 
     def _make(self, kind: type, name: str, text: str, **options: object) -> object:
-        metric = kind(f"{PREFIX}:{name}", text, ["model_name"], registry=self._registry, **options)
+        metric = kind(
+            f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry, **options
+        )
         return metric.labels(self._model)
 
 
@@ -163,7 +237,10 @@ class OutputMeter:
     def __init__(self, metrics: Metrics, arrived: float, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived, self._num_prompt_tokens = arrived, num_prompt_tokens
+        self._first: float | None = None  # when the first token came
         self._last: float | None = None  # when the last token came
+        self._num_tokens = 0
+        self._queue_seconds = 0.0
         self.reason = "abort"  # one of REASONS
 
     def take(self, event: RequestEvent) -> None:
@@ -173,11 +250,13 @@ class OutputMeter:
             return
         now, metrics = time.perf_counter(), self._metrics
         metrics._counters["generation_tokens"].inc(count)
+        self._num_tokens += count
         if self._last is None:
             metrics._counters["prompt_tokens"].inc(self._num_prompt_tokens)
             metrics._histograms["time_to_first_token_seconds"].observe(now - self._arrived)
             count -= 1
-            self._last = now
+            self._first = self._last = now
+            self._queue_seconds = event.queue_seconds
         for _ in range(count):
             metrics._histograms["inter_token_latency_seconds"].observe((now - self._last) / count)
         self._last = now
@@ -195,5 +274,22 @@ class OutputMeter:
             self.reason = "error"
         self._metrics._finished[self.reason].inc()
         if self.reason in ("stop", "length") and self._last is not None:
-            latency = self._last - self._arrived
-            self._metrics._histograms["e2e_request_latency_seconds"].observe(latency)
+            self._observe_whole()
+
+    def _observe_whole(self) -> None:
+        """Observe an output that came to its end."""
+        latency, decode = self._last - self._arrived, self._last - self._first
+        # The engine's time begins when it is sent there, shortly after it has arrived.
+        inference = max(0.0, latency - self._queue_seconds)
+        seen = {
+            "e2e_request_latency_seconds": latency,
+            "request_decode_time_seconds": decode,
+            "request_inference_time_seconds": inference,
+            "request_prefill_time_seconds": max(0.0, inference - decode),
+            "request_prompt_tokens": self._num_prompt_tokens,
+            "request_generation_tokens": self._num_tokens,
+        }
+        if self._num_tokens > 1:
+            seen["request_time_per_output_token_seconds"] = decode / (self._num_tokens - 1)
+        for name, value in seen.items():
+            self._metrics._histograms[name].observe(value)

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from qserve.server.job import JOBS, Job
+from qserve.server.job import Job
+from qserve.server.jobs import JOBS
 from qserve.server.served_model import ServedModel
 from qserve.server.turns import Turns
 

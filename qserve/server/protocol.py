@@ -3,7 +3,8 @@
 Types are strict: "5" is no number. Numeric ranges are SamplingParams' to check.
 """
 
-from typing import Annotated, Any, TypeVar
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
 from pydantic import ValidationError as PydanticError
@@ -19,6 +20,8 @@ MAX_PARTS = 1024  # of one message
 MAX_STOP_CHARS = 1024  # of one stop string: text is held back and searched for it
 MAX_NAME_CHARS = 256
 MAX_TEMPLATE_SETTINGS = 64
+# A client's name of its request. It goes into logs and headers.
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # A role goes into the template as it is, so it is one of these.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
@@ -56,6 +59,12 @@ def _template_setting(value: Any) -> bool | int | float | str | None:
 TemplateSetting = Annotated[Any, BeforeValidator(_template_setting)]
 
 
+def _not_empty(value: str | None) -> str | None:
+    if value == "":
+        raise PydanticCustomError("text", "expected no empty text")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -80,13 +89,21 @@ def _text_only(kind: str) -> str:
     return kind
 
 
-def _role(role: str) -> str:
+def check_role(role: str) -> str:
     if role not in ROLES:
         raise PydanticCustomError("role", f"expected one of {', '.join(ROLES)}")
     return role
 
 
-def _at_most(limit: int, what: str) -> BeforeValidator:
+def _request_id(value: str | None) -> str | None:
+    if value is not None and not REQUEST_ID.fullmatch(value):
+        raise PydanticCustomError(
+            "request_id", "expected 1 to 128 letters, digits and the signs . _ : / + = - @"
+        )
+    return value
+
+
+def at_most(limit: int, what: str) -> BeforeValidator:
     """Checks a length before the items are looked at."""
 
     def check(value: Any) -> Any:
@@ -99,27 +116,28 @@ def _at_most(limit: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     # Unknown fields are kept, so that those of the tables in unsupported.py can be found.
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Annotated[str, AfterValidator(_text_only)]
     text: str
 
 
-class Message(_Body):
-    role: Annotated[str, AfterValidator(_role)]
+class Message(Body):
+    role: Annotated[str, AfterValidator(check_role)]
     # None is refused later: in a message with tool calls it is not what is at fault.
     content: Annotated[
-        list[TextPart] | None, ONE_ERROR, _at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
+        list[TextPart] | None, ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
     ] = None
-    name: Annotated[str | None, _at_most(MAX_NAME_CHARS, "characters")] = None
+    name: Annotated[str | None, at_most(MAX_NAME_CHARS, "characters")] = None
 
     @property
     def for_template(self) -> dict[str, str]:
@@ -128,11 +146,17 @@ class Message(_Body):
         return fields if self.name is None else fields | {"name": self.name}
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """What both routes take. None is a field that is not set."""
 
     model: str | None = None
+    request_id: Annotated[str | None, AfterValidator(_request_id)] = None
     user: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str | None, AfterValidator(_not_empty)] = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -142,23 +166,29 @@ class GenerationRequest(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None  # SamplingParams checks its length
+    prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     # The chat's newer name for it. Completions have it nowhere else, where who sends it gets 16.
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
-        list[Annotated[str, _at_most(MAX_STOP_CHARS, "characters")]] | None,
+        list[Annotated[str, at_most(MAX_STOP_CHARS, "characters")]] | None,
         ONE_ERROR,
-        _at_most(MAX_STOP_STRINGS, "strings"),
+        at_most(MAX_STOP_STRINGS, "strings"),
         BeforeValidator(_as_list),
     ] = None
-    stop_token_ids: Annotated[list[int] | None, ONE_ERROR, _at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
+    stop_token_ids: Annotated[list[int] | None, ONE_ERROR, at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
         None
     )
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -167,37 +197,82 @@ class GenerationRequest(_Body):
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that are set and change nothing, by name."""
+        table = unsupported.TABLES[self.route]
+        found = [name for name in unsupported.WITHOUT_EFFECT if getattr(self, name) is not None]
+        found += unsupported.unknown(self.model_extra, table)
+        if self.stream_options is not None:
+            extra = unsupported.unknown(self.stream_options.model_extra, {})
+            found += [f"stream_options.{name}" for name in extra]
+        return found
+
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
+    route: ClassVar[str] = "completions"
+
     prompt: Annotated[Any, AfterValidator(_prompts)]
     logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = None
     echo: bool | None = None
-    add_special_tokens: bool | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], ONE_ERROR, _at_most(MAX_MESSAGES, "messages")]
+    route: ClassVar[str] = "chat"
+
+    messages: Annotated[list[Message], ONE_ERROR, at_most(MAX_MESSAGES, "messages")]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # numbers, texts and flags alone: a template's own loops are then all that takes time
     chat_template_kwargs: Annotated[
-        dict[str, TemplateSetting] | None, _at_most(MAX_TEMPLATE_SETTINGS, "settings")
+        dict[str, TemplateSetting] | None, at_most(MAX_TEMPLATE_SETTINGS, "settings")
     ] = None
 
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that are set and change nothing, by name."""
+        of_messages = {
+            name: None
+            for message in self.messages
+            for name in unsupported.unknown(message.model_extra, unsupported.MESSAGE)
+        }
+        return super().ignored + [f"messages.{name}" for name in of_messages]
 
+
+AnyBody = TypeVar("AnyBody", bound=Body)
 Request = TypeVar("Request", CompletionRequest, ChatCompletionRequest)
 
 
-def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
-    """Read a body. Raises ApiError(400) that names the field at fault."""
+def read(body: bytes | bytearray, kind: type[AnyBody]) -> AnyBody:
+    """Read a body, field by field. Raises ApiError(400) that names the field at fault."""
     try:
-        request = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
+    except PydanticError as error:
+        raise _api_error(error) from None
+
+
+def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
+    """Read a body, and check what holds between its fields. Raises ApiError(400)."""
+    request = read(body, kind)
+    _check(request)
+    return request
+
+
+def validate(fields: dict[str, Any], kind: type[Request]) -> Request:
+    """`parse` for fields that have been read."""
+    try:
+        request = kind.model_validate(fields)
     except PydanticError as error:
         raise _api_error(error) from None
     _check(request)
@@ -207,20 +282,16 @@ def parse(body: bytes | bytearray, kind: type[Request]) -> Request:
 def _check(request: GenerationRequest) -> None:
     """What holds between fields, and what is not supported."""
     is_chat = isinstance(request, ChatCompletionRequest)
-    unsupported.refuse(request.model_extra, unsupported.CHAT if is_chat else unsupported.COMPLETION)
-    if request.stream_options is not None:
-        if not request.stream:
-            raise ApiError(
-                400, "stream_options: expected only with stream: true.", "stream_options"
-            )
-        unsupported.refuse(
-            request.stream_options.model_extra, unsupported.STREAM_OPTIONS, "stream_options."
+    unsupported.refuse(request.model_extra, unsupported.TABLES[request.route])
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options: expected only with stream: true.", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(
+            400,
+            "prompt_logprobs: expected without stream; echo with logprobs can be streamed.",
+            "prompt_logprobs",
         )
     if not is_chat:
-        if request.echo and request.logprobs is not None:
-            raise ApiError(
-                400, "logprobs: expected without echo; prompts have none here yet.", "logprobs"
-            )
         return
     if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs: expected only with logprobs: true.", "top_logprobs")

@@ -1,20 +1,29 @@
 """The JSON of successful replies, whole and in stream chunks. Pure: objects in, dicts out."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qserve.engine.request import TokenLogprobs
 from qserve.server.generation import Output
 from qserve.server.job import Job
-from qserve.server.logprobs import chat_logprobs, completion_logprobs
+from qserve.server.logprobs import (
+    Token,
+    chat_logprobs,
+    completion_logprobs,
+    cut,
+    prompt_logprobs,
+)
+from qserve.server.text_offsets import TextOffsets
 from qserve.text import TextDelta, Tokenizer
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int) -> dict:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -28,6 +37,18 @@ def model_card(name: str, created: int, max_model_len: int) -> dict:
     }
 
 
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """The tokens of all choices so far."""
+
+    num_tokens: int = 0  # generated
+    cached: dict[int, int] = field(default_factory=dict)  # of the prompt, by the choice's index
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        self.num_tokens += len(delta.token_ids)
+        self.cached[index] = delta.num_cached
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What all chunks of one reply share; CompletionReply and ChatReply say what differs."""
@@ -37,10 +58,12 @@ class Reply:
     tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    # characters that a choice's tokens made so far, where a stream tells of log probabilities
-    offsets: dict[int, int] = field(default_factory=dict)
+    # of each choice, where log probabilities are told
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)  # choices of which a chunk was sent
+    told: set[int] = field(default_factory=set)  # those whose prompt's log probabilities were
 
-    whole_object = chunk_object = ""
+    prefix = whole_object = chunk_object = ""
 
     def whole(self, outputs: list[Output]) -> dict:
         """The reply that is not streamed."""
@@ -50,40 +73,86 @@ class Reply:
                 **self._whole(index, output),
                 "logprobs": self._logprobs(index, output),
                 **_ending(output),
+                **self._token_ids(index, output.token_ids, opens=True),
+                **self._of_choice_prompt(index, output),
             }
             for index, output in enumerate(outputs)
         ]
-        num_tokens = sum(output.num_tokens for output in outputs)
-        return self._envelope(self.whole_object, choices) | {
-            "usage": usage(self.job.num_prompt_tokens, num_tokens)
-        }
+        counts = Counts(
+            num_tokens=sum(output.num_tokens for output in outputs),
+            cached={index: output.num_cached for index, output in enumerate(outputs)},
+        )
+        reply = self._envelope(self.whole_object, choices) | {"usage": self._usage(counts)}
+        return reply | self._of_prompt(outputs)
 
-    def opening(self, index: int) -> dict | None:
-        """The chunk before a choice's first text, if it has one."""
+    def opening(self, index: int, first: TextDelta, so_far: Counts) -> dict | None:
+        """The chunk before a choice's first text, if it has one. `first`: the delta behind it."""
         fields = self._opening(index)
-        return fields and self._chunk(index, fields, TextDelta(text="", token_ids=()))
+        if not fields:
+            return None
+        empty = TextDelta(text="", token_ids=(), prompt_logprobs=first.prompt_logprobs)
+        return self._chunk(index, fields, empty, so_far)
 
-    def chunk(self, index: int, delta: TextDelta) -> dict:
-        return self._chunk(index, self._delta(delta), delta)
+    def chunk(self, index: int, delta: TextDelta, so_far: Counts) -> dict:
+        return self._chunk(index, self._delta(delta), delta, so_far)
 
-    def usage_chunk(self, num_completion_tokens: int) -> dict:
+    def usage_chunk(self, counts: Counts) -> dict:
         """The chunk after all choices, for stream_options.include_usage."""
-        counts = usage(self.job.num_prompt_tokens, num_completion_tokens)
-        return self._envelope(self.chunk_object, []) | {"usage": counts}
+        return self._envelope(self.chunk_object, []) | {"usage": self._usage(counts)}
 
-    def _chunk(self, index: int, fields: dict, delta: TextDelta) -> dict:
+    def _usage(self, counts: Counts) -> dict:
+        num_cached = self.job.num_cached(counts.cached)
+        return usage(self.job.num_prompt_tokens, counts.num_tokens, num_cached)
+
+    def _chunk(self, index: int, fields: dict, delta: TextDelta, so_far: Counts) -> dict:
         logprobs = self._logprobs(index, delta)
-        choice = {"index": index, **fields, "logprobs": logprobs, **_ending(delta)}
+        token_ids = self._token_ids(index, delta.token_ids, opens=index not in self.opened)
+        self.opened.add(index)
+        choice = {
+            "index": index,
+            **fields,
+            "logprobs": logprobs,
+            **_ending(delta),
+            **token_ids,
+        }
         chunk = self._envelope(self.chunk_object, [choice])
+        if self.job.streams_usage_always:
+            return chunk | {"usage": self._usage(so_far)}
         return chunk | {"usage": None} if self.job.streams_usage else chunk
+
+    def _token_ids(self, index: int, token_ids: Sequence[int], *, opens: bool) -> dict:
+        """A choice's tokens where they are asked for, and of its prompt with the first of them."""
+        if not self.job.returns_token_ids:
+            return {}
+        prompt, _ = self.job.choice(index)
+        return {"token_ids": list(token_ids), "prompt_token_ids": prompt if opens else None}
 
     def _logprobs(self, index: int, part: Output | TextDelta) -> dict | None:
         """OpenAI's log probabilities; None where nobody asked, and in a chunk without tokens."""
         is_empty_chunk = isinstance(part, TextDelta) and not part.logprobs
-        if self.job.params[0].logprobs is None or is_empty_chunk:
+        of_prompt = None
+        if self.job.echoed and index not in self.told:
+            of_prompt = part.prompt_logprobs
+        if self.job.params[0].logprobs is None or (is_empty_chunk and of_prompt is None):
             return None
         tokens = list(zip(part.token_ids, part.logprobs, strict=False))
-        return self._format(index, tokens)
+        return self._format(index, tokens, of_prompt)
+
+    def _told_of_prompt(self, index: int, output: Output) -> list[dict | None] | None:
+        """`prompt_logprobs` of a choice; None: not asked for."""
+        most = self.job.prompt_logprobs
+        if most is None or output.prompt_logprobs is None:
+            return None
+        prompt, _ = self.job.choice(index)
+        return prompt_logprobs(self.tokenizer, prompt, output.prompt_logprobs, most)
+
+    def _of_choice_prompt(self, index: int, output: Output) -> dict:
+        """What a choice tells of its prompt."""
+        return {}
+
+    def _of_prompt(self, outputs: list[Output]) -> dict:
+        """What the reply tells of its prompt."""
+        return {}
 
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
         return {
@@ -96,6 +165,7 @@ class Reply:
 
 
 class CompletionReply(Reply):
+    prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     def _whole(self, index: int, output: Output) -> dict:
@@ -108,27 +178,59 @@ class CompletionReply(Reply):
     def _delta(self, delta: TextDelta) -> dict:
         return {"text": delta.text}
 
-    def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
-        offset = self.offsets.get(index, 0)
-        formatted = completion_logprobs(self.tokenizer, tokens, offset)
-        self.offsets[index] = offset + sum(map(len, formatted["tokens"]))
+    def _of_choice_prompt(self, index: int, output: Output) -> dict:
+        told = self._told_of_prompt(index, output)
+        return {} if told is None else {"prompt_logprobs": told}
+
+    def _format(
+        self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
+    ) -> dict:
+        prompt, params = self.job.choice(index)
+        if index not in self.offsets:
+            self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
+        start = len(self.job.echo(index))
+        offsets = [start + self.offsets[index].take(token) for token, _ in tokens]
+        if of_prompt is not None:
+            self.told.add(index)
+            before = TextOffsets(self.tokenizer, (), params.skip_special_tokens)
+            echoed = [
+                (token, cut(found, params.logprobs))
+                for token, found in zip(prompt, of_prompt, strict=True)
+            ]
+            offsets = [before.take(token) for token in prompt] + offsets
+            tokens = echoed + tokens
+        formatted = completion_logprobs(self.tokenizer, tokens, offsets)
+        if self.job.tokens_as_ids:
+            formatted["tokens"] = [f"token_id:{token}" for token, _ in tokens]
         return formatted
 
 
 class ChatReply(Reply):
+    prefix = "chatcmpl"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def _whole(self, index: int, output: Output) -> dict:
-        return {"message": {"role": "assistant", "content": output.text}}
+        return {"message": {"role": "assistant", "content": output.text, "refusal": None}}
 
     def _opening(self, index: int) -> dict | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def _delta(self, delta: TextDelta) -> dict:
-        return {"delta": {"content": delta.text} if delta.text else {}}
+        is_bare_end = not delta.text and delta.finish_reason is not None
+        return {"delta": {} if is_bare_end else {"content": delta.text}}
 
-    def _format(self, index: int, tokens: list[tuple[int, TokenLogprobs]]) -> dict:
-        return chat_logprobs(self.tokenizer, tokens)
+    def _of_prompt(self, outputs: list[Output]) -> dict:
+        told = self._told_of_prompt(0, outputs[0])
+        return {} if told is None else {"prompt_logprobs": told}
+
+    def _format(
+        self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
+    ) -> dict:
+        formatted = chat_logprobs(self.tokenizer, tokens)
+        if self.job.tokens_as_ids:
+            for entry, (token, _) in zip(formatted["content"], tokens, strict=True):
+                entry["token"] = f"token_id:{token}"
+        return formatted
 
 
 def _ending(part: Output | TextDelta) -> dict:

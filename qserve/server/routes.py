@@ -1,48 +1,30 @@
-"""The routes. Each is a few lines: read, prepare a job, run it, reply."""
+"""The routes that generate. Each is a few lines: read, prepare a job, run it, reply."""
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
-from qserve.server import generation
-from qserve.server.body import Body
+from qserve.server import deadline, generation, ignored_fields, request_id
+from qserve.server.cache_salt import salted_by_key
 from qserve.server.client_key import client_key
-from qserve.server.errors import engine_dead, json_response
+from qserve.server.errors import ApiError, engine_dead, json_response
 from qserve.server.event_stream import EventStream, while_connected
 from qserve.server.job import Job
-from qserve.server.replies import ChatReply, CompletionReply, Reply, model_card
-from qserve.server.service import Service
+from qserve.server.prepared import prepared_job
+from qserve.server.replies import ChatReply, CompletionReply, Counts, Reply
+from qserve.server.response_reply import ResponseReply
+from qserve.server.service import Service, service_of
 
 router = APIRouter()
 
-
-@router.get("/health")
-async def health(request: Request) -> Response:
-    """200 while the engine lives, else 503."""
-    client = _service(request).client
-    return Response() if client.is_alive else engine_dead(client.is_restarting).response
-
-
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    """What Prometheus collects; of a dead engine too."""
-    headers = {"Content-Type": CONTENT_TYPE_LATEST}
-    return Response(_service(request).metrics.page(), headers=headers)
-
-
-@router.get("/v1/models")
-async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_card(_service(request))]})
-
-
-@router.get("/v1/models/{name:path}")
-async def model(request: Request, name: str) -> Response:
-    service = _service(request)
-    service.model.check_name(name)
-    return json_response(_card(service))
+# routes of other models: what is said to who asks for them here
+OTHER_MODELS = {
+    "/v1/embeddings": "This server has a language model, which makes no embeddings.",
+    "/v1/score": "This server has a language model, which scores no pairs of texts.",
+    "/v1/rerank": "This server has a language model, which ranks no texts.",
+}
 
 
 @router.post("/v1/completions")
@@ -55,44 +37,88 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, "chat", ChatReply)
 
 
+@router.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    service, client, job, headers = await _job(request, "responses", ResponseReply.prefix)
+    reply = ResponseReply(job=job, model=service.model_name)
+    if job.streams:
+        events = _events(service, client, job, reply)
+        return EventStream(events, headers, are_named=True)
+    outputs = await while_connected(request.receive, generation.run(service, client, job))
+    return json_response(reply.whole(outputs), headers=headers)
+
+
+async def other_model(request: Request) -> Response:
+    path = request.scope["route"].path
+    raise ApiError(404, f"{OTHER_MODELS[path]} Ask a server of such a model.")
+
+
+for path in OTHER_MODELS:
+    router.add_api_route(path, other_model, methods=["POST"])
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Let requests that come from now on find no KV pages of earlier ones."""
+    service = service_of(request)
+    if not service.resets_cache:
+        raise ApiError(404, "This server was started without --enable-cache-reset.")
+    if not service.client.is_alive:
+        raise engine_dead(service.client.is_restarting)
+    service.client.reset_prefix_cache()
+    return Response()
+
+
 async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
-    service, client = _service(request), client_key(request.scope)
-    with Body(request, client, service) as body:
-        content = await body.read()
-        arrived = time.perf_counter()
-        if not service.client.is_alive:
-            raise engine_dead(service.client.is_restarting)
-        job = await service.preparation.job(client, service.model, route, content, arrived)
+    service, client, job, headers = await _job(request, route, kind.prefix)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
-        return EventStream(_chunks(service, client, job, reply))
+        return EventStream(_chunks(service, client, job, reply), headers)
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: with log probabilities of many outputs it takes seconds.
-    return await service.preparation.run(client, lambda: json_response(reply.whole(outputs)))
+    return await service.preparation.run(
+        client, lambda: json_response(reply.whole(outputs), headers=headers)
+    )
+
+
+async def _job(
+    request: Request, route: str, prefix: str
+) -> tuple[Service, str, Job, dict[str, str]]:
+    """The service, the client's name, the job of the request's body, headers of the reply."""
+    service, client = service_of(request), client_key(request.scope)
+    job = await prepared_job(request, service, client, route)
+    if service.salt_by_key:
+        job = replace(job, handling=salted_by_key(job.handling, request.headers))
+    name = request_id.settle(request.state, job.asked_id)
+    timeout = deadline.seconds(request.headers, service.request_timeout)
+    job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
+    headers = ignored_fields.headers(job, priority_counts=service.priority_counts)
+    return service, client, job, headers
 
 
 async def _chunks(
     service: Service, client: str, job: Job, reply: Reply
 ) -> AsyncGenerator[dict, None]:
     opened: set[int] = set()
-    num_tokens = 0
+    counts = Counts()
     async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
-            num_tokens += len(delta.token_ids)
             if index not in opened:
                 opened.add(index)
-                opening = reply.opening(index)
+                opening = reply.opening(index, delta, counts)
                 if opening is not None:
                     yield opening
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
-                yield reply.chunk(index, delta)
+            counts.add(index, delta)
+            # Also of tokens whose text is held back: clients count and time chunks as tokens.
+            if delta.text or delta.token_ids or delta.finish_reason is not None:
+                yield reply.chunk(index, delta, counts)
     if job.streams_usage:
-        yield reply.usage_chunk(num_tokens)
+        yield reply.usage_chunk(counts)
 
 
-def _service(request: Request) -> Service:
-    return request.app.state.service
-
-
-def _card(service: Service) -> dict:
-    return model_card(service.model_name, service.created, service.client.max_model_len)
+async def _events(
+    service: Service, client: str, job: Job, reply: ResponseReply
+) -> AsyncGenerator[dict, None]:
+    async with aclosing(generation.deltas(service, client, job)) as deltas:
+        async for event in reply.events(deltas):
+            yield event

@@ -33,7 +33,7 @@ def sampling_params(
     request: GenerationRequest, defaults: dict[str, float], room: int
 ) -> SamplingParams:
     """The parameters for a prompt that leaves `room` tokens. Raises ParameterError."""
-    max_tokens, logprobs = request.max_tokens, None
+    max_tokens, logprobs, prompt_logprobs = request.max_tokens, None, request.prompt_logprobs
     if request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
         if max_tokens < 1:
@@ -51,6 +51,9 @@ def sampling_params(
         logprobs = request.logprobs
         if max_tokens is None:
             max_tokens = COMPLETION_MAX_TOKENS
+        if request.echo and (logprobs is not None or max_tokens == 0):
+            # An echo has the prompt's, and without them an answer of no tokens would need none.
+            prompt_logprobs = max(prompt_logprobs or 0, logprobs or 0)
     fields = {
         name: getattr(request, name)
         for name in (
@@ -68,6 +71,6 @@ def sampling_params(
             "skip_special_tokens",
         )
     }
-    fields["logprobs"] = logprobs
+    fields["logprobs"], fields["prompt_logprobs"] = logprobs, prompt_logprobs
     given = {name: value for name, value in fields.items() if value is not None}
     return SamplingParams(**(defaults | given), max_tokens=min(max_tokens, room))

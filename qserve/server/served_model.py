@@ -8,7 +8,7 @@ from qserve.text import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    name: str
+    names: tuple[str, ...]  # that clients may use
     tokenizer: Tokenizer
     defaults: dict[str, float]  # sampling fields that the model's folder sets
     max_model_len: int
@@ -17,9 +17,10 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError(404) for a model that is not served; no name means the one that is."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self.names:
+            known = ", ".join(map(repr, self.names))
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} does not exist; this server has {self.name!r}.",
+                f"The model {name[:200]!r} does not exist; this server has {known}.",
                 "model",
             )

@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fastapi import Request
+
 from qserve.engine.request import RequestEvent
+from qserve.handling import Handling
 from qserve.sampling_params import SamplingParams
 from qserve.server.admission import Admission
 from qserve.server.budget import Budget
@@ -37,7 +40,10 @@ class Client(Protocol):
         client: str,
         *,
         group: str,
+        handling: Handling,
     ) -> AsyncIterator[RequestEvent]: ...
+
+    def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,7 @@ class Service:
 
     client: Client
     tokenizer: Tokenizer
-    model_name: str
+    model_names: tuple[str, ...]  # that clients may use; replies state the first
     defaults: dict[str, float]  # sampling fields that the model's folder sets
     chat_special_tokens: bool
     max_body_bytes: int
@@ -54,16 +60,30 @@ class Service:
     admission: Admission
     preparation: Preparation
     metrics: Metrics
+    request_timeout: float | None = None  # seconds that an answer may take
+    is_stopping: Callable[[], bool] = lambda: False
+    priority_counts: bool = True  # under the engine's scheduling policy
+    salt_by_key: bool = False  # KV pages are shared within an API key alone
+    resets_cache: bool = False  # on request of a client
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop
 
     @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+    @property
     def model(self) -> ServedModel:
         return ServedModel(
-            name=self.model_name,
+            names=self.model_names,
             tokenizer=self.tokenizer,
             defaults=self.defaults,
             max_model_len=self.client.max_model_len,
             vocab_size=self.client.vocab_size,
             chat_special_tokens=self.chat_special_tokens,
         )
+
+
+def service_of(request: Request) -> Service:
+    """The service of the app that a request came to."""
+    return request.app.state.service

@@ -1,7 +1,9 @@
-"""Fields of OpenAI's and vLLM's requests that this server knows but does not do.
+"""Fields of requests that this server knows but does not do, and those that change nothing.
 
 Setting one to a value that would change the result is an error: an answer that silently ignores it
-would be wrong. Fields that nobody knows pass.
+would be wrong. Where there is another way to ask for the same, the error names it. Fields that
+change nothing, and those that nobody knows, pass, and the reply's header `x-ignored-fields` names
+them.
 """
 
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from qserve.server.errors import ApiError
 
 # field: the values that change nothing, besides null
-_COMMON: dict[str, tuple] = {
+COMMON: dict[str, tuple] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "guided_choice": (),
@@ -20,24 +22,58 @@ _COMMON: dict[str, tuple] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
-    "prompt_logprobs": (),
+    "prompt_embeds": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-COMPLETION = _COMMON | {
-    "best_of": (1,),
-    "prompt_embeds": (),
-    "suffix": ("",),
+# names of other servers and of older versions: the field that says the same here
+_INSTEAD = {
+    "beam_width": "n",
+    "best_of": "n",
+    "ebnf": 'structured_outputs: {"grammar": ...}',
+    "grammar": 'structured_outputs: {"grammar": ...}',
+    "guided_choice": 'structured_outputs: {"choice": ...}',
+    "guided_decoding_backend": "structured_outputs",
+    "guided_grammar": 'structured_outputs: {"grammar": ...}',
+    "guided_json": 'structured_outputs: {"json": ...}',
+    "guided_regex": 'structured_outputs: {"regex": ...}',
+    "guided_whitespace_pattern": "structured_outputs",
+    "input_ids": "prompt on /v1/completions",
+    "json_schema": 'structured_outputs: {"json": ...}',
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "num_predict": "max_tokens",
+    "regex": 'structured_outputs: {"regex": ...}',
+    "repeat_penalty": "repetition_penalty",
+    "return_logprob": "logprobs",
+    "sampling_params": "its fields, each by itself",
+    "stop_regex": "stop",
+    "structural_tag": "structured_outputs",
+    "top_logprobs_num": "top_logprobs",
 }
-CHAT = _COMMON | {
-    "add_special_tokens": (False,),
+HINTS = {name: f"use {other}" for name, other in _INSTEAD.items()} | {
+    "best_of": "use n and choose among the answers",
+    "messages": "use /v1/chat/completions",
+    "prompt": "use messages, or /v1/completions",
+    "top_logprobs": "use logprobs: N",
+    "use_beam_search": "use n with a temperature",
+}
+COMMON = dict.fromkeys(_INSTEAD, ()) | COMMON
+COMPLETION = COMMON | {
+    "best_of": (1,),
+    "messages": (),
+    "suffix": ("",),
+    "top_logprobs": (),
+}
+CHAT = COMMON | {
     "audio": (),
+    "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
@@ -45,18 +81,28 @@ CHAT = _COMMON | {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt": (),
     "reasoning_effort": ("none",),
     "return_prompt_text": (False,),
+    "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+# by the name of the route
+TABLES = {"completions": COMPLETION, "chat": CHAT}
 MESSAGE = {"function_call": (), "tool_calls": ([],)}
-STREAM_OPTIONS = {"continuous_usage_stats": (False,)}
+# fields of requests with a checked type that change no answer
+WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata")
 
 
-def refuse(fields: dict[str, Any] | None, table: dict[str, tuple], prefix: str = "") -> None:
+def refuse(
+    fields: dict[str, Any] | None,
+    table: dict[str, tuple],
+    prefix: str = "",
+    hints: dict[str, str] = HINTS,
+) -> None:
     """Raise ApiError for the first field that is set to a value that would change the result."""
     fields = fields or {}
     for name, value in fields.items():
@@ -64,7 +110,16 @@ def refuse(fields: dict[str, Any] | None, table: dict[str, tuple], prefix: str =
             continue
         if name == "tools" and fields.get("tool_choice") == "none":
             continue
-        raise ApiError(400, f"{prefix}{name} is not supported by this server yet.", prefix + name)
+        remedy = f"; {hints[name]}" if name in hints else ""
+        raise ApiError(
+            400, f"{prefix}{name} is not supported by this server{remedy}.", prefix + name
+        )
+
+
+def unknown(fields: dict[str, Any] | None, table: dict[str, tuple]) -> list[str]:
+    """Fields that are set and that nobody knows."""
+    fields = fields or {}
+    return [name for name, value in fields.items() if name not in table and value is not None]
 
 
 def _is_neutral(value: object, neutral: tuple) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from qserve import frames
 from qserve.child_process import start_child
@@ -25,8 +26,9 @@ logger = logging.getLogger(__name__)
 class WorkerClient:
     """A worker process. It is started when it is made, and again when it has ended."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: further ones of the process."""
+        self._setup, self._arguments = setup, arguments
         self._starting = asyncio.create_task(self._start())
 
     async def prepare(self, route: str, body: bytes | bytearray, arrived: float) -> Job:
@@ -63,7 +65,9 @@ class WorkerClient:
     async def _start(
         self,
     ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
-        process, reader, writer = await start_child("qserve.server.worker_process")
+        process, reader, writer = await start_child(
+            "qserve.server.worker_process", *self._arguments
+        )
         writer.write(encode(self._setup))
         return process, reader, writer
 

@@ -11,7 +11,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the worker, first and once: a ServedModel without its tokenizer."""
 
     folder: str
-    name: str
+    names: tuple[str, ...]
     defaults: dict[str, float]
     max_model_len: int
     vocab_size: int

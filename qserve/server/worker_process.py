@@ -4,13 +4,12 @@ The server starts it and it ends when the server is gone. Knows no HTTP and no e
 """
 
 import argparse
-import logging
 import socket
 import sys
 
-from qserve import frames
+from qserve import frames, logs
 from qserve.server.errors import as_api_error
-from qserve.server.job import JOBS
+from qserve.server.jobs import JOBS
 from qserve.server.served_model import ServedModel
 from qserve.server.worker_messages import (
     Failed,
@@ -29,8 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     """Answer until the server is gone. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="qserve.server.worker_process")
     parser.add_argument("--fd", type=int, required=True, help="the connected socket")
-    connection = socket.socket(fileno=parser.parse_args(argv).fd)
-    logging.basicConfig(format="%(message)s")
+    logs.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    connection = socket.socket(fileno=arguments.fd)
+    logs.configure(arguments.log_level, arguments.log_format, text="%(message)s")
     try:
         model = _load(decode(frames.receive(connection), ToWorker))
         while True:
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _load(setup: Setup) -> ServedModel:
     return ServedModel(
-        name=setup.name,
+        names=setup.names,
         tokenizer=Tokenizer(setup.folder),
         defaults=setup.defaults,
         max_model_len=setup.max_model_len,

@@ -246,6 +246,7 @@ def test_starved_expert_is_rounded_and_reported(
     prefix = f"model.layers.1.{module}.experts"
     assert {name.rpartition(".")[0] for name in starved} == {f"{prefix}.0", f"{prefix}.1"}
     assert len(starved) == 2 * 3
+    assert f"{prefix}: experts saw 0 (expert 0) to " in report.to_text()
     note = "rounded to nearest: no calibration token reached it"
     weights = {name: load_file(source / "model.safetensors")[f"{name}.weight"] for name in starved}
     for name, linear in starved.items():

@@ -66,7 +66,10 @@ def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, archit
 
 @pytest.mark.parametrize(
     ("family", "linears"),
-    [("phi3", 4), ("gemma2", 7), ("gemma3", 7), ("mixtral", 4 + 12), ("qwen3_moe", 4 + 18)],
+    [
+        *(("phi3", 4), ("glm4", 6), ("gemma2", 7), ("gemma3", 7), ("granite", 7), ("olmo2", 7)),
+        *(("exaone4", 7), ("mixtral", 4 + 12), ("qwen3_moe", 4 + 18)),
+    ],
 )
 def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, linears):
     source = CheckpointReader(tiny_model(family))

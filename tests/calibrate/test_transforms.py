@@ -64,7 +64,19 @@ def test_logits_stay(stream_logits, tiny_model, family, transforms):
     assert "mlp.gate_proj.weight" in moved
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe"])
+# nothing but factors between a linear and the residual stream
+ROTATABLE = ("phi3", "granite", "smollm3", "seed_oss", "ministral", "ministral3")
+OTHERS = (
+    *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
+    # much like others
+    *(
+        pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in ("exaone4", "smollm3", "seed_oss", "ministral", "ministral3", "olmo3")
+    ),
+)
+
+
+@pytest.mark.parametrize("family", OTHERS)
 def test_other_architectures(stream_logits, tiny_model, family):
     folder = tiny_model(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -74,7 +86,7 @@ def test_other_architectures(stream_logits, tiny_model, family):
     close(stream_logits(folder, IDS), expected)
     close(stream_logits(folder, IDS, AWQ), expected)
     close(stream_logits(folder, IDS, SMOOTHQUANT, bits=8), expected)
-    if family == "phi3":
+    if family in ROTATABLE:
         close(stream_logits(folder, IDS, ROTATE), expected)
     else:
         with pytest.raises(InputError, match="no rotation can be folded"):

@@ -356,7 +356,9 @@ def test_bias_of_another_shape_than_the_config_states(float_model, write_folder)
     problem_of(found, "error", "model.layers.1.self_attn.q_proj.bias", "[64], found [63]")
 
 
-@pytest.mark.parametrize("names", [["Phi3ForCausalLM"], [], ["LlamaForCausalLM", "X"], "Llama", 7])
+@pytest.mark.parametrize(
+    "names", [["DeepseekV2ForCausalLM"], [], ["LlamaForCausalLM", "X"], "Llama", 7]
+)
 def test_model_that_is_not_served_here_says_so(float_model, write_folder, names):
     tensors, config = float_model
     config["architectures"] = names

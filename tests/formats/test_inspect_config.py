@@ -102,13 +102,13 @@ def test_an_activation_that_only_transformers_has(inspect_config):
 
 
 def test_a_rotary_embedding_that_only_we_lack(inspect_config):
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "proportional"}
     answers = {v.program: v for v in inspect_config(rope_scaling=rope).loads_in}
     assert [name for name, v in answers.items() if v.answer == "no"] == ["this project"]
-    assert "longrope" in answers["this project"].reason
+    assert "proportional" in answers["this project"].reason
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_other_families_have_choices_of_their_own(model_type):
     findings = Findings()
     config = {"model_type": model_type, "hidden_act": "xyz", "rope_scaling": {"type": "su"}}

@@ -12,9 +12,10 @@ from formats.errors import InputError
 from qserve.engine import messages
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
+from qserve.handling import DEFAULT
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
-OUT_OF_MEMORY = 105
+OUT_OF_MEMORY, EATS_MEMORY = 105, 106
 VOCAB_SIZE = 8192
 NUM_PAGES = 77
 
@@ -39,11 +40,23 @@ class FakeEngine:
             messages.receive = self._no_room
         self._running = {}
         self._journal(f"pid {os.getpid()}")
+        self._journal(f"cpu_threads {config.cpu_threads}")
 
     @staticmethod
     def _no_room(connection, direction):
         connection.recv(1)
         raise MemoryError("no room")
+
+    def _eat(self) -> None:
+        """Take all memory that the system gives, down to the last kilobytes, and keep it."""
+        self.eaten, size = [], 2**24
+        while True:
+            try:
+                self.eaten.append(bytearray(size))
+            except MemoryError:
+                size //= 4
+                if size < 2**10:
+                    raise
 
     def _journal(self, line: str) -> None:
         path = os.environ.get("FAKE_ENGINE_JOURNAL")
@@ -51,17 +64,27 @@ class FakeEngine:
             with open(path, "a") as file:
                 file.write(line + "\n")
 
-    def add_request(self, request_id, prompt_token_ids, params, arrived, *, client, group) -> None:
+    def add_request(
+        self, request_id, prompt_token_ids, params, arrived, *, client, group, handling
+    ) -> None:
         if prompt_token_ids[0] == REFUSED:
             raise InputError(f"request {request_id}", "can never run", "shorten it")
         self._journal(f"add {request_id}")
         if client or group:
             self._journal(f"{request_id} is of {client}, {group}")
+        if handling != DEFAULT:
+            self._journal(f"{request_id}: {handling}")
         self._running[request_id] = [list(prompt_token_ids), 0, params]
+
+    def reset_prefix_cache(self) -> None:
+        self._journal("reset")
 
     def abort(self, request_id) -> None:
         self._journal(f"abort {request_id}")
         self._running.pop(request_id, None)
+
+    def use_idle_time(self) -> bool:
+        return False
 
     def has_work(self) -> bool:
         return bool(self._running)
@@ -78,6 +101,8 @@ class FakeEngine:
                 raise RuntimeError("CUDA error: illegal address\nat 0xdeadbeef")
             if prompt[0] == OUT_OF_MEMORY and count == 2:
                 raise MemoryError
+            if prompt[0] == EATS_MEMORY and count == 2:
+                self._eat()
             if prompt[0] == PROCESS_DIES and count == 2:
                 os._exit(9)
             if prompt[0] == STEP_HANGS:

@@ -19,6 +19,9 @@ class PageEngine(Engine):
         super().add_request(request_id, *arguments, **whose)
         self.seen.append(self._requests[request_id])
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         if super().has_work():
             return True

@@ -15,8 +15,15 @@ from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
 
 ENGINE_FLAGS = {
+    "--async-scheduling",
+    "--no-async-scheduling",
+    "--compile-processes",
+    "--kv-cache-memory",
+    "--max-seq-len-to-capture",
     "--block-size",
+    "--config",
     "--cpu-kv-cache-memory",
+    "--cpu-threads",
     "--device",
     "--dtype",
     "--enforce-eager",
@@ -29,6 +36,16 @@ ENGINE_FLAGS = {
     "--max-num-seqs",
     "--num-gpu-blocks-override",
     "--seed",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--kv-offload-gb",
+    "--scheduling-policy",
+    "--prefill-batch-size",
+    "--target-itl-ms",
+}
+TALK_FLAGS = {
+    *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),
+    *("--temperature", "--top-p", "--seed", "--stats"),
 }
 # Adding a flag means adding it here; renaming one breaks its users.
 FLAGS = {
@@ -57,8 +74,16 @@ FLAGS = {
         *("--host", "--port", "--served-model-name", "--api-key"),
         *("--max-num-queued-reqs", "--max-num-queued-tokens"),
         *("--max-body-bytes", "--max-connections", "--chat-special-tokens"),
+        *("--cache-salt-by-key", "--enable-cache-reset"),
         *("--engine-timeout", "--engine-step-timeout", "--restart-engine"),
+        *("--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
+        *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
+        *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
+        *("--log-level", "--log-format", "--metrics-prefix"),
     },
+    "chat": TALK_FLAGS,
+    "complete": TALK_FLAGS,
+    "run-batch": ENGINE_FLAGS | {"-i", "--input", "-o", "--output", "--served-model-name"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "convert": {"--format", "--max-shard-size"},
@@ -116,6 +141,85 @@ def test_underscores_are_dashes(monkeypatch):
     model, engine, settings = seen[0]
     assert (model, engine.model, engine.max_model_len) == ("a_b", "a_b", 64)
     assert (settings.text, settings.sequence_length) == ("c_d", 9)
+
+
+YAML = """
+model: from-file
+max_num_seqs: 7
+served-model-name: [a, b]
+enforce_eager: true
+allow-credentials: false
+api_key: null
+port: 1234
+"""
+TOML = """
+model = "from-file"
+max_num_seqs = 7
+served-model-name = ["a", "b"]
+enforce_eager = true
+allow-credentials = false
+port = 1234
+"""
+SAME_AS_JSON = {
+    "model": "from-file",
+    **{"max_num_seqs": 7, "served-model-name": ["a", "b"], "enforce_eager": True, "port": 1234},
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `qserve serve` was told."""
+    seen = []
+    command = dataclasses.replace(COMMANDS["serve"], run=lambda *given: seen.append(given) or 0)
+    monkeypatch.setitem(COMMANDS, "serve", command)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.yaml", YAML), ("c.yml", YAML), ("c.toml", TOML), ("c.json", json.dumps(SAME_AS_JSON))],
+)
+def test_config_file_stands_for_flags(served, tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert main(["serve", "--config", str(path)]) == 0
+    assert main(["serve", "other", f"--config={path}", "--max-num-seqs", "9", "--port=5"]) == 0
+    (model, engine, server), (other, other_engine, other_server) = served
+    assert (model, engine.max_num_seqs, engine.enforce_eager) == ("from-file", 7, True)
+    assert (server.served_model_name, server.port) == (["a", "b"], 1234)
+    assert server.allow_credentials is False and server.api_key == []
+    assert (other, other_engine.max_num_seqs, other_server.port) == ("other", 9, 5)
+    assert other_engine.enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_num_sequences: 5", ["max-num-sequences", "no setting"]),
+        ("enforce_eager: 1", ["enforce-eager", "true or false"]),
+        ("port: {a: 1}", ["port", "a text or a number"]),
+        ("port: [", ["cannot be read"]),
+        ("- port", ["one mapping"]),
+        ("max_num_seqs: 0", ["--max-num-seqs", "1 or more"]),
+    ],
+)
+def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, words):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    fails_with(capsys, ["serve", "m", "--config", str(path)], *words)
+    assert not served
+
+
+def test_config_file_that_is_not_there(capsys, served):
+    fails_with(capsys, ["serve", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml", "cannot be")
+    fails_with(capsys, ["serve", "m", "--config"], "--config", "expected a file")
+
+
+def test_several_names_and_keys_at_once(served):
+    arguments = ["--served-model-name", "a", "b", "--api-key", "k1", "--api-key", "k2", "k3"]
+    assert main(["serve", "m", *arguments]) == 0
+    server = served[0][2]
+    assert (server.served_model_name, server.api_key) == (["a", "b"], ["k1", "k2", "k3"])
 
 
 @pytest.mark.parametrize("prompt", ["--- my_doc", "---\nmy_key: a_b=c_d"])

@@ -8,6 +8,7 @@ import urllib.request
 
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from qserve import LLM, SamplingParams
@@ -125,8 +126,13 @@ def test_metrics_add_up_to_what_was_asked_for(server):
     assert grown["inter_token_latency_seconds_count"] == 32 - 4
     assert grown["e2e_request_latency_seconds_count"] == 4
     assert grown["request_queue_time_seconds_count"] == 4
-    # the last token of each output is never computed
-    assert grown["iteration_tokens_total_sum"] == 2 * 43 + 32 - 4
+    # The last token of each output is never computed, nor what the second output of 40 tokens
+    # finds: two pages of 16.
+    assert (grown["prefix_cache_queries_total"], grown["prefix_cache_hits_total"]) == (2 * 43, 32)
+    assert grown["iteration_tokens_total_sum"] == 2 * 43 - 32 + 32 - 4
+    again = client.completions.create(model="docs", prompt=[5] * 40, max_tokens=1)
+    assert again.usage.prompt_tokens_details.cached_tokens == 32
+    assert usages[1].prompt_tokens_details.cached_tokens == 0
     assert grown["iteration_tokens_total_count"] >= 2 * 8
     assert after["kv_cache_pages"] > 0
     held = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting")
@@ -192,3 +198,23 @@ def test_engine_that_dies_ends_the_server(quantized_5m, start_server):
     ).stdout.split()
     subprocess.run(["kill", "-9", *children], check=False)
     assert server.process.wait(STOP_SECONDS) != 0
+
+
+def test_a_prompt_is_scored_as_lm_eval_does(server, quantized_5m, transformers_model):
+    """echo, logprobs and no tokens: transformers' log-softmax of each token of two prompts."""
+    prompts = [list(range(40, 75)), [9, 300, 12, 7, 7, 2000]]
+    reply = server.client().completions.create(
+        model="docs", prompt=prompts, max_tokens=0, echo=True, logprobs=1, temperature=0
+    )
+    model = transformers_model(quantized_5m)
+    for prompt, choice in zip(prompts, reply.choices, strict=True):
+        with torch.no_grad():
+            values_SV = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        want = values_SV[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert found.token_logprobs[1:] == pytest.approx(want.tolist(), abs=1e-3)
+        best = [max(top.values()) for top in found.top_logprobs[1:]]
+        assert best == pytest.approx(values_SV[:-1].max(-1).values.tolist(), abs=1e-3)
+        assert choice.finish_reason == "length"
+    assert reply.usage.completion_tokens == 0

@@ -16,7 +16,9 @@ PROMPTS = [f"Section {n}: {'the compiler checks ' * n}" for n in range(1, 65)]
 
 
 def make(folder, **settings):
-    return LLM(folder, device="cuda", max_num_seqs=64, gpu_memory_utilization=0.2, **settings)
+    """Without the prefix cache unless it is asked for: a second run is then like the first."""
+    settings = {"enable_prefix_caching": False, "gpu_memory_utilization": 0.2} | settings
+    return LLM(folder, device="cuda", max_num_seqs=64, **settings)
 
 
 def greedy(llm, tokens=32):
@@ -67,6 +69,31 @@ def test_preemption_on_the_gpu(quantized_5m):
     assert all(len(tokens) == 32 for tokens in outputs)
     llm.engine.scheduler.check_integrity()
     assert llm.engine.scheduler.pool.num_free == 64
+
+
+# settings; pages go to the host where the device has few
+CACHED = {
+    "on the device": {},
+    "on the host": {"num_gpu_blocks_override": 160, "kv_offload_gb": 0.25},
+    "on the host, int8": {
+        "num_gpu_blocks_override": 160,
+        "kv_offload_gb": 0.25,
+        "kv_cache_dtype": "int8",
+    },
+}
+
+
+@pytest.mark.parametrize("where", CACHED)
+def test_prompts_that_are_cached_give_the_same_tokens(quantized_5m, where):
+    """But for rounding: the chunks of a warm prompt are shorter than those of a cold one."""
+    llm = make(quantized_5m, enable_prefix_caching=True, **CACHED[where])
+    cold, warm = greedy(llm), greedy(llm)
+    host, cache = llm.engine.scheduler.pool.host, llm.engine.scheduler.cache
+    assert (host is None) == (where == "on the device") and (host is None or host.num_loaded > 64)
+    assert sum(a == b for a, b in zip(cold, warm, strict=True)) >= 0.8 * len(PROMPTS)
+    assert sum(a[0] == b[0] for a, b in zip(cold, warm, strict=True)) >= 0.95 * len(PROMPTS)
+    llm.engine.scheduler.check_integrity()
+    assert cache.take_counts() == (0, 0), "the engine told them with its last steps"
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
@@ -159,8 +186,39 @@ def test_prompts_run_in_graphs_of_padded_size(quantized_5m, count):
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         found.append(output.outputs[0])
         if not settings:
-            graphs = llm.engine.runner._graphs
+            graphs = llm.engine.runner.graphs
             assert max(k.num_tokens for k in graphs._keys if k.is_chunk) == 192
     first = [completion.logprobs[0] for completion in found]
     assert first[0].top_tokens[0] == first[1].top_tokens[0]
     assert first[0].logprob == pytest.approx(first[1].logprob, abs=0.05)
+
+
+def test_graphs_captured_when_idle_give_the_same_tokens(quantized_5m):
+    llm = make(quantized_5m, enable_prefix_caching=False)
+    graphs = llm.engine.runner.graphs
+    assert graphs.num_captured < graphs.num_keys, "a start captures few"
+    first = greedy(llm)
+    while llm.engine.use_idle_time():
+        pass
+    assert graphs.num_captured == graphs.num_keys
+    assert greedy(llm) == first
+
+
+def test_prompt_logprobs_are_those_of_the_logits(quantized_5m):
+    llm = make(quantized_5m, max_num_batched_tokens=64)
+    prompt = [(7 * i) % 8000 + 3 for i in range(150)]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    (output,) = llm.generate([prompt], params, use_tqdm=False, detokenize=False)
+    values_SV = llm.logits(prompt).log_softmax(-1).cpu()
+    for position, entry in enumerate(output.prompt_logprobs[1:], start=1):
+        want = values_SV[position - 1, prompt[position]].item()
+        assert entry.logprob == pytest.approx(want, abs=0.05)
+    assert len(output.prompt_logprobs) == len(prompt)
+
+
+def test_a_second_start_compiles_nothing(quantized_5m, caplog):
+    make(quantized_5m)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        make(quantized_5m)
+    assert "Warming up took" in caplog.text and "Compiling" not in caplog.text

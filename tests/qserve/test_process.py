@@ -213,6 +213,17 @@ def test_requests_run_side_by_side_and_the_process_ends_with_close(journal):
     assert not any(line.startswith("abort") for line in journal())
 
 
+def test_engine_process_leaves_a_core_to_the_server(monkeypatch, journal):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    async def scenario():
+        await (await start()).close()
+
+    asyncio.run(scenario())
+    expected = max(1, len(os.sched_getaffinity(0)) - 1)
+    assert f"cpu_threads {expected}" in journal()
+
+
 def test_closing_the_generator_early_aborts_in_the_engine(journal):
     async def scenario():
         client = await start()

@@ -22,8 +22,9 @@ PATIENCE = 300  # seconds: a limit for what hangs, far from what a busy machine 
 
 async def visit(http: httpx.AsyncClient, rng: random.Random) -> str:
     """One client's request: "done", "left", or the status of an error."""
+    own = [rng.randrange(3, 8000) for _ in range(rng.choice([17, 100, 100, 150, 5000]))]
     body = {
-        "prompt": [rng.randrange(3, 8000) for _ in range(rng.choice([17, 100, 100, 150, 5000]))],
+        "prompt": [7] * rng.choice([0, 0, 64]) + own,
         "max_tokens": rng.choice([1, 60, 400]),
         "n": rng.choice([1, 1, 3]),
         "stream": rng.random() < 0.6,
@@ -73,7 +74,8 @@ def test_no_page_outlives_its_client(docs_5m, tmp_path, monkeypatch):
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
             await asyncio.gather(*(visits(seed, http) for seed in range(NUM_CLIENTS)))
             # five that stay, and together need more pages than there are
-            body = {"prompt": [5] * 100, "max_tokens": 80, "n": 5, "ignore_eos": True}
+            prompts = [[5 + number] * 100 for number in range(5)]  # they share nothing
+            body = {"prompt": prompts, "max_tokens": 80, "ignore_eos": True}
             last = await http.post("/v1/completions", json=body)
             assert last.json()["usage"]["completion_tokens"] == 5 * 80
         report.unlink(missing_ok=True)

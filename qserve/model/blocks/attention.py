@@ -10,7 +10,7 @@ from qkernels.attention.cache import PagedKv
 from qkernels.attention.step import AttentionStep
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.limbs import LimbForm
-from qkernels.operands.split_k import LinearOutput, split_heads
+from qkernels.operands.split_k import Consumer, LinearOutput, split_heads
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
@@ -36,8 +36,11 @@ class Attention(torch.nn.Module):
         qkv_proj: Linear,
         o_proj: Linear,
         scale: float | None = None,  # of scores; None: head_dim^-0.5
-        q_norm: torch.Tensor | None = None,
+        soft_cap: float | None = None,  # of scores
+        q_norm: torch.Tensor | None = None,  # of each head [D], or of all of a token's [H D]
         k_norm: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,  # float32 [H]
+        query_scales: torch.Tensor | None = None,  # float32 [positions], of rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         kernel: str | None = None,  # asked for or forbidden by name
@@ -47,23 +50,36 @@ class Attention(torch.nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
         self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.soft_cap = soft_cap
         self.rotary = rotary
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
+        self.norms_heads = q_norm is not None and q_norm.shape[0] == self.head_dim
+        self.register_buffer("query_scales", query_scales)
+        self.register_buffer("sinks", sinks)
         # float32 [], of a checkpoint calibrated for an 8-bit KV cache; other caches need none
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
 
     def products(self) -> Iterator[Product]:
         """The quantized products, and the operation that takes each one's result."""
-        yield from products_of(self.qkv_proj, "rope")
+        yield from products_of(self.qkv_proj, self._qkv_consumer)
         yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
         """Of the first linear: what the norm before this block should make."""
-        return self.qkv_proj.plan(rows, "rope")
+        return self.qkv_proj.plan(rows, self._qkv_consumer)
+
+    @property
+    def _qkv_consumer(self) -> Consumer | None:
+        """The rotation adds split-K sums; a norm over all heads does not."""
+        return None if self._norms_whole else "rope"
+
+    @property
+    def _norms_whole(self) -> bool:
+        return self.q_norm is not None and not self.norms_heads
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
@@ -74,6 +90,9 @@ class Attention(torch.nn.Module):
         """
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        if self._norms_whole:
+            q = ops.rms_norm(q.flatten(1), self.q_norm, self.eps).view_as(q)
+            k = ops.rms_norm(k.flatten(1), self.k_norm, self.eps).view_as(k)
         q = ops.rope_write_kv_(
             q,
             k,
@@ -82,9 +101,11 @@ class Attention(torch.nn.Module):
             step.positions_T,
             cache,
             step.slots_T,
-            q_norm_D=self.q_norm,
-            k_norm_D=self.k_norm,
+            q_norm_D=self.q_norm if self.norms_heads else None,
+            k_norm_D=self.k_norm if self.norms_heads else None,
             eps=self.eps,
+            interleaved=self.rotary.interleaved,
+            query_scales=self.query_scales,
             inputs_ready=True,  # a step's inputs are there before its embedding begins
         )
         output = self.o_proj.plan(q.shape[0], "norm")
@@ -95,6 +116,8 @@ class Attention(torch.nn.Module):
             step,
             scale=self.scale,
             window=self.window,
+            soft_cap=self.soft_cap,
+            sinks_H=self.sinks,
             limbs=limbs,
             inputs_ready=True,
             kernel=self.kernel,

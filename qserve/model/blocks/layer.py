@@ -13,7 +13,7 @@ from qkernels.linear.plan import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.model.blocks.linear import LinearPlan, Product
-from qserve.model.blocks.norm import RmsNorm
+from qserve.model.blocks.norm import BranchEnd, BranchOutput, RmsNorm
 
 
 class FeedForward(Protocol):
@@ -27,28 +27,37 @@ class FeedForward(Protocol):
 
 
 class Layer(torch.nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention_end(attention(norm(x))), then x + mlp_end(mlp(norm(x)))."""
 
     def __init__(
-        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: FeedForward
+        self,
+        *,
+        attention_norm: RmsNorm,
+        attention: Attention,
+        mlp_norm: RmsNorm,
+        mlp: FeedForward,
+        attention_end: BranchEnd | None = None,  # None: it is added as it is
+        mlp_end: BranchEnd | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_end = attention_end or BranchEnd()
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_end = mlp_end or BranchEnd()
 
     def forward(
         self,
-        x_TC: LinearOutput,
+        x_TC: BranchOutput,
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: PagedKv,
-    ) -> tuple[LinearOutput, torch.Tensor]:
+    ) -> tuple[BranchOutput, torch.Tensor]:
         """Returns what this layer adds, and the residual it is to be added to."""
         plan = self.attention.plan(x_TC.shape[0])
         x_TC, residual_TC = self.attention_norm(x_TC, residual_TC, plan.input)
-        x_TC = self.attention(x_TC, plan, step, cache)
+        x_TC = self.attention_end(self.attention(x_TC, plan, step, cache))
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
-        return self.mlp(x_TC, plan), residual_TC
+        return self.mlp_end(self.mlp(x_TC, plan)), residual_TC

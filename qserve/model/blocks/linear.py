@@ -13,6 +13,7 @@ from torch.nn import functional
 from qkernels import QuantLinear
 from qkernels.linear.plan import GemmPlan, InputForm, LinearInput
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.moe.experts import PreparedExperts
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.split_k import Consumer
 
@@ -77,7 +78,7 @@ class SplitLinear(torch.nn.Module):
 
 
 Linear = FloatLinear | QuantLinear | SplitLinear
-Product = tuple[PreparedWeight, Consumer | None]
+Product = tuple[PreparedWeight | PreparedExperts, Consumer | None]
 
 
 def products_of(linear: Linear, consumer: Consumer | None) -> Iterator[Product]:

@@ -1,7 +1,6 @@
 """Qwen3: Llama with a norm over each head's queries and keys, before the rotation."""
 
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.rotary import Rotary
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
 from qserve.model.model_config import ModelConfig
@@ -9,9 +8,13 @@ from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:
-    return llama.build(config, weights, build_layer)
+    return llama.build_decoder(config, weights, build_layer)
 
 
-def build_layer(config: ModelConfig, weights: LayerWeights, rotary: Rotary) -> Layer:
-    q_norm, k_norm = (weights.norm(f"self_attn.{name}_norm") for name in "qk")
-    return llama.build_layer(config, weights, rotary, q_norm=q_norm, k_norm=k_norm)
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    return llama.build_layer(
+        config,
+        weights,
+        q_norm=weights.norm("self_attn.q_norm"),
+        k_norm=weights.norm("self_attn.k_norm"),
+    )

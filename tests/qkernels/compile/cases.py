@@ -20,7 +20,9 @@ from qkernels import ops
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials, split_heads
+from qkernels.rowwise.branch import PLAIN
 from qkernels.sampling.settings import SampleRow, SampleSettings
+from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
@@ -124,6 +126,8 @@ def kv_write(
     rotate: bool = True,
     norm: bool = False,
     splits: int = 0,
+    interleaved: bool = False,
+    norm_dtype: torch.dtype = BF16,
 ) -> None:
     H, J, B, P = 32, 8, 16, 64
     k_pages, v_pages = (empty(P, B, J, D, dtype=pages or BF16) for _ in range(2))
@@ -138,29 +142,46 @@ def kv_write(
     if not rotate:
         ops.write_kv_(k, v, cache, slots)
         return
-    norms = {"q_norm_D": empty(D), "k_norm_D": empty(D), "eps": 1e-5} if norm else {}
+    settings = {"interleaved": interleaved, "inputs_ready": True}
+    if norm:
+        weights = [empty(D, dtype=norm_dtype) for _ in range(2)]
+        settings |= {"q_norm_D": weights[0], "k_norm_D": weights[1], "eps": 1e-5}
     cos_sin = empty(64, D, dtype=FP32)
-    ops.rope_write_kv_(q, k, v, cos_sin, slots, cache, slots, **norms, inputs_ready=True)
+    ops.rope_write_kv_(q, k, v, cos_sin, slots, cache, slots, **settings)
 
 
-def norm(C: int, splits: int = 0, rounding: ActivationSpec | None = None, M: int = 1) -> None:
+def norm(
+    C: int,
+    splits: int = 0,
+    rounding: ActivationSpec | None = None,
+    M: int = 1,
+    branch: ops.Branch = PLAIN,
+    weighted: bool = True,
+    dtype: torch.dtype = BF16,
+) -> None:
     x = empty(M, C)
     if splits:
         x = SplitKPartials(parts=empty(splits, M, C, dtype=FP32), dtype=BF16)
-    inputs = x, empty(M, C), empty(C), 1e-5
+    inputs = x, empty(M, C), empty(C, dtype=dtype) if weighted else None, 1e-5
     if rounding is None:
-        ops.add_rms_norm(*inputs)
+        ops.add_rms_norm(*inputs, branch=branch)
     else:
-        ops.add_rms_norm_quantize(*inputs, rounding, None)
+        ops.add_rms_norm_quantize(*inputs, rounding, None, branch=branch)
 
 
-def limbs(op: str, form: LimbForm, M: int = 4, K: int = 4096) -> None:
+def norm_behind(C: int, dtype: torch.dtype = BF16) -> ops.Branch:
+    """A norm of what is added."""
+    return ops.Branch(norm_C=empty(C, dtype=dtype), eps=1e-5)
+
+
+def limbs(op: str, form: LimbForm, M: int = 4, K: int = 4096, **branch: ops.Branch) -> None:
     inputs = {
         "to_limbs": (empty(M, K),),
         "add_rms_norm_limbs": (empty(M, K), empty(M, K), empty(K), 1e-5),
         "silu_and_mul_limbs": (empty(M, 2 * K),),
+        "gelu_and_mul_limbs": (empty(M, 2 * K),),
     }
-    getattr(ops, op)(*inputs[op], form)
+    getattr(ops, op)(*inputs[op], form, **branch)
 
 
 def quantize(C: int, spec: ActivationSpec = INTEGERS) -> None:
@@ -285,6 +306,14 @@ ATTENTION = {
     "chunk, window, soft cap": Case(
         run=lambda: attention([2048], window=1000, soft_cap=30.0), product="wgmma"
     ),
+    "decode, head 256, window, soft cap": Case(
+        run=lambda: attention([1] * 32, 4096, D=256, group=2, window=1000, soft_cap=50.0),
+        product="mma",
+    ),
+    "chunk, head 256, window, soft cap": Case(
+        run=lambda: attention([2048], D=256, group=2, window=1000, soft_cap=50.0),
+        product="wgmma",
+    ),
     "chunk, int8": Case(run=lambda: attention([2048], pages=INT8), quick=SM90, product="wgmma"),
     "chunk, int8, head 256": Case(
         run=lambda: attention([2048], D=256, group=2, pages=INT8), product="wgmma"
@@ -312,6 +341,10 @@ ATTENTION = {
         run=lambda: kv_write(40, pages=INT8, norm=True, splits=5), quick=SM90
     ),
     "rope of most split-K sums and kv write": Case(run=lambda: kv_write(splits=16)),
+    "rope of neighbours and kv write": Case(run=lambda: kv_write(interleaved=True)),
+    "rope of split-K sums and kv write, head 256, float32 norms": Case(
+        run=lambda: kv_write(40, D=256, norm=True, splits=5, norm_dtype=FP32)
+    ),
 }
 ROWWISE = {
     "quantize": Case(run=lambda: quantize(4096), quick=("sm_120",)),
@@ -324,6 +357,23 @@ ROWWISE = {
     "norm and quantize": Case(run=lambda: norm(2**13, rounding=INTEGERS)),
     "norm and quantize, widest": Case(run=lambda: norm(2**14, rounding=INTEGERS), quick=SM90),
     "norm of split-K sums and quantize": Case(run=lambda: norm(2**12, 7, INTEGERS)),
+    "norm of a norm": Case(run=lambda: norm(4096, 7, branch=norm_behind(4096))),
+    "norm of a norm, widest, float32": Case(
+        run=lambda: norm(8192, 4, branch=norm_behind(8192, FP32), dtype=FP32), quick=SM90
+    ),
+    "sum of a norm": Case(run=lambda: norm(4096, branch=norm_behind(4096), weighted=False)),
+    "norm of a product": Case(run=lambda: norm(4096, 7, branch=ops.Branch(factor=0.22))),
+    "norm of a norm and quantize, widest": Case(
+        run=lambda: norm(2**14, rounding=INTEGERS, branch=norm_behind(2**14))
+    ),
+    "norm of a norm to limbs": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, branch=norm_behind(4096)), quick=SM90
+    ),
+    "gelu": Case(run=lambda: ops.gelu_and_mul(empty(1, 28672))),
+    "gelu and quantize": Case(
+        run=lambda: ops.gelu_and_mul_quantize(empty(1000, 28672), INTEGERS, None), quick=SM90
+    ),
+    "gelu to limbs": Case(run=lambda: limbs("gelu_and_mul_limbs", SYMMETRIC)),
     "silu": Case(run=lambda: ops.silu_and_mul(empty(1, 28672))),
     "silu and quantize": Case(run=lambda: silu_and_quantize(1000, 28672)),
     "silu and quantize, few rows": Case(run=lambda: silu_and_quantize(1, 28672), quick=SM90),
@@ -338,4 +388,37 @@ ROWWISE = {
     "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
     "sampling": Case(run=sample, quick=("sm_80", "sm_90")),
 }
-CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE
+EXPERTS = {
+    "experts w4a16 M=1": Case(
+        run=lambda: moe.experts(1, moe.QWEN3_30B, "w4a16-sym"), quick=SM90, product="wgmma"
+    ),
+    "experts w4a16 M=16": Case(
+        run=lambda: moe.experts(16, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
+    ),
+    "experts w4a16 M=64": Case(
+        run=lambda: moe.experts(64, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
+    ),
+    "experts w4a16 M=4096": Case(
+        run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), product="wgmma"
+    ),
+    "experts w8a16 M=16": Case(
+        run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
+    ),
+    "experts w8a8 M=8": Case(run=lambda: moe.experts(8, moe.QWEN3_30B, "w8a8"), product="wgmma"),
+    "experts w8a8 M=512": Case(
+        run=lambda: moe.experts(512, moe.MIXTRAL, "w8a8"), quick=SM80, product="wgmma"
+    ),
+    "experts w8a8-fp8 M=1": Case(
+        run=lambda: moe.experts(1, moe.QWEN3_30B, "w8a8-fp8"), product="wgmma", least=89
+    ),
+    "experts w8a8-fp8-block M=512": Case(
+        run=lambda: moe.experts(512, moe.QWEN3_30B, "w8a8-fp8-block"),
+        product="wgmma",
+        least=89,
+    ),
+    "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
+    "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
+    "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
+    "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
+}
+CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE | EXPERTS

@@ -38,11 +38,8 @@ SPILLS = (
     # blocks were chosen for sm_90, whose products read one operand from shared memory
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
+    (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.norm_act_quantize", "silu and quantize", 2, 0),
-    # Triton reads a tensor descriptor through pointers where there is no TMA: without a pipeline,
-    # and with the addresses and masks of every element in registers
-    (("sm_80", "sm_89"), "wna16.triton_gemm", "", 256, 0),
-    (("sm_80", "sm_89"), "w8a8.triton_gemm", "", 3000, 0),
 )
 
 

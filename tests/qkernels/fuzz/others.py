@@ -5,8 +5,9 @@ import torch
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import rope
 from qkernels.attention import rope_write_kv as kv_cache
-from qkernels.operands.split_k import reduced as added_up
 from qkernels.rowwise import norm_act
+from qkernels.rowwise import reference as rowwise_reference
+from qkernels.rowwise.branch import Branch
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
 from qkernels.sampling.settings import SampleRow, SampleSettings
@@ -27,14 +28,24 @@ from tests.qkernels.fuzz.values import (
 )
 
 
-def fuzz_rms_norm(*, M, C, reduced, parts, dtype, strided, seed):
-    x, weight = rows((M, C), dtype, seed, strided, 3), rows((C,), dtype, seed + 1)
+def fuzz_rms_norm(*, M, C, reduced, parts, branch, wide, dtype, strided, seed):
+    x = rows((M, C), dtype, seed, strided, 3)
+    weights = "float32" if wide else dtype
+    weight = rows((C,), weights, seed + 1)
     if reduced:
         residual = rows((M, C), dtype, seed + 2, strided)
         given = in_parts(x, parts, seed)
-        got, total = norm_act.add_rms_norm(given, residual, weight, 1e-5)
-        x = added_up(given) + residual
-        assert torch.equal(total, x), "the sum differs from torch's"
+        end = Branch(
+            norm_C=rows((C,), weights, seed + 3) if "norm" in branch else None,
+            eps=1e-3,
+            factor=0.22 if "factor" in branch else 1.0,
+        )
+        got, x = norm_act.add_rms_norm(given, residual, weight, 1e-5, end)
+        total = rowwise_reference.add_rms_norm(given, residual, None, 0.0, end)[1]
+        if branch == "plain":
+            assert torch.equal(x, total), "the sum differs from torch's"
+        size = total.double().abs() + (total - residual).double().abs()
+        assert_near("sum", total.double(), x, (4 * EPS[dtype] + 1e-6) * size + 1e-6)
     else:
         got = norm_act.rms_norm(x, weight, 1e-5)
     want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -42,15 +53,20 @@ def fuzz_rms_norm(*, M, C, reduced, parts, dtype, strided, seed):
     assert_near("rms_norm", want, got, (2 * EPS[dtype] + 1e-5) * want.abs() + 1e-7)
 
 
-def fuzz_silu_and_mul(*, M, C, dtype, seed):
+def fuzz_act_and_mul(*, M, C, gelu, dtype, seed):
     x = rows((M, 2 * C), dtype, seed, spread=2)
     gate, up = x.double().chunk(2, dim=-1)
-    want = torch.nn.functional.silu(gate) * up
-    bound = (2 * EPS[dtype] + 1e-5) * want.abs() + EPS[dtype] * 1e-2
-    assert_near("silu_and_mul", want, norm_act.silu_and_mul(x), bound)
+    if gelu:
+        activated = torch.nn.functional.gelu(gate, approximate="tanh")
+        got = norm_act.gelu_and_mul(x)
+    else:
+        activated, got = torch.nn.functional.silu(gate), norm_act.silu_and_mul(x)
+    want = activated * up
+    bound = (2 * EPS[dtype] + 1e-5) * want.abs() + EPS[dtype] * 1e-2 * (1 + up.abs())
+    assert_near("act_and_mul", want, got, bound)
 
 
-def fuzz_apply_rope(*, T, H, J, D, width, index, dtype, seed):
+def fuzz_apply_rope(*, T, H, J, D, width, neighbours, index, dtype, seed):
     qkv = rows((T, H + 2 * J, D), dtype, seed)
     width = max(2, int(D * width) // 2 * 2)
     angle = torch.rand(500, width // 2, generator=generator(seed)) * 6
@@ -60,8 +76,8 @@ def fuzz_apply_rope(*, T, H, J, D, width, index, dtype, seed):
     q, k = qkv[:, :H], qkv[:, H : H + J]
     for name, want, got, source in zip(
         "qk",
-        attention_reference.apply_rope(q.double(), k.double(), cos_sin, positions),
-        rope.apply_rope(q, k, cos_sin, positions),
+        attention_reference.apply_rope(q.double(), k.double(), cos_sin, positions, neighbours),
+        rope.apply_rope(q, k, cos_sin, positions, neighbours),
         (q, k),
         strict=True,
     ):
@@ -114,15 +130,17 @@ OTHERS: dict[str, FuzzedOp] = {
             "C": WIDTHS,
             "reduced": BOOLS,
             "parts": PARTS,
+            "branch": ("plain", "norm", "factor", "norm, factor"),
+            "wide": BOOLS,
             "dtype": FLOAT,
             "strided": BOOLS,
         },
         dynamic=("M", "strided"),
         cost=lambda *, M, C, parts, **_: M * C * (10 + parts),
     ),
-    "silu_and_mul": FuzzedOp(
-        run=fuzz_silu_and_mul,
-        fields={"M": ROWS, "C": WIDTHS, "dtype": FLOAT},
+    "act_and_mul": FuzzedOp(
+        run=fuzz_act_and_mul,
+        fields={"M": ROWS, "C": WIDTHS, "gelu": BOOLS, "dtype": FLOAT},
         dynamic=("M", "C"),
         cost=lambda *, M, C, **_: M * C * 10,
     ),
@@ -134,6 +152,7 @@ OTHERS: dict[str, FuzzedOp] = {
             "J": (1, 2, 8),
             "D": (16, 24, 64, 80, 128, 256),
             "width": (1, 0.5, 0.25),
+            "neighbours": BOOLS,
             "index": ("int64", "int32"),
             "dtype": FLOAT,
         },

@@ -7,15 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
 from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
-from qkernels.operands.limbs import LimbForm
-from qkernels.operands.limbs_reference import from_limbs
+from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
 
-def exact(q, k, v, count, length, scale, window, soft_cap):
+def exact(q, k, v, count, length, scale, window, soft_cap, sinks=None):
     """One request in float64, head by head."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(count, *q.shape[1:], dtype=torch.float64)
@@ -29,6 +30,9 @@ def exact(q, k, v, count, length, scale, window, soft_cap):
             scores = keys @ q[i, head].double() * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1].double().cpu()])
+                values = torch.cat([values, values.new_zeros(1, values.shape[1])])
             out[i, head] = scores.softmax(0) @ values
     return out
 
@@ -48,6 +52,7 @@ def check(assert_close, tolerance, device, poison):
         interleaved=False,
         codes=None,  # dtype of 8-bit pages
         soft_cap=None,
+        sinks=None,
         spread=1,  # largest over smallest scale
         size=1.0,  # of keys and values
         limbs=None,  # form of the result
@@ -97,7 +102,7 @@ def check(assert_close, tolerance, device, poison):
         inputs = (qkv.to(device)[:, :H], k_pages, v_pages)
         bodies = [False]  # also the one in Gluon, where it can
         cache = paged_kv(k_pages, v_pages, k_scales, v_scales)
-        if paged_attention.gluon_refuses(inputs[0], cache) is None:
+        if sinks is None and paged_attention.gluon_refuses(inputs[0], cache) is None:
             bodies.append(True)
         results = []
         for gluon in bodies:
@@ -121,6 +126,7 @@ def check(assert_close, tolerance, device, poison):
                     torch.tensor(lengths, dtype=torch.int32, device=device),
                     scale=D**-0.5,
                     soft_cap=soft_cap,
+                    sinks_H=None if sinks is None else sinks.to(device),
                     k_scales=k_scales,
                     v_scales=v_scales,
                     **shared,
@@ -129,10 +135,10 @@ def check(assert_close, tolerance, device, poison):
                     config=tile if split is None else replace(tile, split=split),
                 )
             )
-            if limbs is not None:
+            if isinstance(results[-1], Limbs):  # a result that is not split becomes them in ops
                 results[-1] = from_limbs(results[-1]).to(dtype).view(T, H, D)
         want = [
-            exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap)
+            exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap, sinks)
             for start, count, length, k, v in zip(
                 starts, counts, lengths, keys, values, strict=False
             )
@@ -204,6 +210,25 @@ def test_the_result_as_limbs(check, half, H, J, D, counts, split):
     check(counts, lengths, H, J, D, 16, half, None, split, limbs=form)
 
 
+def test_a_result_that_is_not_split_becomes_limbs(half, device):
+    q = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0)).to(device, half)
+    pages = torch.randn(2, 16, 1, 64, generator=torch.Generator().manual_seed(1)).to(device, half)
+    tables, starts, lengths = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in ([[0], [1]], [0, 1, 2], [9, 16])
+    )
+    step = {"max_query_len": 1, "max_context_len": 16, "scale": 0.125, "window": None}
+
+    def run(limbs):
+        arguments = q, pages, pages.flip(0), tables, starts, lengths
+        return run_attention(ops, *arguments, **step, limbs=limbs, kernel="triton")
+
+    form = LimbForm(bits=4, with_sums=True)
+    got, want = run(form), to_limbs(run(None).flatten(1), form)
+    for name in ("words", "scales", "sums"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
 @pytest.mark.parametrize("split", [1, 4])
 def test_limbs_of_rows_beyond_the_last_request_disturb_nobody(check, half, split):
     form = LimbForm(bits=8)
@@ -273,6 +298,14 @@ def test_small_values(check, half, codes):
 def test_8_bit_splits_of_a_context_merge(check, half, codes):
     check([1, 1, 1], [200, 1, 65], 4, 1, 128, 16, half, 50, 4, codes=codes)
     check([1, 2, 1], [300, 2, 129], 4, 1, 128, 16, half, None, 4, codes=codes)
+
+
+@pytest.mark.parametrize("split", [None, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(check, half, split, window):
+    """gpt-oss: a score of each head takes its share of the weights and adds nothing."""
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0])
+    check([1, 40, 1], [40, 110, 7], 4, 2, 64, 16, half, window, split, sinks=sinks)
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 50.0])

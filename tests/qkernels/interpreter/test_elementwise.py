@@ -74,13 +74,15 @@ def test_silu_and_mul(randn, assert_close, tolerance, dtype, poison, width):
     assert_close("silu_and_mul", want, norm_act.silu_and_mul(x), tolerance(dtype))
 
 
-@pytest.mark.parametrize("D, width", [(32, 32), (80, 80), (64, 16)])
-def test_rope(randn, assert_close, tolerance, device, dtype, poison, D, width):
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("D, width", [(32, 32), (80, 80), (64, 16), (32, 0)])
+def test_rope(randn, assert_close, tolerance, device, dtype, poison, D, width, interleaved):
     qkv = randn(5, 8, D)
     angle = torch.rand(40, width // 2) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
     positions = torch.tensor([0, 39, 7, 7, 12], device=device)
-    want = attention_reference.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
-    got = rope.apply_rope(qkv[:, :4], qkv[:, 4:6], cos_sin, positions)
+    inputs = (qkv[:, :4], qkv[:, 4:6], cos_sin, positions, interleaved)
+    want = attention_reference.apply_rope(*inputs)
+    got = rope.apply_rope(*inputs)
     for name, a, b in zip("qk", want, got, strict=True):
         assert_close(name, a, b, tolerance(dtype))

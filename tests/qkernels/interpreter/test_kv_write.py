@@ -95,18 +95,31 @@ def test_static_scales_are_used_and_kept(randn, make_pages, device, codes):
 
 @pytest.mark.parametrize("codes", [None, *CODES], ids=["16 bits", "int8", "float8"])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("D, width", [(32, 32), (80, 80), (64, 16)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("D, width", [(32, 32), (80, 80), (64, 16), (32, 0)])
 def test_rope_and_write(
-    randn, make_pages, assert_close, tolerance, device, dtype, poison, D, width, normed, codes
+    randn,
+    make_pages,
+    assert_close,
+    tolerance,
+    device,
+    dtype,
+    poison,
+    D,
+    width,
+    interleaved,
+    normed,
+    codes,
 ):
     qkv, slots = randn(5, H + 2 * J, D), slots_on(device)
     q, k, v = qkv.split([H, J, J], dim=1)
     angle = torch.rand(40, width // 2, generator=torch.Generator().manual_seed(1)) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
     positions = torch.tensor([0, 39, 7, 7, 12], device=device)
-    norms = {}
+    norms = {"interleaved": interleaved}
     if normed:
-        norms = {"q_norm_D": randn(D) + 1, "k_norm_D": randn(D) + 1, "eps": 1e-5}
+        norms["query_scales"] = torch.linspace(0.5, 2, 40).to(device)
+        norms |= {"q_norm_D": randn(D) + 1, "k_norm_D": randn(D) + 1, "eps": 1e-5}
     # on the CPU, whose division is exact; a GPU's by a constant is not
     got, want = make_pages(D, codes), [t.cpu() for t in make_pages(D, codes)]
     inputs = (q, k, v, cos_sin, positions)

@@ -115,6 +115,12 @@ TILES = {
     "x left, 2 parts": W8A8TritonConfig(
         block_m=64, block_n=128, split=2, weight_is_a=False, group_m=2
     ),
+    "without TMA, 3 parts": W8A8TritonConfig(
+        block_m=16, block_n=64, block_k=64, split=3, use_tma=False
+    ),
+    "without TMA, x left": W8A8TritonConfig(
+        block_m=64, block_n=128, weight_is_a=False, use_tma=False
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qkernels.sampling.settings import SampleRow
+from qkernels.sampling.settings import NUM_WORDS, SampleRow, pack_row
 from qserve.engine.step_input import StepInput
 
 PER_TOKEN = ("token_ids_T", "positions_T", "slots_T")
@@ -23,6 +23,9 @@ def make_step(counts, *, width=1, seed=0, num_sampled=None, **fields):
         "max_context_len": 99,
         "pending_index": np.zeros(0, np.int64),
         "pending_row": np.zeros(0, np.int64),
-        "sample_rows": (SampleRow(),) * sum(sampled),
+        "sample_words_SP": np.array([(*pack_row(SampleRow()), 0, 0)] * sum(sampled)).reshape(
+            -1, NUM_WORDS
+        ),
+        "sample_bias_E": np.zeros(0, np.int64),
     }
     return StepInput(**made | fields)

@@ -1,9 +1,12 @@
 """A scheduler driven as the engine does it, with a model of the KV memory that checks each step."""
 
-from collections import deque
+import zlib
+from collections import defaultdict, deque
 from operator import attrgetter
 
+from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
+from qserve.engine.policies import Policy
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduler import Scheduler
 from qserve.sampling_params import SamplingParams
@@ -11,11 +14,17 @@ from qserve.sampling_params import SamplingParams
 EOS = 7
 
 
-def make_request(name, prompt=4, max_tokens=4, client="", group="", **params):
+def make_request(
+    name, prompt=4, max_tokens=4, client="", group="", priority=0, cache_salt="", **params
+):
+    """`prompt`: its tokens, or how many of its own that no other request has."""
+    if isinstance(prompt, int):
+        seed = zlib.crc32(name.encode())
+        prompt = [100 + (seed + 7919 * place) % 30_000 for place in range(prompt)]
     return Request(
         request_id=name,
-        token_ids=[1] * prompt,
-        num_prompt_tokens=prompt,
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
         max_tokens=max_tokens,
         params=SamplingParams(max_tokens=max_tokens, **params),
         seed=0,
@@ -23,12 +32,18 @@ def make_request(name, prompt=4, max_tokens=4, client="", group="", **params):
         eos_token_ids=frozenset([EOS]),
         client=client,
         group=group,
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
-def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8):
+def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8, num_slots=0, **settings):
+    host = HostPages(num_slots) if num_slots else None
     return Scheduler(
-        PagePool(num_pages, page_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        PagePool(num_pages, page_size, host),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        **settings,
     )
 
 
@@ -40,8 +55,10 @@ class Simulation:
         self.in_flight = deque()
         self.done = {}
         self.admitted = []
-        # (page, offset) -> (request, position): what a step wrote there; None: do not check
-        self.memory = {}
+        # page -> offset -> (request, position): what a step wrote there; None: do not check
+        self.memory = defaultdict(dict)
+        self.host = {}  # slot -> the same of a page
+        self.num_shared_in_step = 0  # chunks that read keys of another chunk of their step
 
     def step(self):
         scheduler = self.scheduler
@@ -51,7 +68,8 @@ class Simulation:
         plan = scheduler.schedule()
         scheduler.check_integrity()
         self.check_plan(plan)
-        self.check_shares(plan, decodes, prompts)
+        if type(scheduler.policy).phase is Policy.phase:  # its steps are mixed
+            self.check_shares(plan, decodes, prompts)
         self.admitted += plan.admitted
         if plan.chunks:
             self.in_flight.append(plan)
@@ -67,6 +85,7 @@ class Simulation:
                     assert event.request_id not in self.done
                     self.done[event.request_id] = event.finish_reason
             scheduler.check_integrity()
+        return plan
 
     def check_plan(self, plan):
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
@@ -80,11 +99,15 @@ class Simulation:
             assert len(table) * self.scheduler.pool.page_size >= chunk.end
             assert chunk.end <= chunk.request.num_tokens
             assert chunk.request.num_computed == chunk.end
-            if self.memory is not None:
-                self.check_memory(chunk)
+        if self.memory is not None:
+            self.check_memory(plan)
+        # Of those that gave way the one that loses least went first, which may not be the youngest.
         requests = (*self.scheduler.running, *self.scheduler.waiting)
-        if len({request.flow for request in requests}) == 1:
-            order = [int(request.request_id[1:]) for request in requests]
+        requests = [request for request in requests if not request.num_preemptions]
+        names = [request.request_id for request in requests]
+        is_numbered = all(name[:1] == "r" and name[1:].isdigit() for name in names)
+        if len({request.flow for request in requests}) == 1 and is_numbered:
+            order = [int(name[1:]) for name in names]
             assert order == sorted(order), "first come, first served"
 
     def check_shares(self, plan, decodes, prompts):
@@ -102,15 +125,48 @@ class Simulation:
         ):
             assert counts[oldest] >= min(prompts[oldest], left // 2)
 
-    def check_memory(self, chunk):
-        """Write the chunk's keys; then every key that its last row reads must be its own."""
-        size, table = self.scheduler.pool.page_size, chunk.request.block_table
-        name = chunk.request.request_id
-        for position in range(chunk.start, chunk.end):
-            self.memory[table[position // size], position % size] = (name, position)
-        for position in range(chunk.end):
-            slot = (table[position // size], position % size)
-            assert self.memory.get(slot) == (name, position), "a key was lost or overwritten"
+    def check_memory(self, plan):
+        """Move pages and write all keys of the step; then every key that a row reads is its own.
+
+        Where pages are shared: one of the same tokens, from the start on.
+        """
+        size = self.scheduler.pool.page_size
+        if plan.moves is not None:
+            moves = {name: getattr(plan.moves, name).tolist() for name in plan.moves.__slots__}
+            assert not set(moves["stored_slots"]) & set(moves["loaded_slots"])
+            for page, slot in zip(moves["stored_pages"], moves["stored_slots"], strict=True):
+                self.host[slot] = dict(self.memory[page])
+            for slot, page in zip(moves["loaded_slots"], moves["loaded_pages"], strict=True):
+                self.memory[page] = dict(self.host[slot])
+        written = set()
+        for chunk in plan.chunks:
+            table = chunk.request.block_table
+            for position in range(chunk.start, chunk.end):
+                page, offset = table[position // size], position % size
+                assert (page, offset) not in written, "two rows write one slot"
+                written.add((page, offset))
+                self.memory[page][offset] = (chunk.request, position)
+        for chunk in plan.chunks:
+            request, table = chunk.request, chunk.request.block_table
+            writers = set()
+            first = max(0, chunk.start - (self.scheduler.window or chunk.end) + 1)
+            for position in range(first, chunk.end):
+                writer, at = self.memory[table[position // size]][position % size]
+                assert at == position, "a key was lost or overwritten"
+                writers.add(writer)
+            for writer in writers - {request}:
+                last = max(p for p in range(first, chunk.end) if self.writer(table, p) is writer)
+                assert writer.token_ids[: last + 1] == request.token_ids[: last + 1]
+                assert len(request.token_ids) > last, "read by one whose token is not known"
+                assert writer.cache_salt == request.cache_salt
+            in_step = {self.writer(table, p) for p in range(first, chunk.start)} & {
+                each.request for each in plan.chunks if each.start < chunk.start
+            }
+            self.num_shared_in_step += bool(in_step - {request})
+
+    def writer(self, table, position):
+        size = self.scheduler.pool.page_size
+        return self.memory[table[position // size]][position % size][0]
 
     def run_out(self):
         self.run_until(lambda: not self.scheduler.num_requests and not self.in_flight)

@@ -8,6 +8,7 @@ from qserve.config import EngineConfig
 from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.engine import Engine
 from qserve.sampling_params import SamplingParams
+from tests.qserve.engine.make_step import make_step
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
 
@@ -121,17 +122,15 @@ def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
     """With the padding of graphs and their fixed places, but run eagerly in place of a replay."""
     replayed = []
 
-    def prepare(graphs, step):
-        graphs.step = step
-        graphs._batches = {
-            key: graphs._buffers.batch(key, graphs._max_context_len) for key in graphs._keys
-        }
+    def capture(graphs, key):
+        graphs._buffers.pad_(key)
+        graphs._batches[key] = graphs._buffers.batch(key, graphs._max_context_len)
 
     def replay(graphs, key):
         replayed.append(key)
-        return graphs.step(graphs._batches[key])
+        return graphs._step(graphs._batches[key])
 
-    monkeypatch.setattr(StepGraphs, "_capture", prepare)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(StepGraphs, "replay", replay)
     plain, captured = (
         make_engine(steps_in_flight=1, max_num_seqs=6, max_num_batched_tokens=24) for _ in range(2)
@@ -145,3 +144,87 @@ def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
         found.append({name: tokens(events) for name, events in run_out(engine).items()})
     assert found[0] == found[1]
     assert {key.is_chunk for key in replayed} == {True, False}
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_step_without_memory_ends_its_requests_and_no_others(make_engine, monkeypatch, in_flight):
+    engine = make_engine(steps_in_flight=in_flight, max_num_seqs=2)
+    engine.add_request("alone", [5, 6, 7], GREEDY)
+    want = tokens(run_out(engine)["alone"])
+    for name in ("a", "b", "waits"):
+        engine.add_request(name, [5, 6, 7], GREEDY)
+    engine.step()
+    launch = engine.workers.launch
+
+    def fails_once(step):
+        monkeypatch.setattr(engine.workers, "launch", launch)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(engine.workers, "launch", fails_once)
+    found = run_out(engine)
+    for name in ("a", "b"):
+        last = found[name][-1]
+        assert last.finish_reason == "error" and "--max-num-batched-tokens" in last.error
+        assert tokens(found[name]) == want[:in_flight], "what was in flight still came"
+    assert tokens(found["waits"]) == want
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == 50
+    assert not engine._requests
+
+
+def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatch):
+    captured = []
+
+    def capture(graphs, key):
+        if len(captured) == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        captured.append(key)
+        graphs._batches[key] = None
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    engine = make_engine(max_num_seqs=32, max_num_batched_tokens=64)
+    engine.runner.capture_graphs(32, engine.max_model_len)
+    graphs = engine.runner.graphs
+    assert graphs.num_captured == 4, "at the start: the ends of both sorts"
+    assert graphs.key_for(make_step([1] * 3)).num_tokens == 4
+    assert graphs.key_for(make_step([1] * 3)).num_tokens == 4
+    assert len(captured) == 5
+    while engine.use_idle_time():
+        pass
+    assert graphs.num_captured == graphs.num_keys == 6
+    assert graphs.key_for(make_step([1] * 9)).num_tokens == 32, "the next that is there"
+    assert not engine.use_idle_time()
+
+
+def test_a_context_beyond_the_limit_runs_in_no_graph(make_engine, monkeypatch):
+    monkeypatch.setattr(StepGraphs, "_capture", lambda graphs, key: graphs._batches.setdefault(key))
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64, max_seq_len_to_capture=40)
+    engine.runner.capture_graphs(4, engine.max_model_len)
+    graphs = engine.runner.graphs
+    assert graphs.key_for(make_step([1], max_context_len=40)) is not None
+    assert graphs.key_for(make_step([1], max_context_len=41)) is None
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_an_output_of_one_token_takes_no_decode_step(make_engine, monkeypatch, in_flight):
+    engine = make_engine(steps_in_flight=in_flight)
+    launch, counts = engine.workers.launch, []
+    monkeypatch.setattr(
+        engine.workers, "launch", lambda step: (counts.append(step.num_tokens), launch(step))[1]
+    )
+    one = SamplingParams(max_tokens=1, temperature=0)
+    engine.add_request("a", [5, 6, 7], one)
+    engine.add_request("b", [5, 6, 7, 8], one)
+    assert [len(tokens(events)) for events in run_out(engine).values()] == [1, 1]
+    assert counts == [7]
+
+
+def test_async_scheduling_can_be_off(make_engine, docs_5m, monkeypatch):
+    from qserve.engine.workers import WorkerGroup
+
+    monkeypatch.setattr(WorkerGroup, "computes_in_launch", False)
+    for on in (True, False):
+        config = EngineConfig(
+            model=str(docs_5m), device="cpu", num_gpu_blocks_override=9, async_scheduling=on
+        )
+        assert Engine(config)._max_in_flight == on

@@ -22,4 +22,4 @@ def test_the_page_that_was_freed_last_is_handed_out_last():
     pool.release_(second)
     pool.release_(first)
     pool.grow_(third, 8)
-    assert third == [3, 2, 0, 1]
+    assert third == [3, 2, 1, 0]

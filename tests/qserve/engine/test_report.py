@@ -15,7 +15,11 @@ from qserve.sampling_params import SamplingParams
 def make_engine(docs_5m):
     def make(steps_in_flight: int, **settings) -> Engine:
         config = EngineConfig(
-            model=str(docs_5m), device="cpu", block_size=4, max_num_seqs=2, **settings
+            model=str(docs_5m),
+            device="cpu",
+            block_size=4,
+            max_num_seqs=2,
+            **{"enable_prefix_caching": False} | settings,
         )
         return Engine(config, steps_in_flight=steps_in_flight)
 
@@ -67,6 +71,14 @@ def test_time_in_the_queue_begins_when_the_request_was_sent(make_engine):
     engine.step()
     (seconds,) = engine.report().queue_seconds
     assert 100 < seconds < time.perf_counter() - sent
+
+
+def test_first_token_tells_how_long_its_request_queued(make_engine):
+    engine = make_engine(0, num_gpu_blocks_override=50)
+    params = SamplingParams(max_tokens=1)
+    engine.add_request("a", [5], params, time.perf_counter() - 7)
+    (event,) = engine.step()
+    assert event.queue_seconds == engine.report().queue_seconds[0] > 7
 
 
 def test_preempted_outputs_are_counted_and_queue_once(make_engine):

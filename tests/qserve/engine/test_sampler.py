@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from qserve.engine.model_runner import ModelRunner, num_pages_on_gpu
+from qserve.engine.memory import num_pages_on_gpu
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.prompt_logprobs import SLICE_BYTES
 from qserve.engine.sampler import TokenHistory
 from qserve.engine.step_input import HistoryFill
 from tests.qserve.engine.make_step import make_step
@@ -55,14 +57,21 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
         bytes_per_page=1,
         _history=history,
     )
+    runner.sample = lambda: runner
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    stats = {"reserved_bytes.all.current": GIB, "allocated_bytes.all.peak": GIB}
+    stats = {
+        "reserved_bytes.all.current": GIB,
+        "allocated_bytes.all.peak": GIB,
+        "allocated_bytes.all.current": GIB // 2,
+    }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * GIB, 8 * GIB))
     step = make_step([4], width=5)
     for table in (3 * 8 * 4, 0):
         runner.bytes_to_come = ModelRunner.bytes_to_come.fget(runner)
-        assert num_pages_on_gpu(runner, step) == 3 * GIB - table
+        assert num_pages_on_gpu(runner, step) == 3 * GIB - table - SLICE_BYTES
+        graphs = GIB // 2  # what the step of a graph takes beyond what was there
+        assert num_pages_on_gpu(runner, step, step) == 3 * GIB - table - SLICE_BYTES - graphs
         history.table = torch.zeros(3, 8, dtype=torch.int32)
-    assert allocated == [5, 5], "as many as the step writes to"
+    assert allocated == [5] * 4, "as many as the step writes to"

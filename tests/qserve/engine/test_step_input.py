@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from qkernels.sampling.settings import BIAS_END, BIAS_START, SampleRow, SampleSettings
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, Status
 from qserve.engine.request_rows import RequestRows
@@ -40,8 +41,23 @@ def build(*requests, rows=None, num_sampled=1):
     return StepInput.build(plan, page_size=4, rows=rows or RequestRows(2))
 
 
+def sample_rows(step):
+    """What a step's words say of each sampled row, as far as these tests ask."""
+    settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
+    ends = settings.words_SP[:, [BIAS_START, BIAS_END]].tolist()
+    entries = settings.bias_E.numpy()
+    values = (entries & 0xFFFFFFFF).astype(np.uint32).view(np.float32).tolist()
+    biases = list(zip((entries >> 32).tolist(), values, strict=True))
+    names = ("seed", "position", "history_row", "num_logprobs")
+    columns = [settings.column(name).tolist() for name in names]
+    return [
+        SampleRow(**dict(zip(names, row, strict=True)), bias=tuple(biases[start:end]))
+        for row, (start, end) in zip(zip(*columns, strict=True), ends, strict=True)
+    ]
+
+
 def sample_row(asking):
-    (row,) = build(asking).sample_rows
+    (row,) = sample_rows(build(asking))
     return row
 
 
@@ -59,17 +75,17 @@ def test_the_draw_depends_on_seed_and_position():
 
 def test_a_chunk_may_sample_several_of_its_rows():
     """Each is drawn at its own position, and min_tokens counts up to there."""
-    asking = request([7, 7], [5, 5, 6], min_tokens=2)
-    step = build(request([7]), asking, num_sampled=1)
+    asking, rows = request([7, 7], [5, 5, 6], min_tokens=2), RequestRows(2)
+    step = build(request([7]), asking, rows=rows, num_sampled=1)
     assert step.logits_rows_S.tolist() == [0, 5]
-    step = build(asking, num_sampled=3)
+    step = build(asking, rows=rows, num_sampled=3)
     assert step.logits_rows_S.tolist() == [2, 3, 4]
-    assert [row.position for row in step.sample_rows] == [3, 4, 5]
-    assert [bool(row.bias) for row in step.sample_rows] == [True, False, False]
+    assert [row.position for row in sample_rows(step)] == [3, 4, 5]
+    assert [bool(row.bias) for row in sample_rows(step)] == [True, False, False]
 
 
 def test_a_token_in_flight_is_taken_from_the_row_that_samples_it():
-    rows = RequestRows(2)
+    rows = RequestRows(4)
     first, second, third = (request([n]) for n in (7, 8, 9))
     build(first, second, third, rows=rows)
     for each in (first, third):
@@ -92,7 +108,7 @@ def test_keys_go_to_the_pages_of_the_block_table():
 
 def test_a_request_without_penalties_has_no_history():
     step = build(request([7]))
-    assert step.sample_rows[0].history_row == -1 and step.history_fills == ()
+    assert sample_rows(step)[0].history_row == -1 and step.history_fills == ()
 
 
 def test_a_history_row_is_filled_once_and_kept():
@@ -102,20 +118,26 @@ def test_a_history_row_is_filled_once_and_kept():
     (fill,) = first.history_fills
     assert fill.prompt_token_ids.tolist() == [7, 8] and fill.output_token_ids.tolist() == [6]
     assert second.history_fills == ()
-    assert fill.row == first.sample_rows[0].history_row == second.sample_rows[0].history_row == 0
+    assert fill.row == sample_rows(first)[0].history_row == sample_rows(second)[0].history_row == 0
 
 
-def test_history_rows_of_ended_and_preempted_requests_are_reused():
+def test_rows_of_ended_and_preempted_requests_are_reused():
     rows = RequestRows(2)
     first, second, third = (request([n], [4], repetition_penalty=1.1) for n in (1, 2, 3))
-    assert [rows.history_row(r) for r in (first, second)] == [(0, True), (1, True)]
-    first.status = Status.WAITING
-    assert rows.history_row(third) == (0, True)
+    fills = build(first, second, rows=rows).history_fills
+    assert [fill.row for fill in fills] == [first.row, second.row] == [0, 1]
+    first.status, first.row = Status.WAITING, -1  # as the scheduler preempts it
+    (fill,) = build(third, rows=rows).history_fills
+    assert fill.row == third.row == 0 and fill.prompt_token_ids.tolist() == [3]
     second.status, first.status = Status.FINISHED, Status.RUNNING
-    assert rows.history_row(first) == (1, True)
+    first.block_table = [9, 8]
+    step = build(first, rows=rows)
+    (fill,) = step.history_fills
+    assert fill.row == first.row == 1 and fill.prompt_token_ids.tolist() == [1]
+    assert step.block_tables_RX[0, :2].tolist() == [9, 8], "not of its row's last owner"
 
 
-LEAVES = (int, float, str, bytes, np.ndarray)
+LEAVES = (int, float, str, bytes, np.ndarray, type(None))
 
 
 def leaves(value):
@@ -139,7 +161,9 @@ def decode_array(kind, made):
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_step_survives_the_trip_to_another_process(num_steps):
     """Of a real schedule with everything in it, by a codec that knows its types and arrays."""
-    scheduler = Scheduler(PagePool(64, 4), max_num_seqs=8, max_num_batched_tokens=32)
+    scheduler = Scheduler(
+        PagePool(64, 4), max_num_seqs=8, max_num_batched_tokens=32, prefix_caching=False
+    )
     for params in (
         {"seed": 3, "min_tokens": 4, "logit_bias": {3: 1.5}},
         {"presence_penalty": 0.5, "top_k": 7, "logprobs": 2},
@@ -156,7 +180,6 @@ def test_a_step_survives_the_trip_to_another_process(num_steps):
     assert all(type(leaf) in LEAVES for leaf in leaves(step))
     payload = msgspec.msgpack.Encoder(enc_hook=encode_array).encode(step)
     got = msgspec.msgpack.Decoder(StepInput, dec_hook=decode_array).decode(payload)
-    assert got.sample_rows == step.sample_rows
     for ours, theirs in zip(leaves(step), leaves(got), strict=True):
         assert type(ours) is type(theirs)
         if type(ours) is np.ndarray:

@@ -43,9 +43,9 @@ def count_calls(monkeypatch):
         counts = dict.fromkeys(names, 0)
 
         def counted(name, function):
-            def call(*args):
+            def call(*args, **options):
                 counts[name] += 1
-                return function(*args)
+                return function(*args, **options)
 
             return call
 

@@ -86,6 +86,21 @@ def test_fusion_changes_no_logit_and_no_token(quantized, monkeypatch, count_call
     assert tokens == fused_tokens
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite", "olmo2"])
+def test_fusion_behind_norms_and_factors_changes_no_logit(written, monkeypatch, family):
+    """Of what is added, and with GELU; OLMo's linears read the sum itself."""
+    folder = written("w8a8", "compressed-tensors", family)
+    taken = []
+    linear = ops.linear
+    monkeypatch.setattr(ops, "linear", lambda x, *args: taken.append(type(x)) or linear(x, *args))
+    fused_logits, fused_tokens = run(folder)
+    assert taken.count(Codes) > taken.count(torch.Tensor) / 2
+    without_fusion(monkeypatch)
+    logits, tokens = run(folder)
+    assert torch.equal(logits, fused_logits)
+    assert tokens == fused_tokens
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8"])
 def test_fusion_on_a_gpu_moves_a_value_by_a_rounding_at_most(quantized, monkeypatch, name):

@@ -197,7 +197,7 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
         llm = make(folder, dtype="bfloat16", cpu_kv_cache_memory=0.002)
         for i in range(64):
             params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-            llm.engine.add_request(str(i), list(range(3, 51)), params)
+            llm.engine.add_request(str(i), list(range(3 + i, 51 + i)), params)
         llm.engine.step()
         running.append(len(llm.engine.scheduler.running))
     assert 2 < running[0] < 32

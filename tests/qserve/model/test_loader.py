@@ -193,4 +193,4 @@ def test_old_rope_keys_are_read(edited):
         del config["rope_parameters"]
         config["rope_theta"] = 12345.0
 
-    assert load(edited(config=old_style)).engine.model_config.rope.theta == 12345.0
+    assert load(edited(config=old_style)).engine.model_config.ropes[0].theta == 12345.0

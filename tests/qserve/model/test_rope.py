@@ -20,6 +20,11 @@ CASES = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "short_factor": [1.0 + i / 40 for i in range(32)],
+        "long_factor": [1.0 + i / 4 for i in range(32)],
+        "original_max_position_embeddings": 64,
+    },
 }
 
 
@@ -56,9 +61,36 @@ def test_yarn_mscale_keys():
     torch.testing.assert_close(got[:, :32], cos[0, :, :32], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("more", [{}, {"factor": 2.0}, {"attention_factor": 1.25}])
+@pytest.mark.parametrize("length", [64, 65])
+def test_longest_sequence_decides_between_short_and_long_factors(length, more):
+    """transformers decides by the sequence at hand: a whole one of that length."""
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, **CASES["longrope"], **more}
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        rope_parameters=parameters,
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    rope = RopeConfig.from_dict(config.rope_parameters, dim=64, max_position=256)
+    table = cos_sin_table(rope, length, torch.device("cpu"))
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], atol=1e-5, rtol=0)
+    torch.testing.assert_close(table[:, 32:], sin[0, :, :32], atol=1e-5, rtol=0)
+
+
+def test_long_factors_of_another_head_are_refused():
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, **CASES["longrope"]}
+    rope = RopeConfig.from_dict(parameters, dim=48, max_position=256)
+    with pytest.raises(InputError, match="expected 24 numbers.*found 32"):
+        cos_sin_table(rope, 256, torch.device("cpu"))
+
+
 def test_unknown_type_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match="longrope") as error:
-        RopeConfig.from_dict({"rope_type": "longrope", "rope_theta": 1e4}, dim=64, max_position=64)
+    with pytest.raises(InputError, match="proportional") as error:
+        RopeConfig.from_dict(
+            {"rope_type": "proportional", "rope_theta": 1e4}, dim=64, max_position=64
+        )
     assert "llama3" in str(error.value)
 
 

@@ -13,6 +13,7 @@ import uvicorn
 from qserve.config import ServerConfig
 from qserve.engine.client import RefusedError
 from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.handling import Handling
 from qserve.server.app import build_app, uvicorn_config
 from qserve.server.http_protocol import Connections
 from qserve.text import Tokenizer
@@ -26,6 +27,14 @@ def logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(-1.25, tuple(t for t, _ in tops), tuple(p for _, p in tops))
 
 
+def of_prompt(prompt: list[int], params) -> tuple[TokenLogprobs | None, ...] | None:
+    """What the script tells of a prompt, where it is asked."""
+    if params.prompt_logprobs is None:
+        return None
+    rest = [logprobs(token, params.prompt_logprobs)._replace(rank=2) for token in prompt[1:]]
+    return (None, *rest)
+
+
 class ScriptedClient:
     """Stands for EngineClient. Says `text`, or the words of the prompt's script if there is one."""
 
@@ -37,6 +46,9 @@ class ScriptedClient:
         self.is_alive = True
         self.is_restarting = False
         self.clients: list[str] = []
+        self.handlings: list[Handling] = []
+        self.num_resets = 0
+        self.num_cached = 0  # of each request's prompt
         self.text = "Hello there, general reader."
         self.endless = False
         self.delay = 0.0  # seconds before each token
@@ -49,13 +61,29 @@ class ScriptedClient:
         self.running: set[str] = set()
         self.aborted: list[str] = []
 
-    async def generate(self, request_id, prompt_token_ids, params, watch, client, *, group):
+    def reset_prefix_cache(self):
+        self.num_resets += 1
+
+    async def generate(
+        self, request_id, prompt_token_ids, params, watch, client, *, group, handling
+    ):
         self.clients.append(client)
+        self.handlings.append(handling)
         if self.refuses:
             raise RefusedError(f"request {request_id}", "can never run")
         self.requests.append((request_id, prompt_token_ids, params))
         self.running.add(request_id)
         tokens = self.tokenizer.encode(self.text)
+        told = of_prompt(prompt_token_ids, params)
+        if params.max_tokens == 0:
+            reason = "length"
+            event = RequestEvent(
+                request_id=request_id, token_ids=(), finish_reason=reason, prompt_logprobs=told
+            )
+            watch(event)
+            yield event
+            self.running.discard(request_id)
+            return
         script = itertools.cycle(tokens) if self.endless else iter([*tokens, END])
         reason = None
         try:
@@ -89,6 +117,8 @@ class ScriptedClient:
                     finish_reason=reason,
                     stop_token=token if is_stop else None,
                     ended_by_token=is_end or is_stop,
+                    num_cached=self.num_cached,
+                    prompt_logprobs=told if count == 1 else None,
                     logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
                 watch(event)
@@ -138,7 +168,7 @@ def tokenizer(docs_5m) -> Tokenizer:
 
 @pytest.fixture
 def server(tokenizer) -> Server:
-    return Server(tokenizer, ServerConfig(served_model_name="tiny"))
+    return Server(tokenizer, ServerConfig(served_model_name=["tiny"]))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
+from qserve.server.api_key import load_keys
 
 COMPLETIONS = "/v1/completions"
 KEY = {"Authorization": "Bearer s3cret"}
@@ -11,7 +12,7 @@ KEY = {"Authorization": "Bearer s3cret"}
 
 @pytest.fixture
 def guarded(make_server):
-    return make_server(ServerConfig(served_model_name="tiny", api_key="s3cret"))
+    return make_server(ServerConfig(served_model_name=["tiny"], api_key=["s3cret"]))
 
 
 @pytest.mark.parametrize(
@@ -30,15 +31,15 @@ def guarded(make_server):
         "s3cret",
     ],
 )
-def test_every_route_but_health_is_guarded(guarded, error, header):
+def test_every_route_but_probes_is_guarded(guarded, error, header):
     headers = {} if header is None else {"Authorization": header}
     schema = guarded.get("/openapi.json", headers=KEY).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
-    assert len(routes) == 6
-    others = ("/v1/nothing", "/v1", "/", "/openapi.json", "/health/", "/metrics/")
+    assert len(routes) == 15
+    others = ("/v1/nothing", "/v1", "/openapi.json", "/health/", "/metrics/", "/docs/")
     for path, method in [*routes, *((path, "get") for path in others)]:
         reply = guarded.request(method.upper(), path, headers=headers)
-        if path == "/health":
+        if path in ("/health", "/ready", "/ping"):
             assert reply.status_code == 200
         else:
             assert error(reply, 401)["type"] == "authentication_error"
@@ -56,7 +57,7 @@ def test_the_key_opens_and_is_needed_once(guarded, error):
 
 
 def test_key_outside_ascii(make_server, error):
-    server = make_server(ServerConfig(api_key="schlüssel"))
+    server = make_server(ServerConfig(api_key=["schlüssel"]))
     header = "Bearer schlüssel".encode()
     assert server.get("/v1/models", headers={b"authorization": header}).status_code == 200
     error(server.get("/v1/models", headers={b"authorization": b"Bearer \xff"}), 401)
@@ -65,5 +66,30 @@ def test_key_outside_ascii(make_server, error):
 @pytest.mark.parametrize("key", ["", " ", " s3cret", "s3cret\n"])
 def test_key_that_no_client_can_send_is_refused_at_the_start(key):
     with pytest.raises(InputError, match="--api-key: expected a key") as caught:
-        ServerConfig(api_key=key)
+        ServerConfig(api_key=[key])
     assert "s3cret" not in str(caught.value)
+
+
+def test_keys_come_from_the_command_line_a_file_and_the_environment(make_server, error, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# who: what for\nk2\n\nk3\n")
+    config = ServerConfig(api_key=["k1"], api_key_file=str(path), api_key_env="MY_KEYS")
+    assert load_keys(config, {"MY_KEYS": "k4,k5"}) == ("k1", "k2", "k3", "k4", "k5")
+    assert load_keys(ServerConfig(), {"QSERVE_API_KEY": "k"}) == ("k",)
+    assert load_keys(ServerConfig(), {}) == ()
+    server = make_server(config)
+    for key, status in (("k1", 200), ("k2", 200), ("k3", 200), ("k4", 401), ("", 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert server.get("/v1/models", headers=headers).status_code == status
+
+
+def test_key_file_that_cannot_be_used_is_named(tmp_path):
+    path = tmp_path / "keys"
+    for text in (None, "", "# nothing\n", "secret \n"):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(InputError, match="keys") as caught:
+            load_keys(ServerConfig(api_key_file=str(path)), {})
+        assert "secret" not in str(caught.value)
+    with pytest.raises(InputError, match="QSERVE_API_KEY"):
+        load_keys(ServerConfig(), {"QSERVE_API_KEY": " s"})

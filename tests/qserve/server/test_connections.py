@@ -83,7 +83,7 @@ def test_many_impatient_clients_leave_nothing_behind(server, live, ask):
     ],
 )
 def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, asked, stream):
-    server = make_server(ServerConfig(served_model_name="tiny", **limit))
+    server = make_server(ServerConfig(served_model_name=["tiny"], **limit))
     port = run_live(server)
     server.client.endless, server.client.delay = True, 0.02
     # what a server without any other work takes may be more than the limit
@@ -212,7 +212,7 @@ def test_writing_many_logprobs_does_not_hold_up_the_others(
 @pytest.fixture
 def client(live):
     with openai.OpenAI(
-        base_url=f"http://127.0.0.1:{live}/v1", api_key="none", max_retries=0
+        base_url=f"http://127.0.0.1:{live}/v1", api_key=["none"], max_retries=0
     ) as client:
         yield client
 

@@ -153,7 +153,7 @@ def test_empty_budget_takes_one():
 
 
 def test_crowd_of_one_client_leaves_room_for_another(make_server, error):
-    server = make_server(ServerConfig(served_model_name="tiny", max_num_queued_reqs=72))
+    server = make_server(ServerConfig(served_model_name=["tiny"], max_num_queued_reqs=72))
     admission = server.app.state.service.admission  # of 80 outputs
     with admission.admit("a", 70, 0):
         with pytest.raises(ApiError), admission.admit("a", 1, 0):
@@ -166,7 +166,7 @@ def test_crowd_of_one_client_leaves_room_for_another(make_server, error):
 
 
 def test_bodies_beyond_the_memory_for_them_are_told_to_come_again(make_server, error):
-    server = make_server(ServerConfig(served_model_name="tiny", max_body_bytes=1000))
+    server = make_server(ServerConfig(served_model_name=["tiny"], max_body_bytes=1000))
     bodies = server.app.state.service.bodies
     hold = bodies.take("somebody", 32 * 1000)
     reply = server.complete(user="u" * 500, prompt="x" * 300)

@@ -61,11 +61,11 @@ def test_alternatives_that_look_alike(tokenizer):
     assert len({one, two, three}) == 3
     assert {tokenizer.token_text(token) for token in (one, two, three)} == {"\ufffd"}
     drawn = TokenLogprobs(-3.0, (one, two, three), (-1.0, -2.0, -3.0))
-    (top,) = completion_logprobs(tokenizer, [(three, drawn)], 0)["top_logprobs"]
+    (top,) = completion_logprobs(tokenizer, [(three, drawn)], [0])["top_logprobs"]
     assert top == {"\ufffd": -3.0}
     a = tokenizer.encode("a")[0]
     drawn = TokenLogprobs(-0.5, (a, one, two), (-0.5, -1.0, -2.0))
-    (top,) = completion_logprobs(tokenizer, [(a, drawn)], 0)["top_logprobs"]
+    (top,) = completion_logprobs(tokenizer, [(a, drawn)], [0])["top_logprobs"]
     assert top == {"a": -0.5, "\ufffd": -1.0}
 
 
@@ -83,6 +83,19 @@ def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, tex
         if chunk["choices"][0]["logprobs"]
     ]
     assert {name: sum((part[name] for part in parts), []) for name in whole} == whole
+
+
+@pytest.mark.parametrize("text", ["a \U0001f995 b", "日本", TEXT])
+def test_offsets_index_the_text_also_across_split_characters(server, text):
+    server.client.text = text
+    choice = server.complete(logprobs=1, max_tokens=100, return_token_ids=True).json()["choices"][0]
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["token_ids"][:-1]
+    assert len(offsets) == len(tokens) and choice["text"] == text
+    for count, offset in enumerate(offsets):
+        # what is whole of the tokens before it
+        whole = server.tokenizer.decode(tokens[:count]).rstrip("\ufffd")
+        assert text[:offset] == whole
+    assert "\U0001f995" not in text or offsets.count(2) > 1
 
 
 def test_answer_without_visible_tokens_has_empty_lists(server):
@@ -141,7 +154,11 @@ def test_nobody_asks(server):
         ("complete", {"logprobs": 21}, "logprobs"),
         ("complete", {"logprobs": -1}, "logprobs"),
         ("complete", {"logprobs": True}, "logprobs"),
-        ("complete", {"logprobs": 1, "echo": True}, "logprobs"),
+        ("complete", {"max_tokens": 0}, "max_tokens"),
+        ("complete", {"max_tokens": 0, "echo": False, "logprobs": 1}, "max_tokens"),
+        ("complete", {"prompt_logprobs": 21}, "prompt_logprobs"),
+        ("chat", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("chat", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("chat", {"logprobs": 3}, "logprobs"),
         ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("chat", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -174,3 +191,65 @@ def test_penalties_and_bias_reach_the_engine(server):
     for _, _, params in server.client.requests:
         assert {name: getattr(params, name) for name in fields} == fields
         assert params.logit_bias == ((5, -100.0), (7, 2.5))
+
+
+PROMPT = "Once upon a time, \u00e9t\u00e9 \U0001f995"
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1, 100])
+def test_echo_with_logprobs_tells_of_the_prompt(server, chunks, asked, max_tokens):
+    """As lm_eval reads them; streamed and whole alike."""
+    prompt = server.tokenizer.encode(PROMPT)
+    fields = {"prompt": PROMPT, "echo": True, "logprobs": asked, "max_tokens": max_tokens, "n": 2}
+    whole = server.complete(**fields).json()["choices"]
+    num_output = len(script(server)) if max_tokens == 100 else max_tokens
+    for choice in whole:
+        found = choice["logprobs"]
+        assert choice["text"].startswith(PROMPT)
+        assert {len(values) for values in found.values()} == {len(prompt) + num_output}
+        assert found["token_logprobs"] == [None] + [-1.25] * (len(prompt) + num_output - 1)
+        assert found["top_logprobs"][0] is None
+        for text, top in list(zip(found["tokens"], found["top_logprobs"], strict=True))[1:]:
+            # Parts of a character look alike: they are one entry.
+            assert top[text] == -1.25
+            assert len(top) == max(1, asked) or any("\ufffd" in other for other in top)
+        offsets = found["text_offset"]
+        assert offsets == sorted(offsets)
+        for text, offset in zip(found["tokens"], offsets, strict=True):
+            assert "\ufffd" in text or choice["text"][offset:].startswith(text)
+        if not max_tokens:
+            assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+    streamed = [{} for _ in whole]
+    for chunk in chunks(server.complete(**fields, stream=True)):
+        (choice,) = chunk["choices"]
+        for name, values in (choice["logprobs"] or {}).items():
+            streamed[choice["index"]].setdefault(name, []).extend(values)
+    assert streamed == [choice["logprobs"] for choice in whole]
+
+
+def test_echo_of_no_tokens_needs_no_logprobs(server):
+    (choice,) = server.complete(prompt=PROMPT, echo=True, max_tokens=0).json()["choices"]
+    assert (choice["text"], choice["logprobs"]) == (PROMPT, None)
+    assert "prompt_logprobs" not in choice
+
+
+def test_prompt_logprobs_are_vllms(server):
+    prompt = server.tokenizer.encode("Once upon a time")
+    fields = {"prompt": prompt, "prompt_logprobs": 1, "max_tokens": 1}
+    (choice,) = server.complete(**fields).json()["choices"]
+    assert choice["logprobs"] is None
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    for token, entry in zip(prompt[1:], others, strict=True):
+        assert entry == {
+            str(token): {"logprob": -1.25, "rank": 2, "decoded_token": text_of(server, token)},
+            str(token - 1): {
+                "logprob": -0.5,
+                "rank": 1,
+                "decoded_token": text_of(server, token - 1),
+            },
+        }
+    reply = server.chat(prompt_logprobs=0).json()
+    assert reply["prompt_logprobs"][0] is None and len(reply["prompt_logprobs"]) > 3
+    assert all(len(entry) == 1 for entry in reply["prompt_logprobs"][1:])

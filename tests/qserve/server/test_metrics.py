@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qserve.config import ServerConfig
+from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.server import generation
@@ -127,7 +127,7 @@ def test_times_are_those_of_the_tokens(server, read):
 
 def test_tokens_of_one_event_share_its_time():
     metrics = Metrics("tiny")
-    with metrics.output(time.perf_counter(), 3) as meter:
+    with metrics.output(time.perf_counter(), 3, None) as meter:
         meter.take(RequestEvent(request_id="r", token_ids=(7,)))
         first = time.perf_counter()
         time.sleep(0.04)
@@ -205,7 +205,9 @@ def test_failures_are_errors(server, read, how, status, stream, at):
 
 
 def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
-    server = make_server(ServerConfig(served_model_name="tiny", api_key="k", max_num_queued_reqs=0))
+    server = make_server(
+        ServerConfig(served_model_name=["tiny"], api_key=["k"], max_num_queued_reqs=0)
+    )
     key = {"Authorization": "Bearer k"}
     server.post(COMPLETIONS, {"prompt": "a"})
     server.get("/metrics")
@@ -317,7 +319,7 @@ def test_any_name_of_a_model_can_be_written(name):
 
 
 def test_two_servers_in_one_process_count_apart(make_server):
-    first, second = (make_server(ServerConfig(served_model_name="tiny")) for _ in range(2))
+    first, second = (make_server(ServerConfig(served_model_name=["tiny"])) for _ in range(2))
     first.complete(max_tokens=2)
     assert parse(first.get("/metrics").text)["generation_tokens_total"] == 2
     assert parse(second.get("/metrics").text)["generation_tokens_total"] == 0
@@ -339,4 +341,63 @@ def test_every_metric_of_the_page_is_documented(server):
         for family in families
         if family.name.startswith("qserve:") and not family.name.endswith("_created")
     }
-    assert told == found
+    assert told == found | {"qserve:cache_config_info"}  # which an engine's start makes
+
+
+def test_times_and_sizes_of_requests_are_those_of_vllms_dashboard(server, read):
+    server.complete(prompt=[5] * 30, max_tokens=4)
+    server.complete(prompt=[5] * 3, n=2, max_tokens=2)
+    server.complete(prompt=[5], max_tokens=1)
+    samples = read()
+    for name, total in (
+        ("request_prompt_tokens", 30 + 3 + 3 + 1),
+        ("request_generation_tokens", 4 + 2 + 2 + 1),
+        ("request_params_max_tokens", 4 + 2 + 2 + 1),
+    ):
+        assert (samples[f"{name}_count"], samples[f"{name}_sum"]) == (4, total), name
+    assert samples["request_prompt_tokens_bucket 20.0"] == 3
+    assert (samples["request_params_n_count"], samples["request_params_n_sum"]) == (3, 4)
+    longest = "request_max_num_generation_tokens"
+    assert (samples[f"{longest}_count"], samples[f"{longest}_sum"]) == (3, 4 + 2 + 1)
+    assert samples["request_time_per_output_token_seconds_count"] == 3
+    for name in ("prefill", "decode", "inference"):
+        assert samples[f"request_{name}_time_seconds_count"] == 4
+
+
+def test_parts_of_a_request_add_up():
+    """1 s in the queue, 2 s of prompt, 3 s of 4 tokens; the server had it 0.5 s before."""
+    metrics = Metrics("m")
+    meter = metrics.output(arrived=100.0, num_prompt_tokens=9, max_tokens=None)
+    meter._first, meter._last, meter._num_tokens = 103.5, 106.5, 4
+    meter._queue_seconds = 1.5
+    meter.reason = "stop"
+    with meter:
+        pass
+    samples = parse(metrics.page().decode())
+    assert samples["request_prefill_time_seconds_sum"] == 2.0
+    assert samples["request_decode_time_seconds_sum"] == 3.0
+    assert samples["request_inference_time_seconds_sum"] == 5.0
+    assert samples["request_time_per_output_token_seconds_sum"] == 1.0
+    assert samples["e2e_request_latency_seconds_sum"] == 6.5
+
+
+def test_refused_requests_are_counted_by_what_was_too_much(make_server):
+    limits = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 100}
+    server = make_server(ServerConfig(served_model_name=["tiny"], **limits))
+    with server.app.state.service.admission.admit("c", 1, 80):
+        assert server.complete(n=8).status_code == 503
+        assert server.complete(prompt=[5] * 50).status_code == 503
+        assert server.complete(prompt=[5] * 60).status_code == 503
+    samples = parse(server.get("/metrics").text)
+    assert samples["admission_rejections_total outputs"] == 1
+    assert samples["admission_rejections_total prompt_tokens"] == 2
+
+
+def test_settings_of_the_kv_pages_are_labels():
+    metrics = Metrics("m")
+    metrics.take_report(EngineReport(num_pages=64, num_waiting=3))
+    metrics.describe_cache(EngineConfig(model="m", block_size=32))
+    text = metrics.page().decode()
+    (line,) = [line for line in text.splitlines() if line.startswith("qserve:cache_config_info{")]
+    assert 'block_size="32"' in line and 'num_gpu_blocks="64"' in line and line.endswith(" 1.0")
+    assert 'num_requests_waiting_by_reason{model_name="m",reason="capacity"} 3.0' in text

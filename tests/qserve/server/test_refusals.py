@@ -178,8 +178,9 @@ def test_many_wrong_items_give_one_small_error(server, error):
     error(server.chat(messages=[{"role": 5}] * 50_000), 400)
     error(server.complete(stop=["y" * 500_000] * 5), 400)
     error(server.complete(model="m" * 500_000), 404)
-    error(server.get("/v1/models/" + "m" * 50_000), 404)
-    error(server.get("/" + "m" * 50_000), 404)
+    error(server.get("/v1/models/" + "m" * 15_000), 404)
+    error(server.get("/" + "m" * 15_000), 404)
+    error(server.get("/" + "m" * 50_000), 431)
 
 
 def test_prompt_of_exactly_the_limit_and_around_it(server, error):
@@ -208,7 +209,7 @@ def test_megabytes_of_text_are_refused_before_tokenizing(server, error, monkeypa
 
 
 def test_body_above_the_limit(make_server, error):
-    server = make_server(ServerConfig(served_model_name="tiny", max_body_bytes=1000))
+    server = make_server(ServerConfig(served_model_name=["tiny"], max_body_bytes=1000))
     assert server.complete(user="a" * 800).status_code == 200
     exact = b'{"prompt": "a"}'.ljust(1000)
     headers = {"content-type": "application/json"}
@@ -229,7 +230,7 @@ def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, erro
 @pytest.mark.parametrize(
     ("path", "method", "status"),
     [
-        ("/", "GET", 404),
+        ("/", "POST", 405),
         ("/v1", "GET", 404),
         ("/v1/embeddings", "POST", 404),
         ("/v1/models/", "GET", 404),
@@ -253,12 +254,11 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("structured_outputs", {"choice": ["a"]}, None),
         ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("use_beam_search", True, False),
-        ("return_token_ids", 0, False),
+        ("max_new_tokens", 5, None),
+        ("regex", "a+", None),
         ("length_penalty", True, 1),
         ("bad_words", ["x"], []),
         ("logits_processors", ["x"], []),
-        ("prompt_logprobs", 0, None),
-        ("truncate_prompt_tokens", 5, None),
         ("allowed_token_ids", [1], None),
         ("unknown_field", None, {"anything": [1]}),
     ],
@@ -288,9 +288,23 @@ def test_what_is_not_supported_on_one_route(server, error):
         assert error(server.chat(**{field: value}), 400)["param"] == field
     assert server.chat(tools=tools, tool_choice="none").status_code == 200
     assert server.chat(tools=None, tool_choice=None).status_code == 200
-    options = {"continuous_usage_stats": True}
-    body = error(server.chat(stream=True, stream_options=options), 400)
-    assert body["param"] == "stream_options.continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "value", "hint"),
+    [
+        ("complete", "guided_regex", "a", 'structured_outputs: {"regex": ...}'),
+        ("chat", "guided_json", {}, 'structured_outputs: {"json": ...}'),
+        ("chat", "max_new_tokens", 5, "use max_tokens"),
+        ("chat", "repeat_penalty", 1.1, "use repetition_penalty"),
+        ("complete", "best_of", 3, "use n and"),
+        ("complete", "messages", [], "/v1/chat/completions"),
+        ("chat", "prompt", "a", "/v1/completions"),
+        ("complete", "top_logprobs", 2, "logprobs: N"),
+    ],
+)
+def test_what_is_refused_says_what_to_use(server, error, route, field, value, hint):
+    assert hint in error(getattr(server, route)(**{field: value}), 400)["message"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_completion(server):
         "prompt_tokens": prompt,
         "completion_tokens": 3,
         "total_tokens": prompt + 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -62,7 +63,7 @@ def test_chat(server):
     reply = server.chat().json()
     (choice,) = reply["choices"]
     assert reply["id"].startswith("chatcmpl-") and reply["object"] == "chat.completion"
-    assert choice["message"] == {"role": "assistant", "content": TEXT}
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
     prompt = server.client.requests[0][1]
     assert prompt == server.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
@@ -106,7 +107,7 @@ def test_stream_ends_with_usage_when_asked(server, chunks, route):
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
 def test_usage_counts_tokens_of_merged_events(server, chunks, route, monkeypatch):
-    async def generate(request_id, prompt_token_ids, params, watch, client, *, group):
+    async def generate(request_id, prompt_token_ids, params, watch, client, **options):
         yield RequestEvent(request_id=request_id, token_ids=(5, 6, 7))
         yield RequestEvent(request_id=request_id, token_ids=(8, 9), finish_reason="length")
 
@@ -209,10 +210,20 @@ def test_split_characters_stream_whole(server, chunks):
     assert "".join(parts) == server.client.text and not any("\ufffd" in part for part in parts)
 
 
-def test_held_text_sends_no_empty_chunks(server, chunks):
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_each_token_has_a_chunk_also_where_its_text_is_held_back(server, chunks, route):
+    """Clients count chunks as tokens and time them: vLLM sends one for each, too."""
     server.client.text = "x" * 50
-    streamed = chunks(server.complete(stop="x" * 60, stream=True, max_tokens=200))
-    assert [c["choices"][0]["text"] for c in streamed] in (["x" * 50], ["", "x" * 50])
+    streamed = chunks(getattr(server, route)(stop="x" * 60, stream=True, max_tokens=200))
+    choices = [c["choices"][0] for c in streamed]
+    if route == "complete":
+        texts = [choice["text"] for choice in choices]
+    else:
+        opening, *choices = choices
+        texts = [choice["delta"]["content"] for choice in choices]
+    num_tokens = len(server.tokenizer.encode("x" * 50)) + 1
+    assert len(choices) == num_tokens > 2
+    assert "".join(texts) == "x" * 50 and texts[0] == ""
 
 
 def test_parts_of_text_are_joined(server):
@@ -247,12 +258,13 @@ def test_final_message_can_be_continued(server):
 def test_lengths_default_and_clamp_to_the_room(server):
     prompt = len(server.tokenizer.encode("Once"))
     room = server.client.max_model_len - prompt
-    fields = ({}, {"max_tokens": None}, {"max_tokens": 7}, {"max_tokens": 10**9})
+    limit = server.client.max_model_len
+    fields = ({}, {"max_tokens": None}, {"max_tokens": 7}, {"max_tokens": limit})
     # the chat's name of the same, which counts where both are given
     other = (
         {"max_completion_tokens": None},
         {"max_completion_tokens": 40},
-        {"max_completion_tokens": 10**9},
+        {"max_completion_tokens": limit},
         {"max_tokens": 7, "max_completion_tokens": 5},
         {"max_tokens": 5, "max_completion_tokens": 7},
         {"max_tokens": 7, "max_completion_tokens": None},

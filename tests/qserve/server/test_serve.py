@@ -16,23 +16,24 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qserve.server.app import SHUTDOWN_GRACE
-
 HERE = Path(__file__).resolve().parent
-STEP_FAILS, PROCESS_DIES, STEP_IS_SLOW = 101, 102, 104  # of fake_engine
+STEP_FAILS, PROCESS_DIES, STEP_IS_SLOW, EATS_MEMORY = 101, 102, 104, 106  # of fake_engine
 GUARD = 60  # seconds, against hanging
 PROGRAM = """
 import sys
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.server import app
-app.SHUTDOWN_GRACE = float(sys.argv[5])
 if sys.argv[6] == "0":  # it takes seconds to load
     app._start_worker = lambda *arguments: None
 settings = dict(each.split("=") for each in sys.argv[7:])
 settings = {name: (float if "timeout" in name else int)(value) for name, value in settings.items()}
 config = ServerConfig(
-    host=sys.argv[2], port=int(sys.argv[3]), served_model_name="tiny", **settings
+    host=sys.argv[2],
+    port=int(sys.argv[3]),
+    served_model_name=["tiny"],
+    shutdown_timeout=float(sys.argv[5]),
+    **settings,
 )
 try:
     engine_config = EngineConfig(model=sys.argv[1], max_model_len=int(sys.argv[4]))
@@ -52,7 +53,7 @@ def start(tmp_path, docs_5m):
         host="127.0.0.1",
         port=0,
         max_model_len=2048,
-        grace=SHUTDOWN_GRACE,
+        grace=10.0,
         worker=False,
         **settings,
     ):
@@ -246,6 +247,34 @@ def test_dead_engine_is_started_again_and_meanwhile_clients_are_told_to_wait(sta
     assert process.wait(GUARD) == 0
 
 
+def test_engine_out_of_memory_under_a_real_limit_ends_and_comes_back(start, tmp_path):
+    process = start(restart_engine=1)
+    url = url_of(process)
+    first = engine_pid(tmp_path)
+    size = int(Path(f"/proc/{first}/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = size + 64 * 2**20
+    resource.prlimit(first, resource.RLIMIT_AS, (limit, limit))
+    slow = {"prompt": [STEP_IS_SLOW], "max_tokens": 2000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=slow, timeout=GUARD) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        hungry = {"prompt": [EATS_MEMORY], "max_tokens": 50}
+        cause = httpx.post(f"{url}/v1/completions", json=hungry, timeout=GUARD)
+        assert cause.status_code == 503
+        assert httpx.get(f"{url}/health").status_code == 503
+        *_, error, end = (line for line in lines if line)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert end == "data: [DONE]" and not is_running(first)
+    while httpx.get(f"{url}/health").status_code == 503:
+        assert process.poll() is None
+        time.sleep(0.05)
+    body = {"prompt": [1], "max_tokens": 5}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GUARD) == 0
+    assert "The engine died" in process.stderr.read()
+
+
 def test_signal_while_the_engine_is_started_again_stops_everything(start, tmp_path):
     process = start(restart_engine=1)
     url = url_of(process)
@@ -292,6 +321,7 @@ def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
         "prompt_tokens": 2000,
         "completion_tokens": 1000,
         "total_tokens": 3000,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     wrong = httpx.post(f"{url}/v1/completions", json={**body, "top_p": 5}, timeout=GUARD)
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "top_p"

@@ -1,0 +1,144 @@
+"""Measure how long a start takes, phase by phase: from the process to the first token.
+
+    python examples/measure_start.py                          # an 8B's shape, random weights
+    python examples/measure_start.py --model FOLDER           # a real checkpoint
+
+Starts `qserve serve`, or the offline engine where FastAPI is missing (or with --offline), first
+with an empty folder for compiled kernels, then with the one that the first start filled. Prints
+each line of the log behind the second at which it came and the seconds since the one before.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+TOKENIZER = Path(__file__).parent / "models" / "docs-5m"
+READY = "Serving "  # the server's line, and the offline engine's here
+FIRST_TOKEN = "First token"
+
+OFFLINE = """
+import json, logging, sys
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+print("Python is up", flush=True)
+from qserve.llm import LLM, SamplingParams
+print("Imports are done", flush=True)
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+print("Serving offline", flush=True)
+params = SamplingParams(max_tokens=1, ignore_eos=True)
+llm.generate([[5] * 128], params, use_tqdm=False, detokenize=False)
+print("First token", flush=True)
+"""
+
+
+def server_command(folder: str, settings: dict) -> list[str]:
+    flags = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag] if value is True else [flag, str(value)]
+    return [sys.executable, "-u", "-m", "qserve", "serve", folder, "--port", "0", *flags]
+
+
+def run(command: list[str], cache: Path, limit: float) -> dict:
+    """Start it, print its lines with their times, ask for a token, end it."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"},
+    )
+    lines, last, found = [], 0.0, {}
+    try:
+        for raw in process.stdout:
+            now = time.perf_counter() - started
+            # Of a progress bar, which overwrites itself, the last state counts.
+            text = raw.decode(errors="replace").rstrip("\n").split("\r")[-1].strip()
+            if not text:
+                continue
+            print(f"{now:8.2f} {now - last:+7.2f}  {text}", flush=True)
+            lines.append((round(now, 2), text))
+            last = now
+            if text.startswith(READY):
+                found["ready_s"] = now
+                if "http://" in text:
+                    ask(text.rsplit(" ", 1)[-1])
+                    found["first_token_s"] = time.perf_counter() - started
+                    break
+            elif text.startswith(FIRST_TOKEN):
+                found["first_token_s"] = now
+                break
+            if now > limit:
+                break
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return found | {"lines": lines}
+
+
+def ask(address: str) -> None:
+    body = {"prompt": [5] * 128, "max_tokens": 1, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="a model folder; default: random weights of --shape")
+    parser.add_argument("--shape", default="llama-3-8b", help="one of bench_generate.py's")
+    parser.add_argument("--scheme", default="w4a16-sym", help="or w8a8, or bf16")
+    parser.add_argument("--engine", default="{}", help="more of the engine's settings, as JSON")
+    parser.add_argument("--offline", action="store_true", help="not the server")
+    parser.add_argument("--warm", type=int, default=2, help="starts with a full cache")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one start")
+    parser.add_argument("--json", help="file to write the results to")
+    arguments = parser.parse_args()
+    settings = json.loads(arguments.engine)
+    offline = arguments.offline or importlib.util.find_spec("fastapi") is None
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.model
+        if folder is None:
+            from bench_generate import write_config
+
+            folder = str(Path(scratch) / "model")
+            Path(folder).mkdir()
+            scheme = None if arguments.scheme == "bf16" else arguments.scheme
+            write_config(Path(folder), arguments.shape, scheme)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(TOKENIZER / name, folder)
+            settings = {"load_format": "dummy"} | settings
+        command = server_command(folder, settings)
+        if offline:
+            command = [sys.executable, "-u", "-c", OFFLINE, folder, json.dumps(settings)]
+        cache = Path(scratch) / "kernels"
+        for name in ("cold", *(f"warm {i + 1}" for i in range(arguments.warm))):
+            print(f"--- {name}: {'offline engine' if offline else 'server'}")
+            results[name] = run(command, cache, arguments.limit)
+    for name, found in results.items():
+        times = [
+            f"{what} {found[what]:.1f}" for what in ("ready_s", "first_token_s") if what in found
+        ]
+        print(f"{name}: {', '.join(times) or 'did not come up'}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

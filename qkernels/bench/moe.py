@@ -1,0 +1,169 @@
+"""A layer's mixture of experts, from the router's product to the norm that adds the last sums.
+
+Tokens are random, so every expert is as likely as any other. Calls differ in their tokens: each
+reads experts of its own, and the floor counts those that a call reads on average.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.scheme import CHANNEL, Scheme
+from formats.weights import with_activation
+from qkernels import ops
+from qkernels.bench.linear import GROUP, random_weight
+from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
+from qkernels.moe.experts import ExpertMatrix, ExpertWeights, PreparedExperts
+from qkernels.moe.routing import SILU, Routes, Routing
+
+# hidden size, inner size, experts, experts of a token
+MOE_SHAPES = {
+    "mixtral": (4096, 14336, 8, 2),
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+    "qwen3-235b-a22b": (4096, 1536, 128, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "glm-4.5-air": (4096, 1408, 128, 8),
+}
+MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+MOST_CALLS = 16  # each of other tokens
+
+Make = Callable[[int, int, int], ExpertMatrix]  # of N, K and a seed
+
+
+def _packed(N: int, K: int, seed: int) -> ExpertMatrix:
+    return random_weight(N, K, seed, group_size=GROUP if K % GROUP == 0 else 32)
+
+
+def _int8(N: int, K: int, seed: int) -> ExpertMatrix:
+    weight = random_weight(N, K, seed, bits=8, group_size=CHANNEL)
+    return with_activation(weight, Scheme.parse("w8a8"), None)
+
+
+def _float8(scheme: str) -> Make:
+    parsed = Scheme.parse(scheme)
+
+    def make(N: int, K: int, seed: int) -> ExpertMatrix:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        codes_NK = torch.randn(N, K, device="cuda", generator=generator) * 60
+        scales_RC = torch.full(scales_shape(parsed.weight, N, K), 1 / 4096, device="cuda")
+        weight = Fp8Weight(codes_NK=codes_NK.to(FP8_DTYPE), scales_RC=scales_RC, spec=parsed.weight)
+        return with_activation(weight, parsed, None)
+
+    return make
+
+
+def _bf16(N: int, K: int, seed: int) -> ExpertMatrix:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    weight = torch.randn(N, K, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return weight * K**-0.5
+
+
+def _cases(op: str, make: Make, bits: int) -> Callable[..., Iterator[Case]]:
+    def cases(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
+        C, inner, E, k = MOE_SHAPES[shape]
+        weights = ExpertWeights(
+            top_k=k,
+            gate_up=[make(2 * inner, C, e) for e in range(E)],
+            down=[make(C, inner, E + e) for e in range(E)],
+            glu=SILU,
+        )
+        prepared = ops.prepare_experts(weights, torch.bfloat16, "cuda")
+        layer = _Layer(prepared, C, E, k)
+        num_bytes = 3 * C * inner * bits // 8  # of an expert
+        for m in ms:
+            yield _case(op, shape, m, layer, weights, num_bytes, bits, baselines)
+
+    return cases
+
+
+class _Layer:
+    """What stands around the experts."""
+
+    def __init__(self, prepared: PreparedExperts, C: int, E: int, k: int) -> None:
+        self.prepared = prepared
+        self.routing = Routing(num_experts=E, top_k=k, normalized=True)
+        self.router_EC = torch.randn(E, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
+        self.norm_C = torch.ones(C, device="cuda", dtype=torch.bfloat16)
+
+    def route(self, x_MC: torch.Tensor) -> Routes:
+        return ops.route_tokens(x_MC, self.router_EC, self.routing)
+
+    def run(self, x_MC: torch.Tensor, residual_MC: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = ops.experts(x_MC, self.route(x_MC), self.prepared)
+        return ops.add_rms_norm(out, residual_MC, self.norm_C, 1e-6)
+
+
+def _case(
+    op: str,
+    shape: str,
+    m: int,
+    layer: _Layer,
+    weights: ExpertWeights,
+    num_bytes: int,
+    bits: int,
+    baselines: Baselines,
+) -> Case:
+    C, inner, E, k = MOE_SHAPES[shape]
+    distinct = E * (1 - (1 - k / E) ** m)
+    count = max(2, min(MOST_CALLS, int(COLD_BYTES / (distinct * num_bytes)) + 1))
+    xs = [torch.randn(m, C, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    zeros_MC = torch.zeros(m, C, device="cuda", dtype=torch.bfloat16)
+    routes = [layer.route(x) for x in xs]
+    read = sum(len(each.ids_Mk.unique()) for each in routes) / count
+    others: dict[str, list[Call]] = {}
+    if "experts" in baselines:  # without router and norm
+        others["experts"] = [
+            lambda x=x, r=r: ops.experts(x, r, layer.prepared)
+            for x, r in zip(xs, routes, strict=True)
+        ]
+    return Case(
+        op=op,
+        shape=shape,
+        m=m,
+        num_bytes=int(read * num_bytes) + 2 * E * C + 2 * m * C * 2,
+        operations=2 * m * k * 3 * C * inner,
+        operation_rate=2 if op in ("moe_w8a8", "moe_fp8", "moe_fp8_block") else 1,
+        calls=[lambda x=x: layer.run(x, zeros_MC) for x in xs],
+        want=_want(xs[0], routes[0], weights),
+        values=lambda normed_and_total: normed_and_total[1],
+        # between the products the kernels round to bfloat16, some to 8 bits
+        allowed_error=7e-2 if bits == 8 else 1.5e-2,
+        baselines=others,
+    )
+
+
+def _want(x_MC: torch.Tensor, routes: Routes, weights: ExpertWeights) -> torch.Tensor:
+    """In float32, rounded nowhere."""
+    total_MC = torch.zeros(x_MC.shape, device="cuda")
+    for expert in routes.ids_Mk.unique().tolist():
+        token, choice = (routes.ids_Mk == expert).nonzero(as_tuple=True)
+        gate_up, down = (_float(each[expert]) for each in (weights.gate_up, weights.down))
+        gate, up = (x_MC[token].float() @ gate_up.t()).chunk(2, -1)
+        out = (functional.silu(gate) * up) @ down.t()
+        total_MC.index_add_(0, token, out * routes.shares_Mk[token, choice, None])
+    return total_MC
+
+
+def _float(matrix: ExpertMatrix) -> torch.Tensor:
+    return matrix.float() if isinstance(matrix, torch.Tensor) else matrix.dequantize()
+
+
+def _op(op: str, make: Make, bits: int, leave_out: tuple[str, ...] = ()) -> BenchedOp:
+    shapes = {name: shape for name, shape in MOE_SHAPES.items() if name not in leave_out}
+    return BenchedOp(
+        cases=_cases(op, make, bits),
+        shapes=shapes,
+        default_m=dict.fromkeys(shapes, MOE_M),
+        baselines=("experts",),
+    )
+
+
+OPS: dict[str, BenchedOp] = {
+    "moe_w4a16": _op("moe_w4a16", _packed, 4),
+    "moe_w8a8": _op("moe_w8a8", _int8, 8),
+    "moe_fp8": _op("moe_fp8", _float8("w8a8-fp8"), 8),
+    "moe_fp8_block": _op("moe_fp8_block", _float8("w8a8-fp8-block"), 8, ("gpt-oss-20b",)),
+    "moe_bf16": _op("moe_bf16", _bf16, 16),
+}

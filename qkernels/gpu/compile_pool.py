@@ -1,0 +1,164 @@
+"""CompilePool: processes that compile kernels before they are launched, all cores at once.
+
+What they compile stands in Triton's cache on disk. Beside it an index names the jobs that are done,
+so that a start with a full cache starts no process.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import triton
+
+from qkernels.gpu.compile_jobs import digest, toolchain
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 16  # each takes about 0.5 GiB of the host's memory
+FEW_JOBS = 2  # compiled sooner where they are launched than a process is up
+WORKER = "qkernels.gpu.compile_worker"
+HOME = Path(__file__).resolve().parents[2]  # of our packages
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class CompilePool:
+    """Workers for one GPU's architecture. `close` ends those that are left."""
+
+    def __init__(self, num_workers: int | None = None, *, folder: Path | None = None) -> None:
+        """`num_workers`: None is one for each core, 0 none. `folder` is that of Triton's cache.
+
+        Where nothing was ever compiled the workers start at once: they are up when jobs come.
+        """
+        self._num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
+        target = triton.runtime.driver.active.get_current_target()
+        self._target = [target.backend, str(target.arch), str(target.warp_size)]
+        self._index = (folder or Path(triton.knobs.cache.dir)) / f"qserve-{self._version()}.json"
+        self._done = self._read_index()
+        self._processes: list[subprocess.Popen] = []
+        if not self._done:
+            self._start(self._num_workers)
+
+    def compile(self, jobs: Iterable[str], on_done: Callable[[], object] = lambda: None) -> int:
+        """Compile what the index does not name. Returns how many jobs that were.
+
+        `on_done` is called after each, in any thread.
+        """
+        missing = sorted({job for job in jobs if digest(job) not in self._done})
+        if len(missing) <= FEW_JOBS or not self._num_workers:
+            self.close()
+            if missing and self._num_workers:
+                self._done.update(map(digest, missing))
+                self._write_index()
+            return 0
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for job in missing:
+            waiting.put(job)
+        if not self._processes:
+            self._start(min(self._num_workers, len(missing)))
+        threads = [
+            threading.Thread(target=self._feed, args=(process, waiting, on_done), daemon=True)
+            for process in self._processes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.close()
+        self._write_index()
+        return len(missing)
+
+    def missing(self, jobs: Iterable[str]) -> int:
+        """How many of the jobs the index does not name."""
+        return sum(digest(job) not in self._done for job in set(jobs))
+
+    @property
+    def num_processes(self) -> int:
+        return len(self._processes)
+
+    def close(self) -> None:
+        """End the workers; what one is compiling is lost."""
+        for process in self._processes:
+            process.stdin.close()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        self._processes = []
+
+    def _start(self, count: int) -> None:
+        # No GPU: a context on it would take its memory and seconds. One thread: there are others.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        path = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{HOME}{os.pathsep}{path}" if path else str(HOME)
+        self._processes = [
+            subprocess.Popen(
+                # Without -P a folder named formats/ where the user stands would hide our own.
+                [sys.executable, "-P", "-m", WORKER, *self._target],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+                bufsize=1,
+                start_new_session=True,  # Ctrl-C goes to this process, which ends them
+            )
+            for _ in range(count)
+        ]
+
+    def _feed(
+        self, process: subprocess.Popen, waiting: queue.SimpleQueue, on_done: Callable[[], object]
+    ) -> None:
+        """Give one worker a job after the other, until none is left or it has ended."""
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                process.stdin.write(job + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:
+                answer = ""
+            if not answer.endswith("\n"):
+                logger.warning("A compile worker ended early; the others go on")
+                return
+            if answer == "\n":
+                self._done.add(digest(job))
+            else:
+                logger.debug("A kernel is left to its first launch: %s: %.300s", answer, job)
+            on_done()
+
+    def _version(self) -> str:
+        """Changes with everything that machine code depends on and a job does not hold."""
+        hashed = hashlib.sha256(" ".join([toolchain(), *self._target]).encode())
+        for path in sorted((HOME / "qkernels").rglob("*.py")):
+            hashed.update(path.relative_to(HOME).as_posix().encode() + path.read_bytes())
+        return hashed.hexdigest()[:16]
+
+    def _read_index(self) -> set[str]:
+        try:
+            return set(json.loads(self._index.read_text()))
+        except (OSError, ValueError, TypeError):
+            return set()
+
+    def _write_index(self) -> None:
+        """Replaces the file at once: another engine may read it. Without it all still works."""
+        part = self._index.with_suffix(f".{os.getpid()}")
+        try:
+            self._index.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(sorted(self._done)))
+            part.replace(self._index)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self._index, error)

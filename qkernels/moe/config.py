@@ -1,0 +1,112 @@
+"""How the experts of a layer run M tokens: plans and launch numbers. Plain Python, no tensors.
+
+Legend: M tokens, E experts, k experts of a token, P = M k pairs of token and expert, N outputs and
+K inputs of a product.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qkernels.gpu.config import power_of_two
+
+# Above so many tokens pairs are sorted by expert first. Below, each block of the product finds the
+# tokens of its expert itself, and a tile holds all tokens, whichever their experts are.
+FEW_TOKENS = 32
+FEW_PAIRS = 256  # what a block looks through
+# Above so many numbers of partial sums (4 MiB) the sum is a kernel of its own.
+MOST_PARTIALS = 2**20
+MOST_PARTS = 16  # that the norm after the experts adds
+MIN_ROWS = 16  # of a tile of tokens: the tensor core's least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """One launch of a product. The grid is [blocks of pairs, N / block_n, split]."""
+
+    block_m: int  # pairs of a block
+    block_n: int  # outputs
+    split: int = 1  # split-K
+    warps: int = 4
+    stages: int = 3
+    pdl: bool = False  # programmatic dependent launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsPlan:
+    """How M tokens run."""
+
+    variant: Literal["few", "sorted", "reference"]
+    gate_up: ExpertsConfig | None = None
+    down: ExpertsConfig | None = None
+    # parts: partial sums [split k, M, C] for the norm that follows
+    output: Literal["parts", "sum"] = "sum"
+
+
+def plan_experts(
+    *,
+    M: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    sm_count: int,
+    shared_bytes: int,
+    packed: bool,
+) -> ExpertsPlan:
+    """Of the kernels for any GPU. `packed`: 4 or 8 bits beside 16-bit activations.
+
+    `shared_bytes`: what one block may have.
+    """
+    pairs = M * top_k
+    if M <= FEW_TOKENS and pairs <= FEW_PAIRS:
+        block_m = max(MIN_ROWS, power_of_two(M))
+        distinct = min(num_experts, pairs)
+        one = ExpertsConfig(block_m=block_m, block_n=64, stages=4, pdl=True)
+        split = _down_split(distinct * (hidden // 64), inner // 128, top_k, M * hidden, sm_count)
+        down = ExpertsConfig(block_m=block_m, block_n=64, split=split, stages=4, pdl=True)
+        if split * top_k * M * hidden <= MOST_PARTIALS and split * top_k <= MOST_PARTS:
+            return ExpertsPlan(variant="few", gate_up=one, down=down, output="parts")
+        return ExpertsPlan(variant="few", gate_up=one, down=one)
+    config = _sorted_config(pairs / num_experts, packed, shared_bytes)
+    return ExpertsPlan(variant="sorted", gate_up=config, down=config)
+
+
+def _down_split(tiles: int, steps: int, top_k: int, sums: int, sm_count: int) -> int:
+    """So that blocks fill the GPU twice, and each has 8 K steps or more."""
+    for split in (8, 7, 6, 5, 4, 3, 2):
+        if (
+            steps // split >= 8
+            and tiles * split <= 4 * sm_count
+            and split * top_k <= MOST_PARTS
+            and split * top_k * sums <= MOST_PARTIALS
+        ):
+            return split
+    return 1
+
+
+def _sorted_config(rows: float, packed: bool, shared_bytes: int) -> ExpertsConfig:
+    """For so many pairs of an expert on average."""
+    block_m = next((each for each in (16, 32, 64) if rows <= 0.75 * each), 128)
+    # 128 inputs of x in 16 bits and of W in 8; or of both 64 in 16 bits, which is 128 in 8
+    of_stage = 2 * block_m * 128 + 64 * 128 if packed else (block_m + 64) * 128
+    stages = 3 if packed and block_m == 128 else 4
+    return ExpertsConfig(
+        block_m=block_m, block_n=64, stages=max(2, min(stages, shared_bytes // of_stage))
+    )
+
+
+def sort_chunk(pairs: int) -> int:
+    """Pairs that a block of the sort reads at a time."""
+    return min(2048, max(128, power_of_two(pairs)))
+
+
+def num_blocks(config: ExpertsConfig, pairs: int, num_experts: int) -> int:
+    """The most blocks of pairs that there can be, whichever the experts are."""
+    return (pairs + min(num_experts, pairs) * (config.block_m - 1)) // config.block_m
+
+
+def fits(hidden: int, inner: int) -> str | None:
+    """Why the kernels cannot tile these sizes; None: they can."""
+    if hidden % 64 or 2 * inner % 64:
+        return f"takes a hidden size divisible by 64 and an inner one by 32, not {hidden}, {inner}"
+    return None

@@ -1,0 +1,106 @@
+"""The experts of one layer as a kernel holds them, and how it runs M tokens. Knows no kernel.
+
+Legend: M tokens, E experts, k experts of a token, C hidden size, I inner size, N outputs and K
+inputs of a product.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from formats.packed import PackedWeight
+from formats.scheme import ActivationSpec, QuantSpec
+from formats.weights import Weight
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.moe.routing import Glu
+
+# A float matrix, or a quantized one.
+ExpertMatrix = torch.Tensor | Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertWeights:
+    """The experts of a layer as a checkpoint has them: `gate_up` is gate's rows above up's."""
+
+    top_k: int  # experts of a token
+    gate_up: Sequence[ExpertMatrix]  # of each expert, [2 I, C]
+    down: Sequence[ExpertMatrix]  # [C, I]
+    gate_up_bias_EN: torch.Tensor | None = None
+    down_bias_EN: torch.Tensor | None = None
+    glu: Glu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertStack:
+    """One product of all experts in one weight: expert e has the outputs from e N on."""
+
+    kind: Literal["packed", "codes", "float"]
+    tensors: dict[str, torch.Tensor]
+    spec: QuantSpec | None  # None: float
+    activation: ActivationSpec | None
+    out_features: int  # N
+    in_features: int  # K
+    bias_EN: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertList:
+    """One product of all experts, each a weight of its own."""
+
+    members: tuple[PreparedWeight | torch.Tensor, ...]
+    bias_EN: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsProblem:
+    """What a plan depends on besides M."""
+
+    kernel: str  # the row of qkernels.dispatch
+    kind: str  # of the stacks
+    spec: QuantSpec | None
+    activation: ActivationSpec | None
+    num_experts: int
+    top_k: int
+    hidden: int  # C
+    inner: int  # I
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedExperts:
+    """One kernel's private copy of a layer's experts, for activations of `dtype`."""
+
+    gate_up: ExpertStack | ExpertList
+    down: ExpertStack | ExpertList
+    glu: Glu
+    problem: ExpertsProblem
+
+    @property
+    def device(self) -> torch.device:
+        return self.problem.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.problem.dtype
+
+
+def spec_of(matrix: ExpertMatrix) -> QuantSpec | None:
+    return None if isinstance(matrix, torch.Tensor) else matrix.spec
+
+
+def shape_of(matrix: ExpertMatrix) -> tuple[int, int]:
+    """[N, K]."""
+    if isinstance(matrix, torch.Tensor):
+        return tuple(matrix.shape)
+    return matrix.out_features, matrix.in_features
+
+
+def is_packed(matrix: ExpertMatrix) -> bool:
+    return isinstance(matrix, PackedWeight)

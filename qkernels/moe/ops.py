@@ -1,0 +1,147 @@
+"""The operations of mixtures of experts: each checks its arguments, then runs a kernel.
+
+Legend as in ops.py of the package; E experts, k experts of a token.
+"""
+
+import functools
+
+import torch
+
+from qkernels import dispatch
+from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.errors import KernelError
+from qkernels.moe.config import ExpertsPlan
+from qkernels.moe.experts import ExpertsProblem, ExpertWeights, PreparedExperts, shape_of, spec_of
+from qkernels.moe.routing import Routes, Routing
+from qkernels.moe.stack import stack_fault
+from qkernels.operands.split_k import LinearOutput
+from qkernels.problem import FLOAT_DTYPES, Problem
+
+
+def route(
+    logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
+) -> Routes:
+    """The experts of each token and their shares, from the router's logits [M, E].
+
+    `correction` [E] float32 is added to the scores for the choice alone.
+    """
+    check_float("route logits", logits_ME)
+    check_tensor("route logits", logits_ME, (None, routing.num_experts), FLOAT_DTYPES, logits_ME)
+    if correction_E is not None:
+        check_tensor(
+            "route correction",
+            correction_E,
+            (routing.num_experts,),
+            (torch.float32,),
+            logits_ME,
+        )
+    run = dispatch.implementation("route", device=logits_ME.device.type, dtype=logits_ME.dtype)
+    return run(logits_ME, routing, correction_E)
+
+
+def route_tokens(
+    x_MC: torch.Tensor,
+    weight_EC: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    correction_E: torch.Tensor | None = None,
+) -> Routes:
+    """`route` of the router's logits x W^T + bias, which are computed in the weight's dtype."""
+    check_float("route_tokens x", x_MC)
+    E, C = routing.num_experts, expect_ndim("route_tokens x", x_MC, 2)[1]
+    check_tensor("route_tokens weight", weight_EC, (E, C), FLOAT_DTYPES, x_MC)
+    if bias_E is not None:
+        check_tensor("route_tokens bias", bias_E, (E,), (weight_EC.dtype,), x_MC)
+    if correction_E is not None:
+        check_tensor("route_tokens correction", correction_E, (E,), (torch.float32,), x_MC)
+    run = dispatch.implementation("route_tokens", device=x_MC.device.type, dtype=x_MC.dtype)
+    return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E)
+
+
+def prepare_experts(
+    weights: ExpertWeights,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernel: str | None = None,
+) -> PreparedExperts:
+    """Make one kernel's private copy of a layer's experts. Pure: `weights` is untouched.
+
+    `dtype` is the activations'. Raises KernelError where `kernel`, which was asked for, cannot run.
+    """
+    device = torch.device(device)
+    if dtype not in FLOAT_DTYPES:
+        raise KernelError("experts", f"expected a float dtype of activations, found {dtype}")
+    hidden, inner = shape_of(weights.down[0])
+    _check_shapes(weights, hidden, inner)
+    fault = stack_fault(weights.gate_up) or stack_fault(weights.down)
+    first = weights.down[0]
+    problem = Problem(
+        device=device.type,
+        dtype=dtype,
+        requested=kernel,
+        spec=spec_of(first),
+        activation=getattr(first, "activation", None),
+        out_features=hidden,
+        in_features=inner,
+        alike=fault,
+    )
+    row = dispatch.choose("experts", problem)
+    return dispatch.module_of("experts", row.name).prepare_experts(weights, dtype, device)
+
+
+def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
+    count = len(weights.down)
+    for name, matrices, shape in (
+        ("gate_up", weights.gate_up, (2 * inner, hidden)),
+        ("down", weights.down, (hidden, inner)),
+    ):
+        found = {shape_of(matrix) for matrix in matrices}
+        if len(matrices) != count or found != {shape}:
+            raise KernelError(
+                f"experts {name}", f"expected {count} of {list(shape)}, found {sorted(found)}"
+            )
+    for name, bias, width in (
+        ("gate_up bias", weights.gate_up_bias_EN, 2 * inner),
+        ("down bias", weights.down_bias_EN, hidden),
+    ):
+        if bias is not None and bias.shape != (count, width):
+            raise KernelError(
+                f"experts {name}", f"expected {[count, width]}, found {list(bias.shape)}"
+            )
+
+
+@functools.lru_cache(maxsize=2**14)
+def _plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
+    return dispatch.module_of("experts", problem.kernel).plan(problem, M)
+
+
+def plan_experts(prepared: PreparedExperts, M: int) -> ExpertsPlan:
+    """How `experts` runs M >= 1 tokens. Cached."""
+    return _plan(prepared.problem, M)
+
+
+def experts(
+    x_MC: torch.Tensor,
+    routes: Routes,
+    prepared: PreparedExperts,
+    plan: ExpertsPlan | None = None,
+    shared_MC: torch.Tensor | None = None,
+) -> LinearOutput:
+    """The sum over a token's experts of share * down(glu(gate_up(x))), plus `shared`: [M, C].
+
+    With a plan whose output is "parts" the sum is left to the norm that follows.
+    """
+    problem = prepared.problem
+    check_tensor("experts x", x_MC, (None, problem.hidden), (problem.dtype,), x_MC)
+    M = x_MC.shape[0]
+    check_tensor("experts ids", routes.ids_Mk, (M, problem.top_k), (torch.int32,), x_MC)
+    check_tensor(
+        "experts shares", routes.shares_Mk, tuple(routes.ids_Mk.shape), (torch.float32,), x_MC
+    )
+    if shared_MC is not None:
+        check_tensor("experts shared", shared_MC, (M, problem.hidden), (problem.dtype,), x_MC)
+    if M == 0:
+        return torch.empty_like(x_MC)
+    plan = plan or plan_experts(prepared, M)
+    module = dispatch.module_of("experts", problem.kernel)
+    return module.experts(x_MC.contiguous(), routes, prepared, plan, shared_MC)

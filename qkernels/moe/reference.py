@@ -1,0 +1,152 @@
+"""Mixtures of experts in plain torch: the definition that kernels follow, and what a CPU runs.
+
+Legend: M tokens, E experts, k experts of a token, C hidden size, I inner size.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from qkernels.linear.ops import linear, prepare_weight
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.moe.config import ExpertsPlan
+from qkernels.moe.experts import (
+    ExpertList,
+    ExpertMatrix,
+    ExpertsProblem,
+    ExpertWeights,
+    PreparedExperts,
+    shape_of,
+    spec_of,
+)
+from qkernels.moe.routing import SILU, Glu, Routes, Routing
+
+TINY = 1e-20  # added to a sum of shares, as the models' authors do
+
+
+def route(
+    logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
+) -> Routes:
+    """As ops.route."""
+    scores_ME = logits_ME.float()
+    if routing.scores == "softmax":
+        scores_ME = scores_ME.softmax(-1)
+    elif routing.scores == "sigmoid":
+        scores_ME = scores_ME.sigmoid()
+    choice_ME = scores_ME if correction_E is None else scores_ME + correction_E
+    if routing.top_groups < routing.num_groups:
+        choice_MGS = choice_ME.unflatten(1, (routing.num_groups, -1))
+        if routing.group_score == "max":
+            best_MG = choice_MGS.amax(-1)
+        else:
+            best_MG = choice_MGS.topk(2, -1).values.sum(-1)
+        chosen = _largest(best_MG, routing.top_groups)
+        keep_MG = torch.zeros_like(best_MG, dtype=torch.bool).scatter(1, chosen, True)
+        choice_ME = choice_MGS.masked_fill(~keep_MG[..., None], -torch.inf).flatten(1)
+    ids_Mk = _largest(choice_ME, routing.top_k)
+    shares_Mk = scores_ME.gather(1, ids_Mk)
+    if routing.scores == "softmax_of_chosen":
+        shares_Mk = shares_Mk.softmax(-1)
+    if routing.normalized:
+        shares_Mk = shares_Mk / (shares_Mk.sum(-1, keepdim=True) + TINY)
+    shares_Mk = shares_Mk * routing.factor
+    if routing.rounded:
+        shares_Mk = shares_Mk.to(logits_ME.dtype).float()
+    return Routes(ids_Mk.to(torch.int32), shares_Mk)
+
+
+def route_tokens(
+    x_MC: torch.Tensor,
+    weight_EC: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    correction_E: torch.Tensor | None = None,
+) -> Routes:
+    """As ops.route_tokens."""
+    logits_ME = F.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
+    return route(logits_ME, routing, correction_E)
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices along the last dim, the largest first, of equal ones the lowest."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + offset), where x is gate beside up."""
+    gate, up = x_M2I.chunk(2, dim=-1)
+    if kind == SILU:
+        return F.silu(gate) * up
+    if kind.limit is not None:
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+    return (up + kind.offset) * (gate * torch.sigmoid(gate * kind.alpha))
+
+
+def prepare_experts(
+    weights: ExpertWeights, dtype: torch.dtype, device: torch.device
+) -> PreparedExperts:
+    """Each expert's matrices as `linear` takes them."""
+    hidden, inner = shape_of(weights.down[0])
+    return PreparedExperts(
+        gate_up=_list(weights.gate_up, weights.gate_up_bias_EN, dtype, device),
+        down=_list(weights.down, weights.down_bias_EN, dtype, device),
+        glu=weights.glu,
+        problem=ExpertsProblem(
+            kernel="reference",
+            kind="list",
+            spec=spec_of(weights.down[0]),
+            activation=getattr(weights.down[0], "activation", None),
+            num_experts=len(weights.down),
+            top_k=weights.top_k,
+            hidden=hidden,
+            inner=inner,
+            dtype=dtype,
+            device=device,
+        ),
+    )
+
+
+def _list(
+    matrices: tuple[ExpertMatrix, ...],
+    bias_EN: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertList:
+    members = [
+        matrix.to(device, dtype)
+        if isinstance(matrix, torch.Tensor)
+        else prepare_weight(matrix, dtype, device)
+        for matrix in matrices
+    ]
+    bias_EN = None if bias_EN is None else bias_EN.to(device, dtype)
+    return ExpertList(members=tuple(members), bias_EN=bias_EN)
+
+
+def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
+    return ExpertsPlan(variant="reference")
+
+
+def experts(
+    x_MC: torch.Tensor,
+    routes: Routes,
+    prepared: PreparedExperts,
+    plan: ExpertsPlan | None = None,
+    shared_MC: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ops.experts, one expert after the other. It waits for the device: not for CUDA graphs."""
+    ids_Mk, shares_Mk = routes
+    total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
+    for expert in ids_Mk.unique().tolist():
+        token, choice = (ids_Mk == expert).nonzero(as_tuple=True)
+        hidden = glu(_product(x_MC[token], prepared.gate_up, expert), prepared.glu)
+        out = _product(hidden, prepared.down, expert).float()
+        total_MC.index_add_(0, token, out * shares_Mk[token, choice, None])
+    out_MC = total_MC.to(x_MC.dtype)
+    return out_MC if shared_MC is None else out_MC + shared_MC
+
+
+def _product(x: torch.Tensor, experts: ExpertList, number: int) -> torch.Tensor:
+    weight = experts.members[number]
+    bias = None if experts.bias_EN is None else experts.bias_EN[number]
+    if isinstance(weight, PreparedWeight):
+        return linear(x, weight, bias)
+    return F.linear(x, weight, bias)

@@ -1,0 +1,63 @@
+"""How a token chooses its experts, and what it chose. Knows no weights.
+
+Legend: M tokens, E experts, k experts of a token.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from qkernels.errors import KernelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The rule of one model: scores of all experts, the choice, the chosen experts' shares.
+
+    Of equal scores the lowest expert is chosen.
+    """
+
+    num_experts: int
+    top_k: int
+    # of the router's logits; softmax_of_chosen: the choice is by logits, the softmax comes after it
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    normalized: bool = False  # the shares are divided by their sum
+    # Experts stand in groups of equal size; all but the best groups are left out.
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # of a group: its best score, or its two best's sum
+    factor: float = 1.0  # of the shares
+    rounded: bool = False  # the shares are rounded to the logits' dtype
+
+    def __post_init__(self) -> None:
+        E, k, G = self.num_experts, self.top_k, self.num_groups
+        if not 1 <= k <= E:
+            raise KernelError("routing", f"expected 1 to {E} experts of a token, found {k}")
+        if not 1 <= self.top_groups <= G or E % G or self.top_groups * (E // G) < k:
+            raise KernelError(
+                "routing",
+                f"{k} of {E} experts cannot be chosen from {self.top_groups} of {G} groups",
+            )
+
+
+class Routes(NamedTuple):
+    """The choice of M tokens."""
+
+    ids_Mk: torch.Tensor  # int32, the k of a token distinct, best first
+    shares_Mk: torch.Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glu:
+    """What an expert does between its products: gate * sigmoid(alpha * gate) * (up + offset).
+
+    The default is silu(gate) * up; the others are gpt-oss's.
+    """
+
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float | None = None  # gate is cut above it, up outside of it on both sides
+
+
+SILU = Glu()

@@ -1,0 +1,143 @@
+"""All experts' weights as one: the outputs of expert e + 1 follow those of e.
+
+The rows of gate and up alternate, eight of one and eight of the other. A thread of a tensor core's
+fragment holds rows r and r + 8 of sixteen, so it has a gate and the up that belongs to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from formats.errors import CheckpointError
+from formats.fp8 import Fp8Weight, block_size
+from formats.packed import PackedWeight
+from formats.weights import Weight, merge
+from qkernels import dispatch
+from qkernels.moe.experts import ExpertMatrix, ExpertStack, is_packed, shape_of, spec_of
+
+PAIR_ROWS = 8  # of gate, and then of up
+CODES_AT_ONCE = 2**27  # that are prepacked; each takes some 12 bytes meanwhile
+SCALE_INPUTS = 128  # inputs that share a scale of a block-scaled float8 weight
+
+
+def glu_order(inner: int, device: torch.device) -> torch.Tensor:
+    """Row r of the stacked matrix is row order[r] of gate's rows above up's."""
+    rows = torch.arange(2 * inner, device=device).view(2, -1, PAIR_ROWS)
+    return rows.transpose(0, 1).flatten()
+
+
+def stack_fault(matrices: Sequence[ExpertMatrix]) -> str | None:
+    """Why these cannot be one weight; None: they can."""
+    first = matrices[0]
+    for matrix in matrices:
+        if (type(matrix), shape_of(matrix), spec_of(matrix)) != (
+            type(first),
+            shape_of(first),
+            spec_of(first),
+        ):
+            return "its experts differ in shape or numerics"
+        if isinstance(matrix, torch.Tensor):
+            continue
+        if matrix.input_order is not None:
+            return "its experts sort their inputs, each in an order of its own"
+        if matrix.input_scale is not None and not torch.equal(
+            matrix.input_scale, first.input_scale
+        ):
+            return "its experts have static input scales of their own"
+    return None
+
+
+def stack(
+    matrices: Sequence[ExpertMatrix],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    gated: bool,
+    bias_EN: torch.Tensor | None,
+) -> ExpertStack:
+    """`gated`: the rows are gate's above up's."""
+    N, K = shape_of(matrices[0])
+    order = glu_order(N // 2, device) if gated else None
+    if order is not None:
+        bias_EN = None if bias_EN is None else bias_EN.to(device)[:, order]
+    on_device = [_ordered(matrix.to(device), order) for matrix in matrices]
+    activation = None
+    if isinstance(on_device[0], torch.Tensor):
+        kind, tensors = "float", {"weight": torch.cat([m.to(dtype) for m in on_device])}
+    else:
+        activation = on_device[0].activation
+        if is_packed(on_device[0]) and activation is None:
+            kind, tensors = "packed", _prepacked(on_device, dtype)
+        else:
+            kind, tensors = "codes", _codes(_merged(on_device))
+    return ExpertStack(
+        kind=kind,
+        tensors=tensors,
+        spec=spec_of(matrices[0]),
+        activation=activation,
+        out_features=N,
+        in_features=K,
+        bias_EN=None if bias_EN is None else bias_EN.to(device, dtype).contiguous(),
+    )
+
+
+def _prepacked(matrices: Sequence[PackedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As one prepacked weight, made of a few experts at a time to spare memory."""
+    N, K = shape_of(matrices[0])
+    module = dispatch.linear_module(f"w{matrices[0].spec.bits}a16")
+    at_once = max(1, CODES_AT_ONCE // (N * K))
+    parts = [
+        module.prepare_weight(_merged(matrices[first : first + at_once]), dtype).tensors
+        for first in range(0, len(matrices), at_once)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _merged(matrices: Sequence[Weight]) -> Weight:
+    return merge(list(matrices), "experts") if len(matrices) > 1 else matrices[0]
+
+
+def _codes(weight: Weight) -> dict[str, torch.Tensor]:
+    """Signed codes [N, K]; float32 scales [N], or [N, K / 128]."""
+    if isinstance(weight, Fp8Weight):
+        codes_NK, scales = weight.codes_NK, weight.scales_RC
+        scales = scales.expand(codes_NK.shape[0], -1) if len(scales) == 1 else scales
+    else:
+        codes_NK = (weight.codes().to(torch.int16) - weight.spec.symmetric_zero).to(torch.int8)
+        scales = weight.scales_NG
+    scales = scales.float()
+    tensors = {
+        "codes": codes_NK.contiguous(),
+        "scales": (scales[:, 0] if scales.shape[1] == 1 else scales).contiguous(),
+    }
+    if weight.input_scale is not None:
+        tensors["input_scale"] = weight.input_scale
+    return tensors
+
+
+def _ordered(matrix: ExpertMatrix, order: torch.Tensor | None) -> ExpertMatrix:
+    """The matrix with its rows in an order; float8 with a scale for each row."""
+    if isinstance(matrix, Fp8Weight):
+        matrix = _with_scales_of_rows(matrix)
+    if order is None:
+        return matrix
+    if isinstance(matrix, torch.Tensor):
+        return matrix[order]
+    if isinstance(matrix, Fp8Weight):
+        codes_NK = matrix.codes_NK.view(torch.uint8)[order].view(matrix.codes_NK.dtype)
+        return replace(matrix, codes_NK=codes_NK, scales_RC=matrix.scales_RC[order])
+    return replace(
+        matrix,
+        words_NW=matrix.words_NW[order],
+        scales_NG=matrix.scales_NG[order],
+        zeros_NG=matrix.zeros_NG[order],
+    )
+
+
+def _with_scales_of_rows(weight: Fp8Weight) -> Fp8Weight:
+    rows, inputs = block_size(weight.spec, *weight.codes_NK.shape)
+    if inputs not in (weight.in_features, SCALE_INPUTS):
+        raise CheckpointError("experts", f"expected a scale for 128 inputs, found one for {inputs}")
+    scales_NC = weight.scales_RC.repeat_interleave(rows, 0)[: weight.out_features]
+    return replace(weight, scales_RC=scales_NC, spec=replace(weight.spec, rows=1))

@@ -1,0 +1,47 @@
+"""Why a row of dispatch.py cannot run a layer's experts; None: it can."""
+
+from qkernels.moe.config import fits
+from qkernels.problem import HALF_DTYPES, Problem, has_float8_products, needs_triton
+from qkernels.wna16.layout import MIN_K_STEP, k_step
+
+
+def triton_experts(problem: Problem) -> str | None:
+    """`in_features` is the inner size, `out_features` the hidden one."""
+    reason = needs_triton(problem)
+    if reason is not None:
+        return reason
+    if problem.alike is not None:
+        return problem.alike
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    hidden, inner = problem.out_features, problem.in_features
+    reason = fits(hidden, inner)
+    if reason is not None:
+        return reason
+    spec, activation = problem.spec, problem.activation
+    if spec is None:
+        return None
+    if activation is None:
+        return _refuses_packed(problem)
+    if spec.bits != 8 or not spec.symmetric or spec.type != activation.type:
+        return f"takes symmetric int8 or float8 on both sides, not {spec} and {activation}"
+    if spec.type == "float" and not has_float8_products():
+        return "this GPU has no float8 products"
+    if activation.per == "group":
+        if (spec.group_size, activation.group_size) != (128, 128) or hidden % 128 or inner % 128:
+            return "takes float8 in blocks of 128 inputs, of sizes divisible by 128"
+        return None
+    if spec.num_groups(inner) != 1 or spec.num_groups(hidden) != 1:
+        return "takes a scale for each output, or float8 in blocks"
+    return None
+
+
+def _refuses_packed(problem: Problem) -> str | None:
+    spec = problem.spec
+    if spec.type != "int" or spec.bits not in (4, 8):
+        return f"takes 4- and 8-bit integer weights beside 16-bit activations, not {spec}"
+    for size in (problem.out_features, problem.in_features):
+        group = spec.group_length(size)
+        if k_step(group) < MIN_K_STEP or size % group:
+            return f"takes groups divisible by {MIN_K_STEP}, not {group} of {size}"
+    return None

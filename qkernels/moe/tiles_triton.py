@@ -1,0 +1,99 @@
+"""What the products of experts share: a block's pairs and expert, and where its results go.
+
+A pair p = m k + j is token m and its j-th expert. Legend: M tokens, E experts, k experts of a
+token, P = M k pairs; BM pairs of a block, BN outputs of a tile.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsTile:
+    """Constants of the products' kernels, compiled in."""
+
+    top_k: int
+    # how a block finds its pairs: in the ids of all pairs, padded to so many; 0: they are sorted
+    pairs: int
+    experts: int  # at least E, a power of two
+    glu: bool  # the outputs are gate and up, of which the activation makes half as many
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float = 0.0  # 0: none
+    parts: bool = False  # weighted float32 sums for the consumer: [split, k, M, N]
+    weighted: bool = False  # times the pair's share
+
+
+@triton.jit
+def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, TILE: tl.constexpr):
+    """(expert, pairs [BM], which of them are pairs) of a block. Without any, it has none to do."""
+    r = tl.arange(0, BM)
+    if TILE.pairs > 0:
+        # The block belongs to the pair of its number. The first pair of each expert stands for all
+        # of that expert's; there are at most BM, since a token's experts are distinct.
+        p = tl.arange(0, TILE.pairs)
+        ids = tl.load(ids_ptr + p, mask=p < P, other=-1)
+        expert = tl.load(ids_ptr + block)
+        same = ids == expert
+        first = tl.min(tl.where(same, p, TILE.pairs), 0)
+        rank = tl.cumsum(same.to(tl.int32), 0) - 1
+        hit = same[None, :] & (rank[None, :] == r[:, None])
+        pair = tl.sum(tl.where(hit, p[None, :], 0), 1)
+        count = tl.where(first == block, tl.sum(same.to(tl.int32), 0), 0)
+        valid = r < count
+    else:
+        e = tl.arange(0, TILE.experts)
+        counts = tl.load(counts_ptr + e, mask=e < E, other=0)
+        blocks = (counts + BM - 1) // BM
+        expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+        inside = block - tl.sum(tl.where(e < expert, blocks, 0), 0)
+        start = tl.sum(tl.where(e < expert, counts, 0), 0)
+        count = tl.sum(tl.where(e == expert, counts, 0), 0)
+        valid = inside * BM + r < count
+        pair = tl.load(sorted_ptr + start + inside * BM + r, mask=valid, other=0)
+    return expert, pair, valid
+
+
+@triton.jit
+def store_pairs(
+    sums,  # float32 [BN, BM]
+    y_ptr,
+    shares_ptr,
+    pair,
+    valid,
+    tile_n,
+    split,
+    P,
+    N,
+    DTYPE: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The epilogue: gate and up to [P, N / 2], or outputs to [P, N] or parts [split k, M, N]."""
+    if TILE.glu:
+        # rounded where torch rounds the product, the activation and their product
+        rounded = sums.to(DTYPE).to(tl.float32).reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1)
+        gate, up = tl.split(rounded)
+        if TILE.limit > 0:
+            gate = tl.minimum(gate, TILE.limit)
+            up = tl.minimum(tl.maximum(up, -TILE.limit), TILE.limit)
+        act = (gate / (1 + tl.exp(-TILE.alpha * gate))).to(DTYPE).to(tl.float32)
+        y = (act * (up + TILE.offset)).reshape(BN // 2, BM)
+        n = tile_n * (BN // 2) + tl.arange(0, BN // 2)
+        y_ptrs = y_ptr + pair.to(tl.int64)[None, :] * (N // 2) + n[:, None]
+        tl.store(y_ptrs, y.to(DTYPE), mask=valid[None, :])
+    else:
+        if TILE.weighted:
+            share = tl.load(shares_ptr + pair, mask=valid, other=0.0)
+            sums = sums * share[None, :]
+        n = tile_n * BN + tl.arange(0, BN)
+        if TILE.parts:
+            M = P // TILE.top_k
+            row = (split * TILE.top_k + pair % TILE.top_k) * M + pair // TILE.top_k
+        else:
+            row = pair
+        y_ptrs = y_ptr + row.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(y_ptrs, sums.to(y_ptr.dtype.element_ty), mask=valid[None, :])

@@ -1,0 +1,213 @@
+"""The experts of a layer in Triton, on any GPU: two grouped products and the sum over experts.
+
+Every grid depends on the number of tokens alone, and nothing waits for the GPU: for CUDA graphs.
+Equal inputs give equal bits. Legend: M tokens, E experts, k experts of a token, P = M k pairs, C
+hidden size, I inner size.
+"""
+
+import torch
+import triton.language as tl
+
+from qkernels.gpu.config import power_of_two
+from qkernels.gpu.device import has_pdl, shared_bytes, sm_count, uses_ptx
+from qkernels.gpu.launch import launch, on_device
+from qkernels.moe.config import ExpertsConfig, ExpertsPlan, num_blocks, plan_experts
+from qkernels.moe.experts import (
+    ExpertsProblem,
+    ExpertStack,
+    ExpertWeights,
+    PreparedExperts,
+    shape_of,
+)
+from qkernels.moe.routing import Glu, Routes
+from qkernels.moe.stack import SCALE_INPUTS, stack
+from qkernels.moe.tiles_triton import ExpertsTile
+from qkernels.moe.triton_packed import experts_packed
+from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
+from qkernels.moe.triton_plain import experts_plain
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
+from qkernels.rowwise import ops as rowwise
+from qkernels.wna16.layout import TILE_N, k_step
+from qkernels.wna16.prepack import VALUE_OF_ZERO
+from qkernels.wna16.triton_gemm import MAGIC_WORD
+
+PLAIN_BLOCK_K = {1: 128, 2: 64}  # by bytes of an element
+TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def prepare_experts(
+    weights: ExpertWeights, dtype: torch.dtype, device: torch.device
+) -> PreparedExperts:
+    """Both products' weights of all experts, each in one stack."""
+    gate_up = stack(
+        weights.gate_up, dtype=dtype, device=device, gated=True, bias_EN=weights.gate_up_bias_EN
+    )
+    down = stack(
+        weights.down, dtype=dtype, device=device, gated=False, bias_EN=weights.down_bias_EN
+    )
+    hidden, inner = shape_of(weights.down[0])
+    return PreparedExperts(
+        gate_up=gate_up,
+        down=down,
+        glu=weights.glu,
+        problem=ExpertsProblem(
+            kernel="triton",
+            kind=down.kind,
+            spec=down.spec,
+            activation=down.activation,
+            num_experts=len(weights.down),
+            top_k=weights.top_k,
+            hidden=hidden,
+            inner=inner,
+            dtype=dtype,
+            device=device,
+        ),
+    )
+
+
+def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
+    return plan_experts(
+        M=M,
+        top_k=problem.top_k,
+        num_experts=problem.num_experts,
+        hidden=problem.hidden,
+        inner=problem.inner,
+        sm_count=sm_count(problem.device),
+        shared_bytes=shared_bytes(problem.device),
+        packed=problem.kind == "packed",
+    )
+
+
+def experts(
+    x_MC: torch.Tensor,
+    routes: Routes,
+    prepared: PreparedExperts,
+    plan: ExpertsPlan,
+    shared_MC: torch.Tensor | None = None,
+) -> LinearOutput:
+    """As ops.experts."""
+    (M, C), problem = x_MC.shape, prepared.problem
+    ids_Mk, shares_Mk = routes.ids_Mk.contiguous(), routes.shares_Mk.contiguous()
+    k, E = ids_Mk.shape[1], problem.num_experts
+    lists = (ids_Mk, None, None)
+    if plan.variant == "sorted":
+        lists = (ids_Mk, *sort_pairs(ids_Mk, E))
+    few = 0 if plan.variant == "sorted" else power_of_two(M * k)
+    common = {"top_k": k, "pairs": few, "experts": power_of_two(E)}
+    with on_device(x_MC):
+        hidden_PI = x_MC.new_empty(M * k, problem.inner)
+        tile = ExpertsTile(glu=True, **common, **_constants(prepared.glu))
+        _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, shares_Mk, hidden_PI, tile)
+        if plan.output == "parts":
+            # the shared expert's output is one more part
+            count = plan.down.split * k + (shared_MC is not None)
+            parts = torch.empty((count, M, C), dtype=torch.float32, device=x_MC.device)
+            tile = ExpertsTile(glu=False, parts=True, weighted=True, **common)
+            _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, parts, tile)
+            if shared_MC is not None:
+                parts[-1].copy_(shared_MC)
+            return SplitKPartials(parts=parts, dtype=x_MC.dtype)
+        y_PC = x_MC.new_empty(M * k, C)
+        tile = ExpertsTile(glu=False, weighted=True, **common)
+        _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, y_PC, tile)
+        out_MC = torch.empty_like(x_MC)
+        sum_pairs(y_PC, k, shared_MC, out_MC)
+    return out_MC
+
+
+def _constants(glu: Glu) -> dict[str, float]:
+    return {"alpha": glu.alpha, "offset": glu.offset, "limit": glu.limit or 0.0}
+
+
+def _product(
+    x: torch.Tensor,
+    row_pairs: int,
+    weight: ExpertStack,
+    config: ExpertsConfig,
+    lists: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    shares_Mk: torch.Tensor,
+    y: torch.Tensor,
+    tile: ExpertsTile,
+) -> None:
+    """One product of all pairs. `row_pairs`: pairs that share a row of x."""
+    N, K, P = weight.out_features, weight.in_features, lists[0].numel()
+    scales = weight.tensors.get("scales")
+    num_experts = _num_experts(weight)
+    blocks = P if tile.pairs else num_blocks(config, P, num_experts)
+    grid = (blocks, N // config.block_n, config.split)
+    pdl = config.pdl and has_pdl(x.device)
+    options = {"num_warps": config.warps, **({"launch_pdl": True} if pdl else {})}
+    sizes = (P, N, K, num_experts)
+    if weight.kind == "packed":
+        group, bits = weight.spec.group_length(K), weight.spec.bits
+        launch(
+            experts_packed,
+            grid,
+            x,
+            weight.tensors["packed"],
+            scales,
+            weight.tensors.get("offsets"),
+            weight.bias_EN,
+            *lists,
+            shares_Mk,
+            y,
+            *sizes,
+            ROW_PAIRS=row_pairs,
+            STEPS_PER_GROUP=group // k_step(group),
+            MAGIC=MAGIC_WORD[x.dtype],
+            OFFSET=VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero,
+            BITS=bits,
+            BM=config.block_m,
+            BN=config.block_n,
+            BK=k_step(group),
+            TILE_N=TILE_N,
+            SPLIT=config.split,
+            STAGES=config.stages,
+            PDL=pdl,
+            USE_PTX=uses_ptx(x.device),
+            TILE=tile,
+            **options,
+        )
+        return
+    dtype, x_scales = x.dtype, None
+    if weight.kind == "codes":
+        x, x_scales = rowwise.quantize_input(
+            x, weight.activation, weight.tensors.get("input_scale")
+        )
+        x_scales = x_scales.contiguous()
+    matrix = weight.tensors["codes" if weight.kind == "codes" else "weight"]
+    blocks = scales is not None and scales.ndim == 2
+    block_k = SCALE_INPUTS if blocks else PLAIN_BLOCK_K[matrix.element_size()]
+    launch(
+        experts_plain,
+        grid,
+        x,
+        x_scales,
+        matrix,
+        scales,
+        weight.bias_EN,
+        *lists,
+        shares_Mk,
+        y,
+        *sizes,
+        DTYPE=TRITON_DTYPE[dtype],
+        ROW_PAIRS=row_pairs,
+        BM=config.block_m,
+        BN=config.block_n,
+        BK=block_k,
+        SPLIT=config.split,
+        STAGES=config.stages,
+        BLOCKS=blocks,
+        EVEN=K % block_k == 0,
+        PDL=pdl,
+        TILE=tile,
+        **options,
+    )
+
+
+def _num_experts(weight: ExpertStack) -> int:
+    if weight.kind == "packed":
+        return weight.tensors["packed"].shape[0] * TILE_N // weight.out_features
+    return weight.tensors["codes" if weight.kind == "codes" else "weight"].shape[0] // (
+        weight.out_features
+    )

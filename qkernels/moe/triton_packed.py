@@ -1,0 +1,92 @@
+"""Products of experts with 4- or 8-bit weights and 16-bit activations, in Triton.
+
+One matrix holds all experts, prepacked as of a single linear (wna16/prepack.py): an expert's tiles
+of 64 outputs follow the one's before. The inner loop is that of wna16/triton_gemm.py: the weight is
+operand A, a scale multiplies the sums of a K step. Rows of x are gathered.
+
+Legend: K inputs, N outputs of an expert, G groups; BM pairs, BN outputs, BK inputs of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from qkernels.moe.tiles_triton import find_pairs, store_pairs
+from qkernels.wna16.triton_gemm import prefetch_groups, unpack
+
+
+@triton.jit(do_not_specialize=["P"])
+def experts_packed(
+    x_ptr,  # [rows, K]
+    packed_ptr,  # [E N/64, K/BK, 64, WORDS]
+    scales_ptr,  # [E N/64, G, 64]
+    offsets_ptr,  # [E N/64, G, 64] or None
+    bias_ptr,  # [E, N] or None
+    ids_ptr,  # [P]
+    sorted_ptr,  # [P], or None where ids are few
+    counts_ptr,  # [E], or None
+    shares_ptr,  # [P]
+    y_ptr,
+    P,
+    N,
+    K,
+    E,
+    ROW_PAIRS: tl.constexpr,  # pairs that share a row of x
+    STEPS_PER_GROUP: tl.constexpr,
+    MAGIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = BK * BITS // 32
+    block, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        # which weights are wanted is what the kernel before computes
+        tl.extra.cuda.gdc_wait()
+    expert, pair, valid = find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM, TILE)
+    if tl.sum(valid.to(tl.int32), 0) > 0:
+        row = tl.arange(0, BN)
+        steps = K // BK
+        groups = steps // STEPS_PER_GROUP
+        first = split * steps // SPLIT
+        last = (split + 1) * steps // SPLIT
+        tile = expert * (N // BN) + tile_n
+        stored_tile = tile * (BN // TILE_N) + row // TILE_N
+        stored_row = row % TILE_N
+        x_row = (pair // ROW_PAIRS).to(tl.int64)
+        x_ptrs = x_ptr + x_row[None, :] * K + (first * BK + tl.arange(0, BK))[:, None]
+        packed_rows = ((stored_tile.to(tl.int64) * steps + first) * TILE_N + stored_row) * WORDS
+        packed_ptrs = packed_ptr + packed_rows[:, None] + tl.arange(0, WORDS)[None, :]
+        group_rows = stored_tile * groups * TILE_N + stored_row
+        if USE_PTX:
+            prefetch_groups(scales_ptr, tile, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
+            if offsets_ptr is not None:
+                prefetch_groups(offsets_ptr, tile, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
+        total = tl.zeros((BN, BM), tl.float32)
+        for step in tl.range(first, last, num_stages=STAGES):
+            x = tl.load(x_ptrs, mask=valid[None, :], other=0.0)
+            packed = tl.load(packed_ptrs, eviction_policy="evict_first")
+            group = group_rows + step // STEPS_PER_GROUP * TILE_N
+            scale = tl.load(scales_ptr + group)
+            values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
+            if offsets_ptr is None:
+                codes = values - OFFSET
+            else:
+                codes = values - tl.load(offsets_ptr + group)[:, None]
+            total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
+            x_ptrs += BK
+            packed_ptrs += TILE_N * WORDS
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
+            total += tl.where(split == 0, bias, 0.0)[:, None]
+        store_pairs(total, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)

@@ -1,0 +1,264 @@
+"""The choice of experts in Triton, of logits or of the hidden states that they are products of.
+
+Legend: M tokens, E experts, k experts of a token, C hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.gpu.workspace import workspace
+from qkernels.moe.routing import Routes, Routing
+
+# Beyond, cuBLAS multiplies; every token's blocks read the whole weight here, from the L2.
+ROUTER_MOST_TOKENS = 32
+ROUTER_EXPERTS = 4  # logits of a block
+
+
+def route(
+    logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
+) -> Routes:
+    """As ops.route. Of equal scores the lowest expert is chosen."""
+    M, E = logits_ME.shape
+    k = routing.top_k
+    logits_ME = logits_ME.contiguous()
+    ids_Mk = torch.empty((M, k), dtype=torch.int32, device=logits_ME.device)
+    shares_Mk = torch.empty((M, k), dtype=torch.float32, device=logits_ME.device)
+    if M == 0:
+        return Routes(ids_Mk, shares_Mk)
+    with on_device(logits_ME):
+        launch(
+            _route,
+            (M,),
+            logits_ME,
+            correction_E,
+            ids_Mk,
+            shares_Mk,
+            E,
+            routing.factor,
+            RULE=rule_of(routing),
+            num_warps=1,
+            **pdl_options(logits_ME, M),
+        )
+    return Routes(ids_Mk, shares_Mk)
+
+
+def route_tokens(
+    x_MC: torch.Tensor,
+    weight_EC: torch.Tensor,
+    routing: Routing,
+    bias_E: torch.Tensor | None = None,
+    correction_E: torch.Tensor | None = None,
+) -> Routes:
+    """As ops.route_tokens. The block that is the last of a token's to end chooses its experts."""
+    (M, C), E, k = x_MC.shape, routing.num_experts, routing.top_k
+    device = x_MC.device
+    if M == 0 or M > ROUTER_MOST_TOKENS:
+        logits_ME = torch.nn.functional.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
+        return route(logits_ME, routing, correction_E)
+    logits_ME = torch.empty((M, E), dtype=weight_EC.dtype, device=device)
+    ids_Mk = torch.empty((M, k), dtype=torch.int32, device=device)
+    shares_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
+    _, counters = workspace(device)
+    with on_device(x_MC):
+        launch(
+            _route_tokens,
+            (ceil_div(E, ROUTER_EXPERTS), M),
+            x_MC,
+            weight_EC,
+            bias_E,
+            correction_E,
+            logits_ME,
+            ids_Mk,
+            shares_Mk,
+            counters,
+            E,
+            C,
+            routing.factor,
+            RULE=rule_of(routing),
+            BE=ROUTER_EXPERTS,
+            BC=min(1024, power_of_two(C)),
+            num_warps=4,
+            **pdl_options(x_MC, M),
+        )
+    return Routes(ids_Mk, shares_Mk)
+
+
+@triton.jit
+def _route_tokens(
+    x_ptr,  # [M, C]
+    weight_ptr,  # [E, C]
+    bias_ptr,  # [E] or None
+    correction_ptr,  # [E] or None
+    logits_ptr,  # [M, E]
+    ids_ptr,  # [M, k]
+    shares_ptr,  # [M, k]
+    counters_ptr,  # zero, one for each token
+    E,
+    C,
+    factor,
+    RULE: tl.constexpr,
+    BE: tl.constexpr,
+    BC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Logits of BE experts, rounded to their dtype; then the choice, in the last block."""
+    block, token = tl.program_id(0), tl.program_id(1)
+    e = block * BE + tl.arange(0, BE)
+    c = tl.arange(0, BC)
+    weight_ptrs = weight_ptr + e.to(tl.int64)[:, None] * C + c[None, :]
+    inside = (e < E)[:, None] & (c < C)[None, :]
+    # the first weights are under way while the kernel before ends
+    weight = tl.load(weight_ptrs, mask=inside, other=0.0)
+    if PDL:
+        pdl_launch_and_wait()
+    x_ptrs = x_ptr + token.to(tl.int64) * C + c
+    sums = tl.zeros((BE, BC), tl.float32)
+    for start in tl.range(0, C, BC):
+        x = tl.load(x_ptrs + start, mask=start + c < C, other=0.0).to(tl.float32)
+        sums += weight.to(tl.float32) * x[None, :]
+        inside = (e < E)[:, None] & (start + BC + c < C)[None, :]
+        weight = tl.load(weight_ptrs + start + BC, mask=inside, other=0.0)
+    logits = tl.sum(sums, 1)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    logits_ptrs = logits_ptr + token.to(tl.int64) * E + e
+    tl.store(logits_ptrs, logits.to(logits_ptr.dtype.element_ty), mask=e < E)
+    # every thread's logits are stored before one thread counts the block in
+    tl.debug_barrier()
+    counter_ptr = counters_ptr + token
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.debug_barrier()
+        choose_experts(logits_ptr, correction_ptr, ids_ptr, shares_ptr, token, E, factor, RULE)
+        tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def _first_largest(values, order, NONE: tl.constexpr):
+    """The lowest number in `order` of those with the largest value."""
+    best = tl.max(values)
+    return tl.min(tl.where(values == best, order, NONE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """Constants of the choice, compiled in."""
+
+    scores: str
+    normalized: bool
+    rounded: bool
+    top_k: int
+    slots: int  # at least top_k, a power of two
+    groups: int
+    padded_groups: int
+    in_group: int  # at least the experts of a group, a power of two
+    top_groups: int
+    by_two: bool
+
+
+def rule_of(routing: Routing) -> RoutingRule:
+    E, G = routing.num_experts, routing.num_groups
+    return RoutingRule(
+        scores=routing.scores,
+        normalized=routing.normalized,
+        rounded=routing.rounded,
+        top_k=routing.top_k,
+        slots=power_of_two(routing.top_k),
+        groups=G,
+        padded_groups=power_of_two(G),
+        in_group=power_of_two(E // G),
+        top_groups=routing.top_groups,
+        by_two=routing.group_score == "top2",
+    )
+
+
+@triton.jit
+def _route(
+    logits_ptr,  # [M, E]
+    correction_ptr,  # [E] or None
+    ids_ptr,  # [M, k]
+    shares_ptr,  # [M, k]
+    E,
+    factor,
+    RULE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        pdl_launch_and_wait()
+    choose_experts(
+        logits_ptr, correction_ptr, ids_ptr, shares_ptr, tl.program_id(0), E, factor, RULE
+    )
+
+
+@triton.jit
+def choose_experts(
+    logits_ptr, correction_ptr, ids_ptr, shares_ptr, token, E, factor, RULE: tl.constexpr
+):
+    """Write a token's experts and their shares."""
+    NONE: tl.constexpr = 1 << 30
+    SLOTS: tl.constexpr = RULE.slots
+    TOP_K: tl.constexpr = RULE.top_k
+    TOP_GROUPS: tl.constexpr = RULE.top_groups
+    token = token.to(tl.int64)
+    size = E // RULE.groups
+    g, s = tl.arange(0, RULE.padded_groups), tl.arange(0, RULE.in_group)
+    e = g[:, None] * size + s[None, :]
+    mask = (g[:, None] < RULE.groups) & (s[None, :] < size)
+    # .cg: other blocks of the same kernel may have written these
+    logits_ptrs = logits_ptr + token * E + e
+    logits = tl.load(logits_ptrs, mask=mask, other=-float("inf"), cache_modifier=".cg")
+    logits = logits.to(tl.float32)
+    if RULE.scores == "softmax":
+        exps = tl.exp(logits - tl.max(logits))
+        scores = exps / tl.sum(exps)
+    elif RULE.scores == "sigmoid":
+        scores = 1 / (1 + tl.exp(-logits))
+    else:
+        scores = logits
+    choice = scores
+    if correction_ptr is not None:
+        choice += tl.load(correction_ptr + e, mask=mask, other=0.0)
+    choice = tl.where(mask, choice, -float("inf"))
+    if RULE.groups > TOP_GROUPS:
+        best = tl.max(choice, 1)
+        if RULE.by_two:
+            # of equal scores one alone is left out
+            at = tl.min(tl.where(choice == best[:, None], s[None, :], NONE), 1)
+            best += tl.max(tl.where(s[None, :] == at[:, None], -float("inf"), choice), 1)
+        best = tl.where(g < RULE.groups, best, -float("inf"))
+        kept = g < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            chosen = _first_largest(best, g, NONE)
+            kept |= g == chosen
+            best = tl.where(g == chosen, -float("inf"), best)
+        choice = tl.where(kept[:, None], choice, -float("inf"))
+    j = tl.arange(0, SLOTS)
+    ids = tl.zeros((SLOTS,), tl.int32)
+    shares = tl.full((SLOTS,), -float("inf"), tl.float32)
+    left = mask
+    for i in tl.static_range(TOP_K):
+        # among those left, so that one is found even where all scores are NaN or -inf
+        best_score = tl.max(tl.where(left, choice, -float("inf")))
+        candidates = left & (choice >= best_score)
+        chosen = tl.min(tl.where(candidates, e, NONE))
+        chosen = tl.where(chosen == NONE, tl.min(tl.where(left, e, NONE)), chosen)
+        share = tl.sum(tl.where(e == chosen, tl.where(mask, scores, 0.0), 0.0))
+        ids = tl.where(j == i, chosen, ids)
+        shares = tl.where(j == i, share, shares)
+        left = left & (e != chosen)
+    if RULE.scores == "softmax_of_chosen":
+        exps = tl.exp(shares - tl.max(shares))
+        shares = exps / tl.sum(exps)
+    shares = tl.where(j < TOP_K, shares, 0.0)
+    if RULE.normalized:
+        shares = shares / (tl.sum(shares) + 1e-20)
+    shares = shares * factor
+    if RULE.rounded:
+        shares = shares.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(ids_ptr + token * TOP_K + j, ids, mask=j < TOP_K)
+    tl.store(shares_ptr + token * TOP_K + j, shares, mask=j < TOP_K)

@@ -1,0 +1,95 @@
+"""How many KV pages the memory holds. Knows a runner and its device, no requests."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from formats.errors import InputError
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.step_input import StepInput
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+LESS_MEMORY = "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
+
+
+def num_pages_in(memory: float, runner: ModelRunner, flag: str) -> int:
+    """KV pages in so many GiB. Raises InputError, which names the flag, where that holds none."""
+    num_pages = int(memory * GIB) // runner.bytes_per_page
+    if num_pages < 1:
+        raise InputError(
+            flag,
+            f"{memory} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
+            "raise it, or lower --block-size",
+        )
+    return num_pages
+
+
+def num_pages_on_gpu(
+    runner: ModelRunner, largest_step: StepInput, graph_step: StepInput | None = None
+) -> int:
+    """KV pages that fit beside the weights, the largest step and the CUDA graphs.
+
+    Runs that step once on a few pages to see its peak, and `graph_step`, the largest that a graph
+    will hold: graphs have memory of their own. Raises InputError where nothing is left.
+    """
+    device = runner.device
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
+    runner.allocate_pages(largest_step.block_tables_RX.shape[1])
+    sample = runner.sample()
+    step_peak = _peak_of(sample, largest_step)
+    graphs = 0
+    if graph_step is not None:
+        before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
+        graphs = max(0, _peak_of(sample, graph_step) - before)
+    runner.caches = sample.caches = []
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    # Beside torch's own: the CUDA context, other processes.
+    outside = total - free - stats["reserved_bytes.all.current"]
+    # And the table of the first request with a penalty, which is made while requests run.
+    peak = step_peak + outside + runner.bytes_to_come + graphs
+    budget = total * runner.config.gpu_memory_utilization
+    logger.info(
+        "GPU memory: weights %.2f GiB, activations %.2f GiB, CUDA graphs %.2f GiB, outside of"
+        " torch %.2f GiB; %.2f GiB are left for KV pages of %.2f GiB * %g"
+        " (--gpu-memory-utilization)",
+        weights / GIB,
+        (step_peak - weights + runner.bytes_to_come) / GIB,
+        graphs / GIB,
+        outside / GIB,
+        (budget - peak) / GIB,
+        total / GIB,
+        runner.config.gpu_memory_utilization,
+    )
+    num_pages = int(budget - peak) // runner.bytes_per_page
+    if num_pages < 1:
+        raise InputError(
+            "--gpu-memory-utilization",
+            f"weights and activations take {peak / GIB:.1f} GiB of the {budget / GIB:.1f} GiB"
+            " it allows, which leaves nothing for KV pages",
+            f"raise it, {LESS_MEMORY}",
+        )
+    return num_pages
+
+
+def _peak_of(runner: ModelRunner, step: StepInput) -> int:
+    """The most that is allocated on the device while a step runs."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.launch(step).result()
+    return torch.cuda.memory_stats(runner.device)["allocated_bytes.all.peak"]
+
+
+@contextmanager
+def out_of_memory_is_named(doing: str, remedy: str) -> Iterator[None]:
+    """A device without memory for what the block does raises InputError with the remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(". ")[0]
+        raise InputError("GPU memory", f"ran out while {doing}: {first}", remedy) from error

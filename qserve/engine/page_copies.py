@@ -1,0 +1,87 @@
+"""Copies of KV pages between the device and the host's memory. Knows pages and slots, no requests.
+
+A page of all layers is one piece of host memory: it travels in one transfer, not in two for each
+layer. On a GPU transfers run on a stream of their own: what is stored is first gathered into a
+buffer there, so steps need not wait for it; a step that needs loaded pages waits for them alone.
+Legend: N pages of one transfer, P pages of the device, S slots, F bytes of a page in all layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from qkernels.attention.cache import PagedKv
+from qserve.engine.host_pages import PageMoves
+from qserve.engine.transfer import to_device
+
+# A page of an 8B model is 2 MiB: the buffers on the device stay below 64 MiB.
+PAGES_AT_ONCE = 32
+
+
+class PageCopies:
+    """The slots, and the way to and from them."""
+
+    def __init__(self, caches: Sequence[PagedKv], num_slots: int, device: torch.device) -> None:
+        """`caches`: of all layers. Takes the memory of `num_slots` pages on the host."""
+        self._device = device
+        self._parts = [part for cache in caches for part in _parts(cache)]
+        self._sizes = [part[0].numel() * part.itemsize for part in self._parts]
+        is_cuda = device.type == "cuda"
+        self._slots_SF = torch.empty(
+            num_slots, sum(self._sizes), dtype=torch.uint8, pin_memory=is_cuda
+        )
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+
+    def run(self, moves: PageMoves) -> None:
+        """Store, then load, before whatever is launched next. Does not wait for the device."""
+        for pages, slots in _batches(moves.stored_pages, moves.stored_slots):
+            self._store(pages, slots)
+        for pages, slots in _batches(moves.loaded_pages, moves.loaded_slots):
+            self._load(pages, slots)
+
+    def _store(self, pages: np.ndarray, slots: np.ndarray) -> None:
+        index = to_device(pages, self._device)
+        buffer_NF = torch.cat([_bytes(part[index]) for part in self._parts], dim=1)
+        with self._transfers(buffer_NF):
+            for row, slot in enumerate(slots.tolist()):
+                self._slots_SF[slot].copy_(buffer_NF[row], non_blocking=True)
+
+    def _load(self, pages: np.ndarray, slots: np.ndarray) -> None:
+        width = self._slots_SF.shape[1]
+        buffer_NF = torch.empty(len(pages), width, dtype=torch.uint8, device=self._device)
+        with self._transfers(buffer_NF):
+            for row, slot in enumerate(slots.tolist()):
+                buffer_NF[row].copy_(self._slots_SF[slot], non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        index = to_device(pages, self._device)
+        for part, piece in zip(self._parts, buffer_NF.split(self._sizes, dim=1), strict=True):
+            part[index] = piece.contiguous().view(part.dtype).view(-1, *part.shape[1:])
+
+    def _transfers(self, buffer: torch.Tensor) -> object:
+        """The stream of transfers as a context, behind what was launched for `buffer` so far."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        buffer.record_stream(self._stream)
+        return torch.cuda.stream(self._stream)
+
+
+def _parts(cache: PagedKv) -> Iterator[torch.Tensor]:
+    """What a cache holds of each page. Scales of the checkpoint are the same for all."""
+    for pages in (cache.k_pages, cache.v_pages):
+        yield pages.view(torch.uint8)  # float8 has no indexed copies everywhere
+    if cache.k_scales is not None and not cache.static_scales:
+        yield from (cache.k_scales, cache.v_scales)
+
+
+def _bytes(part_N: torch.Tensor) -> torch.Tensor:
+    """[N, bytes] of [N, ...]."""
+    return part_N.contiguous().view(torch.uint8).flatten(1)
+
+
+def _batches(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    for start in range(0, len(arrays[0]), PAGES_AT_ONCE):
+        yield tuple(array[start : start + PAGES_AT_ONCE] for array in arrays)

@@ -1,0 +1,42 @@
+"""Which running requests give their pages back: those that lose least by it. Knows no queue."""
+
+from collections.abc import Sequence
+
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.request import Request
+
+
+def num_lost(request: Request, pool: PagePool) -> int:
+    """Tokens that a request may have to compute again: those in pages that nobody else holds."""
+    return request.num_computed - pool.num_shared(request.block_table) * pool.page_size
+
+
+def cheapest_victim(running: Sequence[Request], pool: PagePool) -> Request | None:
+    """Who of the last level loses least; of equals the youngest, which stands last.
+
+    None where nobody holds a page alone, so that its going would free none.
+    """
+    candidates = [
+        request
+        for request in running
+        if request.level == running[-1].level and pool.num_alone(request.block_table)
+    ]
+    return min(reversed(candidates), key=lambda each: num_lost(each, pool), default=None)
+
+
+def places_of(
+    owned: Sequence[Request], pool: PagePool, request: Request, max_bypasses: int
+) -> list[Request] | None:
+    """Of some running requests as many, the last first, as make place for another; or None.
+
+    Each gives way a limited number of times.
+    """
+    victims, num_free = [], pool.num_free
+    for victim in reversed(owned):
+        if victim.num_bypasses >= max_bypasses:
+            continue
+        victims.append(victim)
+        num_free += pool.num_alone(victim.block_table)
+        if num_free >= pool.pages_for(request.num_tokens):
+            return victims
+    return None

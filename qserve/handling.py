@@ -1,0 +1,33 @@
+"""Handling: what a request asks of the engine beside its sampling. Loads no torch."""
+
+from dataclasses import dataclass
+
+from qserve.sampling_params import ParameterError
+
+MAX_SALT_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """When a request is computed, and with whom it shares. Raises ParameterError."""
+
+    priority: int = 0  # lower goes first, under --scheduling-policy priority
+    cache_salt: str = ""  # it shares KV pages with requests of the same salt alone
+    timeout: float | None = None  # seconds from its arrival, then it ends with an error
+
+    def __post_init__(self) -> None:
+        if abs(self.priority) > MAX_PRIORITY:
+            raise ParameterError(
+                "priority", f"expected -{MAX_PRIORITY} to {MAX_PRIORITY}, found {self.priority}"
+            )
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            raise ParameterError(
+                "cache_salt",
+                f"expected at most {MAX_SALT_CHARS} characters, found {len(self.cache_salt)}",
+            )
+        if self.timeout is not None and not self.timeout > 0:
+            raise ParameterError("timeout", f"expected more than 0 seconds, found {self.timeout}")
+
+
+DEFAULT = Handling()

@@ -1,0 +1,104 @@
+"""The routers and experts of a layer as blocks take them, from the family's row and the weights.
+
+Legend: E experts, C hidden size, I inner size.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from formats import mxfp4
+from formats.errors import CheckpointError
+from formats.family import Experts, Projection, is_set, num_experts
+from formats.weights import merge
+from qkernels.moe.experts import ExpertMatrix, ExpertWeights
+from qkernels.moe.routing import SILU, Glu, Routing
+
+
+def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
+    """A row's rule with the numbers of config.json."""
+    rule = experts.routing
+    groups = {}
+    if rule.group_score:
+        groups = {
+            "num_groups": config["n_group"],
+            "top_groups": config["topk_group"],
+            "group_score": rule.group_score,
+        }
+    return Routing(
+        num_experts=num_experts(config),
+        top_k=config["num_experts_per_tok"],
+        scores=rule.scores,
+        normalized=is_set(rule.normalized, config),
+        factor=config.get(rule.factor_key, 1.0),
+        rounded=rule.rounded,
+        **groups,
+    )
+
+
+def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
+    """All experts of the layer with this prefix. `weights`: qserve.model.weights.Weights."""
+    experts, config = weights.family.experts, weights.config.values
+    routing = routing_of(experts, config)
+    glu = SILU
+    if experts.clamped:
+        glu = Glu(alpha=config["swiglu_alpha"], offset=1.0, limit=config["swiglu_limit"])
+    if experts.fused:
+        matrices = _fused(weights, f"{prefix}.{experts.module}.experts", routing.num_experts)
+    else:
+        matrices = {
+            name: [
+                _matrix(weights, prefix, projection, number)
+                for number in range(routing.num_experts)
+            ]
+            for name, projection in (("gate_up", experts.gate_up), ("down", experts.down))
+        }
+    return ExpertWeights(top_k=routing.top_k, glu=glu, **matrices)
+
+
+def _fused(weights: Any, stem: str, E: int) -> dict[str, Any]:
+    """Experts whose matrices are one tensor each: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
+
+    Of gate_up the even outputs are gate's.
+    """
+    C = weights.config.hidden_size
+    (inner,) = weights.shape(((weights.family.experts.down.inputs,),))
+    found: dict[str, Any] = {}
+    for name, N, K in (("gate_up", 2 * inner, C), ("down", C, inner)):
+        stored = f"{stem}.{name}_proj"
+        order = torch.arange(N)
+        if name == "gate_up":
+            order = torch.cat([order[0::2], order[1::2]])
+        bias_EN = weights.tensor(f"{stored}_bias", (E, N))
+        found[f"{name}_bias_EN"] = bias_EN[:, order.to(bias_EN.device)]
+        if f"{stored}_blocks" in weights.source:
+            groups = K // mxfp4.GROUP
+            blocks = weights.source.tensor(f"{stored}_blocks", (E, N, groups, mxfp4.GROUP // 2))
+            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups))
+            found[name] = [
+                mxfp4.decode(blocks[e][order], scales[e][order], f"{stored} {e}") for e in range(E)
+            ]
+        else:
+            whole_EKN = weights.tensor(stored, (E, K, N))
+            order = order.to(whole_EKN.device)
+            found[name] = [whole_KN.t()[order].contiguous() for whole_KN in whole_EKN]
+    return found
+
+
+def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> ExpertMatrix:
+    """One expert's matrix of a projection, its members above each other.
+
+    Raises CheckpointError where only some of the members
+    are quantized, or differently.
+    """
+    linears = projection.expert(number).linears
+    places = {f"{prefix}.{linear.name}": weights.shape(linear.shape) for linear in linears}
+    quantized = [weights.source.is_quantized(name) for name in places]
+    if not any(quantized):
+        parts = [weights.tensor(f"{name}.weight", shape) for name, shape in places.items()]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    if not all(quantized):
+        raise CheckpointError(", ".join(places), "only some of these are quantized")
+    parts = [weights.source.weight(name, shape) for name, shape in places.items()]
+    return merge(parts, next(iter(places))) if len(parts) > 1 else parts[0]

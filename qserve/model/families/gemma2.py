@@ -1,0 +1,48 @@
+"""Gemma 2: norms before and behind attention and feed-forward, scores bent into a range.
+
+Columns of formats/families.py: norms are stored without their 1, embeddings grow by sqrt(C), gates
+go through a GELU, logits are bent into a range, every second layer slides.
+"""
+
+from typing import Any
+
+from formats.errors import InputError
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    check_causal(config)
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights, **head_norms: Any) -> Layer:
+    """`head_norms`: q_norm and k_norm of families that have them."""
+    values, eps = config.values, config.rms_norm_eps
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(
+            config,
+            weights,
+            scale=values["query_pre_attn_scalar"] ** -0.5,
+            soft_cap=values["attn_logit_softcapping"],
+            **head_norms,
+        ),
+        attention_end=BranchEnd(weights.norm("post_attention_layernorm"), eps),
+        mlp_norm=llama.build_norm(config, weights, "pre_feedforward_layernorm"),
+        mlp=llama.build_mlp(config, weights),
+        mlp_end=BranchEnd(weights.norm("post_feedforward_layernorm"), eps),
+    )
+
+
+def check_causal(config: ModelConfig) -> None:
+    """Raise InputError for the embedding models made of Gemma, which see what follows, too."""
+    if config.values.get("use_bidirectional_attention"):
+        raise InputError(
+            "config.json use_bidirectional_attention",
+            "expected false, found true: a model of this kind does not generate text",
+        )

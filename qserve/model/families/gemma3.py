@@ -1,0 +1,24 @@
+"""Gemma 3, its text model: Gemma 2 with norms over each head's queries and keys, no bent scores.
+
+Layers that slide and layers that do not have rotations of their own, in config.json.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.decoder import Decoder
+from qserve.model.families import gemma2, llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    gemma2.check_causal(config)
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    return gemma2.build_layer(
+        config,
+        weights,
+        q_norm=weights.norm("self_attn.q_norm"),
+        k_norm=weights.norm("self_attn.k_norm"),
+    )

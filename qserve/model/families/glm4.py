@@ -1,0 +1,28 @@
+"""GLM-4 (dense): norms before and behind attention and feed-forward; half of a head rotates, by
+pairs of neighbours.
+
+gate and up are one matrix on disk, a column of formats/families.py.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    eps = config.rms_norm_eps
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(config, weights),
+        attention_end=BranchEnd(weights.norm("post_self_attn_layernorm"), eps),
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=llama.build_mlp(config, weights),
+        mlp_end=BranchEnd(weights.norm("post_mlp_layernorm"), eps),
+    )

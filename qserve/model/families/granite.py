@@ -1,0 +1,29 @@
+"""Granite 3 and 4 (dense): Llama with factors on embeddings, on what layers add, on scores and
+on logits.
+
+Those of embeddings and logits are columns of formats/families.py.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    end = BranchEnd(factor=config.values["residual_multiplier"])
+    scale = config.values["attention_multiplier"]
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(config, weights, scale=scale),
+        attention_end=end,
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=llama.build_mlp(config, weights),
+        mlp_end=end,
+    )

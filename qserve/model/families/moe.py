@@ -1,0 +1,46 @@
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and GLM-4.5: experts in place of a feed-forward.
+
+Columns of formats/families.py hold what differs: the router's rule, the shared expert, the layers
+without experts, norms over heads.
+"""
+
+from qserve.model.blocks.gated_mlp import GatedMlp
+from qserve.model.blocks.layer import FeedForward, Layer
+from qserve.model.blocks.moe import MoeMlp, SharedExpert
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    head_norms = {
+        f"{name}_norm": weights.norm(f"self_attn.{name}_norm")
+        for name in "qk"
+        if weights.has_norm(f"self_attn.{name}_norm")
+    }
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(config, weights, **head_norms, **weights.sinks()),
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=build_mlp(config, weights),
+    )
+
+
+def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
+    experts, activation = config.family.experts, config.family.activation
+    if not experts.stand_in(weights.number, config.values):
+        return llama.build_mlp(config, weights)
+    shared = None
+    if experts.shared is not None:
+        mlp = GatedMlp(
+            gate_up_proj=weights.linear(experts.shared.gate_up),
+            down_proj=weights.linear(experts.shared.down),
+            activation=activation,
+        )
+        shared = SharedExpert(mlp, weights.shared_gate())
+    return MoeMlp(router=weights.router(), experts=weights.experts(), shared=shared)

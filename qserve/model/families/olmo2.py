@@ -1,0 +1,33 @@
+"""OLMo 2, OLMo 3 and EXAONE 4: norms behind attention and feed-forward, none before them.
+
+Queries and keys are normed, too: all of a token's at once in OLMo, each head's in EXAONE. Windows,
+and which layers rotate and how, stand in config.json and formats/families.py.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd, RmsNorm
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    eps = config.rms_norm_eps
+    return Layer(
+        attention_norm=RmsNorm(None, eps),
+        attention=llama.build_attention(
+            config,
+            weights,
+            q_norm=weights.norm("self_attn.q_norm"),
+            k_norm=weights.norm("self_attn.k_norm"),
+        ),
+        attention_end=BranchEnd(weights.norm("post_attention_layernorm"), eps),
+        mlp_norm=RmsNorm(None, eps),
+        mlp=llama.build_mlp(config, weights),
+        mlp_end=BranchEnd(weights.norm("post_feedforward_layernorm"), eps),
+    )

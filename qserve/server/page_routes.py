@@ -1,0 +1,56 @@
+"""The routes that browsers see: pages without any outside host, and the server's description."""
+
+import base64
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+
+from qserve.server.errors import json_response
+from qserve.server.openapi import document
+from qserve.server.service import service_of
+from qserve.server.status_routes import READ
+
+FOLDER = Path(__file__).with_name("page")
+INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+router = APIRouter()
+
+
+@router.api_route("/openapi.json", methods=READ)
+async def openapi(request: Request) -> Response:
+    root, client = request.scope.get("root_path", ""), service_of(request).client
+    found = document(client.max_model_len, client.vocab_size)
+    return json_response(found | ({"servers": [{"url": root}]} if root else {}))
+
+
+@router.api_route("/", methods=READ)
+async def chat() -> Response:
+    return _page("index.html")
+
+
+@router.api_route("/docs", methods=READ)
+async def docs() -> Response:
+    return _page("docs.html")
+
+
+@functools.cache
+def _page(name: str) -> Response:
+    """A page that can load its own script and style, talk to this server, and nothing else."""
+    text = (FOLDER / name).read_text()
+    hashes = {"script": "", "style": ""}
+    for kind, content in INLINE.findall(text):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        hashes[kind] += f" 'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; connect-src 'self'; script-src{hashes['script']};"
+        f" style-src{hashes['style']}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")

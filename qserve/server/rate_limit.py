@@ -1,0 +1,77 @@
+"""LimitRate: requests in a minute, for each key or, without keys, for each address."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qserve.server.client_key import client_key
+from qserve.server.errors import ApiError
+
+MAX_BUCKETS = 10_000  # of clients; beyond it the full ones are forgotten, which changes nothing
+SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    left: float
+    filled: float  # when
+
+
+class LimitRate:
+    """ASGI middleware that answers 429 to a POST beyond `limit` a minute.
+
+    Each client has a bucket of `limit` requests, which fills evenly. Stands behind RequireKey, so
+    a key is one of the server's.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limit: int,
+        *,
+        by_key: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app, self._limit, self._by_key, self._now = app, limit, by_key, now
+        self._buckets: dict[object, _Bucket] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            wait = self._take(self._client(scope))
+            if wait > 0:
+                error = ApiError(
+                    429,
+                    f"This client has sent its {self._limit} requests of a minute."
+                    f" Try again in {wait:.0f} s.",
+                    headers={"Retry-After": str(max(1, round(wait + 0.5)))},
+                )
+                await error.response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _client(self, scope: Scope) -> object:
+        if self._by_key:
+            return next(value for name, value in scope["headers"] if name == b"authorization")
+        return client_key(scope)
+
+    def _take(self, client: object) -> float:
+        """Take one request from a client's bucket; the seconds until there is one, if not now."""
+        now, speed = self._now(), self._limit / SECONDS
+        if client not in self._buckets and len(self._buckets) >= MAX_BUCKETS:
+            self._forget_full(now, speed)
+        bucket = self._buckets.setdefault(client, _Bucket(self._limit, now))
+        bucket.left = min(self._limit, bucket.left + (now - bucket.filled) * speed)
+        bucket.filled = now
+        if bucket.left < 1:
+            return (1 - bucket.left) / speed
+        bucket.left -= 1
+        return 0.0
+
+    def _forget_full(self, now: float, speed: float) -> None:
+        self._buckets = {
+            client: bucket
+            for client, bucket in self._buckets.items()
+            if bucket.left + (now - bucket.filled) * speed < self._limit
+        }

@@ -1,0 +1,30 @@
+"""TextOffsets: where in an output's text its tokens begin, also those that share a character."""
+
+from collections.abc import Sequence
+
+from qserve.text import IncrementalDetokenizer, Tokenizer
+
+
+class TextOffsets:
+    """Takes an output's tokens one after the other.
+
+    The bytes of one character may be several tokens: each of these begins where the character does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        skip_special_tokens: bool,
+        *,
+        start: int = 0,
+    ) -> None:
+        """`start`: characters of what comes before the first token."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens)
+        self._num_chars = start
+
+    def take(self, token: int) -> int:
+        """The characters before a token."""
+        before = self._num_chars
+        self._num_chars += len(self._detokenizer.push((token,)))
+        return before

@@ -1,0 +1,209 @@
+"""Mixtures of experts: the kernels against plain torch, interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+
+from formats.scheme import Scheme
+from formats.weights import round_to_nearest, with_activation
+from qkernels import ops, reference
+from qkernels.moe.config import ExpertsConfig, ExpertsPlan
+from qkernels.moe.experts import ExpertWeights, shape_of
+from qkernels.moe.routing import SILU, Glu, Routing
+from qkernels.operands.split_k import reduced
+
+ROUTINGS = {
+    "mixtral": Routing(num_experts=8, top_k=2, normalized=True),
+    "qwen2-moe": Routing(num_experts=60, top_k=4, rounded=True),
+    "gpt-oss": Routing(num_experts=32, top_k=4, scores="softmax_of_chosen", rounded=True),
+    "deepseek-v2": Routing(
+        num_experts=20, top_k=3, num_groups=5, top_groups=2, factor=16.0, group_score="max"
+    ),
+    "glm": Routing(
+        num_experts=24,
+        top_k=5,
+        scores="sigmoid",
+        normalized=True,
+        num_groups=3,
+        top_groups=2,
+        group_score="top2",
+        factor=2.5,
+    ),
+    "all": Routing(num_experts=5, top_k=5),
+}
+# errors against those in float16
+COARSER = {torch.float16: 1, torch.bfloat16: 6}
+CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_route(device, half, poison, assert_close, name, ties):
+    routing = ROUTINGS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    logits = torch.randn(7, routing.num_experts, generator=generator) * 3
+    if ties:  # equal scores everywhere: the lowest experts are chosen
+        logits = logits.round() / 4
+    logits = logits.to(device, half)
+    correction = None
+    if name == "glm":
+        correction = torch.randn(routing.num_experts, generator=generator).to(device)
+    got = ops.route(logits, routing, correction) if device.type == "cuda" else None
+    if got is None:
+        from qkernels.moe.triton_route import route
+
+        got = route(logits, routing, correction)
+    want = reference.route(logits, routing, correction)
+    assert torch.equal(got.ids_Mk, want.ids_Mk)
+    assert_close(
+        "shares", want.shares_Mk, got.shares_Mk, 1e-3 * COARSER[half] if routing.rounded else 1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "M", "C"), [("glm", 3, 96), ("gpt-oss", 1, 1100), ("qwen2-moe", 5, 64)]
+)
+def test_route_tokens(device, half, poison, assert_close, name, M, C):
+    """The router's product and the choice at once; many tokens go through torch's product."""
+    from qkernels.gpu.workspace import workspace
+    from qkernels.moe.triton_route import route_tokens
+
+    routing = ROUTINGS[name]
+    generator = torch.Generator().manual_seed(C)
+    dtype = torch.float32 if name == "glm" else half
+    E = routing.num_experts
+
+    def numbers(*shape):  # few bits, so that every order of summation gives the same logits
+        return torch.randint(-3, 4, shape, generator=generator) / 8
+
+    x, weight = numbers(M, C).to(device, half), numbers(E, C).to(device, dtype)
+    bias = numbers(E).to(device, dtype) if name == "gpt-oss" else None
+    correction = torch.randn(E, generator=generator).to(device) if name == "glm" else None
+    got = route_tokens(x, weight, routing, bias, correction)
+    want = reference.route_tokens(x, weight, routing, bias, correction)
+    assert torch.equal(got.ids_Mk, want.ids_Mk)
+    assert_close("shares", want.shares_Mk, got.shares_Mk, 2e-3 * COARSER[half])
+    assert not workspace(device)[1].any(), "counters are left at zero"
+
+
+def test_route_of_nan_names_experts(device, half):
+    """Whatever the logits are, the products must not read beyond their weights."""
+    from qkernels.moe.triton_route import route
+
+    routing = ROUTINGS["glm"]
+    logits = torch.full((2, routing.num_experts), float("nan"), dtype=half, device=device)
+    ids = route(logits, routing).ids_Mk
+    assert ((ids >= 0) & (ids < routing.num_experts)).all()
+    assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+
+
+@pytest.mark.parametrize(("M", "k", "E"), [(1, 1, 1), (5, 2, 3), (130, 2, 5), (700, 3, 4)])
+def test_sort_is_stable(device, M, k, E):
+    from qkernels.moe.triton_pairs import sort_pairs
+
+    generator = torch.Generator().manual_seed(M)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
+    found, counts = sort_pairs(ids.to(device, torch.int32), E)
+    assert torch.equal(found.cpu().long(), ids.flatten().sort(dim=0, stable=True).indices)
+    assert counts.tolist() == [int((ids == e).sum()) for e in range(E)]
+
+
+def make_experts(scheme, hidden, inner, E, k, glu, bias, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(N, K, number):
+        weight = torch.randn(N, K, generator=generator) * K**-0.5
+        if scheme is None:
+            return weight.to(dtype)
+        rounded = round_to_nearest(weight, scheme.weight, f"expert {number}")
+        if scheme.activation is None:
+            return rounded
+        static = None if scheme.activation.dynamic else 0.03
+        return with_activation(rounded, scheme, static)
+
+    return ExpertWeights(
+        top_k=k,
+        gate_up=[matrix(2 * inner, hidden, e) for e in range(E)],
+        down=[matrix(hidden, inner, e) for e in range(E)],
+        gate_up_bias_EN=torch.randn(E, 2 * inner, generator=generator) if bias else None,
+        down_bias_EN=torch.randn(E, hidden, generator=generator) if bias else None,
+        glu=glu,
+    )
+
+
+def run(weights, M, dtype, device, plan=None, shared=False):
+    """(the kernels' sum, plain torch's) of random tokens and routes."""
+    E, (hidden, _) = len(weights.down), shape_of(weights.down[0])
+    generator = torch.Generator().manual_seed(M)
+    x = torch.randn(M, hidden, generator=generator).to(device, dtype)
+    logits = torch.randn(M, E, generator=generator).to(device)
+    routes = reference.route(logits, Routing(num_experts=E, top_k=weights.top_k, normalized=True))
+    extra = torch.randn(M, hidden, generator=generator).to(device, dtype) if shared else None
+    prepared = ops.prepare_experts(weights, dtype, device, kernel="triton")
+    assert prepared.problem.kernel == "triton"
+    got = ops.experts(x, routes, prepared, plan, extra)
+    plain = reference.prepare_experts(weights, dtype, device)
+    return got, reference.experts(x, routes, plain, None, extra)
+
+
+SCHEMES = {
+    "w4a16-sym-g32": 2e-3,
+    "w4a16-asym-g64": 2e-3,
+    "w4a16-sym": 2e-3,
+    "w8a16-sym-g32": 2e-3,
+    "w8a8": 6e-3,  # the activation's last bit moves codes
+    "w8a8-fp8": 3e-2,
+    "w8a8-fp8-block": 3e-2,
+    "w8a8-static": 6e-3,
+    None: 2e-3,
+}
+
+
+@pytest.mark.parametrize("M", [1, 5, 33])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_every_scheme(device, half, poison, assert_close, scheme, M):
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    blocks = scheme in ("w4a16-sym", "w8a8-fp8-block")
+    hidden, inner = (128, 128) if blocks else (64, 96 if scheme is None else 64)
+    weights = make_experts(parsed, hidden, inner, 5, 2, SILU, False, half)
+    got, want = run(weights, M, half, device)
+    assert_close(str(scheme), want, reduced(got), 2 * SCHEMES[scheme] * COARSER[half])
+
+
+@pytest.mark.parametrize("M", [1, 3, 17, 33])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_biases_and_clamped_activation(device, half, poison, assert_close, M, shared):
+    weights = make_experts(Scheme.parse("w8a16-sym-g32"), 64, 64, 4, 2, CLAMPED, True, half)
+    got, want = run(weights, M, half, device, shared=shared)
+    assert_close("gpt-oss", want, reduced(got), 4e-3 * COARSER[half])
+
+
+@pytest.mark.parametrize(("split", "block_n"), [(1, 64), (2, 128)])
+@pytest.mark.parametrize("variant", ["few", "sorted"])
+def test_plans(device, half, poison, assert_close, variant, split, block_n):
+    """Every form of the sum, and more blocks than there are experts to read."""
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, True, half)
+    first = ExpertsConfig(block_m=16, block_n=block_n)
+    down = ExpertsConfig(block_m=16, block_n=block_n, split=split)
+    plan = ExpertsPlan(variant=variant, gate_up=first, down=down, output="parts")
+    got, want = run(weights, 3, half, device, plan, shared=True)
+    assert got.parts.shape == (2 * split + 1, 3, 128)
+    assert_close("parts", want, reduced(got), 3e-3 * COARSER[half])
+    if split == 1:
+        plan = ExpertsPlan(variant=variant, gate_up=first, down=first)
+        got, want = run(weights, 3, half, device, plan, shared=True)
+        assert_close("sum", want, got, 3e-3 * COARSER[half])
+
+
+def test_equal_inputs_give_equal_bits(device, half):
+    weights = make_experts(Scheme.parse("w4a16-sym-g64"), 64, 64, 3, 2, SILU, False, half)
+    first, second = (run(weights, 2, half, device)[0].parts for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_one_expert_gets_every_token(device, half, poison, assert_close):
+    """More pairs than a block has: the expert's blocks follow each other."""
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 64, 64, 2, 2, SILU, False, half)
+    config = ExpertsConfig(block_m=16, block_n=64)
+    plan = ExpertsPlan(variant="sorted", gate_up=config, down=config)
+    got, want = run(weights, 20, half, device, plan)
+    assert_close("all", want, got, 3e-3 * COARSER[half])

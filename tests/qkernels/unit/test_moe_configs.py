@@ -1,0 +1,131 @@
+"""How the experts of a layer run M tokens: plans for real models on several GPUs, without one."""
+
+import pytest
+import torch
+
+from formats.scheme import Scheme
+from formats.weights import round_to_nearest
+from qkernels import ops
+from qkernels.dispatch import explain
+from qkernels.errors import KernelError
+from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, num_blocks, plan_experts, sort_chunk
+from qkernels.moe.experts import ExpertWeights
+from qkernels.moe.routing import SILU, Routing
+from qkernels.moe.stack import glu_order, stack_fault
+
+# hidden size, inner size, experts, experts of a token
+MODELS = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 1408, 128, 8)]
+SPEC = Scheme.parse("w4a16-sym-g32").weight
+
+
+def plan(M, model=MODELS[1], shared_kb=227):
+    hidden, inner, E, k = model
+    return plan_experts(
+        M=M,
+        top_k=k,
+        num_experts=E,
+        hidden=hidden,
+        inner=inner,
+        sm_count=132,
+        shared_bytes=shared_kb * 1024,
+        packed=True,
+    )
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("M", [1, 2, 7, 8, 31, 32, 33, 64, 500, 4096])
+def test_plans_hold_what_the_kernels_need(model, M):
+    """A tile of few tokens has room for all of them; sums of parts fit the norm that adds them."""
+    hidden, inner, _, k = model
+    found = plan(M, model)
+    if found.variant == "few":
+        assert found.gate_up.block_m >= M and found.down.block_m >= M
+    if found.output == "parts":
+        assert found.down.split * k <= MOST_PARTS
+        assert found.down.split * k * M * hidden <= MOST_PARTIALS
+        assert 1 <= found.down.split <= inner // 32
+    assert found.gate_up.split == 1, "an activation has no parts"
+    assert 2 * inner % found.gate_up.block_n == 0 == hidden % found.down.block_n
+
+
+def test_fewer_stages_where_blocks_have_less_shared_memory():
+    stages = [plan(4096, MODELS[0], shared_kb).down.stages for shared_kb in (227, 99, 64)]
+    assert stages == [3, 2, 2]
+
+
+@pytest.mark.parametrize("E", [1, 5, 128])
+@pytest.mark.parametrize("P", [1, 16, 17, 700])
+def test_blocks_are_enough_for_the_worst_choice(E, P):
+    config = plan(64).gate_up
+    used = min(E, P)
+    # all experts but one have a single pair
+    counts = [1] * (used - 1) + [P - used + 1]
+    worst = sum(-(-count // config.block_m) for count in counts)
+    even = sum(-(-len(range(e, P, used)) // config.block_m) for e in range(used))
+    assert max(worst, even) <= num_blocks(config, P, E) <= P
+
+
+def test_sort_reads_at_most_a_block_at_a_time():
+    assert [sort_chunk(P) for P in (1, 129, 5000)] == [128, 256, 2048]
+
+
+def test_gate_and_up_alternate_by_eight_rows():
+    order = glu_order(24, torch.device("cpu")).tolist()
+    assert order[:16] == [*range(8), *range(24, 32)] and order[16:24] == [*range(8, 16)]
+    assert sorted(order) == list(range(48))
+
+
+def weights(N=32, K=32, count=2, **different):
+    rounded = [round_to_nearest(torch.randn(64, 32), SPEC) for _ in range(count)]
+    down = [round_to_nearest(torch.randn(N, K), SPEC) for _ in range(count)]
+    return ExpertWeights(**{"top_k": 1, "gate_up": rounded, "down": down, "glu": SILU, **different})
+
+
+def test_experts_that_differ_stay_apart():
+    mixed = [torch.randn(32, 32), weights().down[0]]
+    assert "differ in shape or numerics" in stack_fault(mixed)
+    assert stack_fault(weights().down) is None
+    prepared = ops.prepare_experts(weights(down=mixed), torch.float32, "cpu")
+    assert prepared.problem.kernel == "reference"
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(KernelError, match=r"experts gate_up: expected 2 of \[64, 64\]"):
+        ops.prepare_experts(weights(N=64), torch.float32, "cpu")
+    with pytest.raises(KernelError, match=r"experts down bias: expected \[2, 32\], found \[2, 3\]"):
+        ops.prepare_experts(weights(down_bias_EN=torch.zeros(2, 3)), torch.float32, "cpu")
+    with pytest.raises(KernelError, match="6 of 8 experts cannot be chosen from 1 of 2 groups"):
+        Routing(num_experts=8, top_k=6, num_groups=2, top_groups=1)
+    prepared = ops.prepare_experts(weights(), torch.float32, "cpu")
+    routes = ops.route(torch.randn(3, 2), Routing(num_experts=2, top_k=2))
+    with pytest.raises(KernelError, match=r"experts ids: expected \[3, 1\], found \[3, 2\]"):
+        ops.experts(torch.randn(3, 32), routes, prepared)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "reason"),
+    [
+        ("w4a16-sym", (2048, 768), None),
+        ("w4a16-sym-g32", (2880, 2880), None),
+        ("w8a8-fp8-block", (2048, 768), None),
+        ("w2a16-sym", (2048, 768), "takes 4- and 8-bit"),
+        ("w4a16-sym", (2048, 736), "not 128 of 736"),
+        ("w4a16-sym-g8", (2048, 768), "takes groups divisible by 32, not 8"),
+        ("w8a8", (2040, 768), "takes a hidden size divisible by 64"),
+        ("w8a8-fp8-block", (2048, 1440), "divisible by 128"),
+        ("w8a16-fp8", (2048, 768), "takes 4- and 8-bit"),
+    ],
+)
+def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
+    parsed = Scheme.parse(scheme)
+    triton = explain(
+        "experts",
+        device="cuda",
+        dtype=torch.bfloat16,
+        spec=parsed.weight,
+        activation=parsed.activation,
+        out_features=sizes[0],
+        in_features=sizes[1],
+    )[0]
+    assert triton.taken == (reason is None)
+    assert reason is None or reason in triton.reason

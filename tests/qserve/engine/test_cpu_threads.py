@@ -1,0 +1,31 @@
+"""Threads of the engine on a CPU: a server keeps a core, and what the user says counts."""
+
+import pytest
+import torch
+
+from qserve import LLM
+from qserve.config import EngineConfig
+from qserve.engine.cpu_threads import SET_BY_USER, beside_a_server
+
+
+@pytest.mark.parametrize(("num_cores", "threads"), [(1, 1), (2, 1), (8, 7)])
+def test_server_keeps_one_core(num_cores, threads):
+    config = beside_a_server(EngineConfig(model="m"), num_cores=num_cores, environment={})
+    assert config.cpu_threads == threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "threads"),
+    [(5, {}, 5), (5, {SET_BY_USER: "3"}, 5), (None, {SET_BY_USER: "3"}, None)],
+)
+def test_what_the_user_says_counts(asked, environment, threads):
+    config = EngineConfig(model="m", cpu_threads=asked)
+    assert beside_a_server(config, num_cores=8, environment=environment).cpu_threads == threads
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, []), (2, [2])])
+def test_torch_is_told_only_what_was_asked(monkeypatch, docs_5m, asked, expected):
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    LLM(str(docs_5m), device="cpu", cpu_threads=asked, load_format="dummy", max_model_len=32)
+    assert told == expected

@@ -1,0 +1,242 @@
+"""Scheduling policies: who is admitted next, what a step holds, who gives way."""
+
+import pytest
+
+from formats.errors import InputError
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.policies import POLICIES, Phase, Policy, make_policy
+from qserve.engine.request import Status
+from qserve.engine.victims import cheapest_victim
+from qserve.engine.waiting_queue import MAX_BYPASSES
+from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
+
+
+def simulate(name, *, prefill_batch_size=1, depth=0, **settings):
+    policy = make_policy(name, prefill_batch_size=prefill_batch_size)
+    settings = {"num_pages": 200, "max_num_seqs": 4, "budget": 64} | settings
+    return Simulation(make_scheduler(policy=policy, **settings), depth, iter(lambda: 1, None))
+
+
+def names(plan):
+    return [chunk.request.request_id for chunk in plan.chunks]
+
+
+def phases(simulation):
+    """Of each step until all is done: "p" for prompts, "d" for decodes, with their numbers."""
+    found = []
+    while simulation.scheduler.num_requests or simulation.in_flight:
+        plan = simulation.step()
+        prompts = sum(chunk.start < chunk.request.num_prompt_tokens for chunk in plan.chunks)
+        found.append((prompts, len(plan.chunks) - prompts))
+    return found
+
+
+class ShortestFirst(Policy):
+    """A user's own."""
+
+    def turn(self, request):
+        return request.client, request.request_id
+
+    def order(self, candidates, num_cached):
+        return sorted(candidates, key=lambda request: request.num_tokens)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_under_every_policy_everybody_comes_to_the_end(name, depth):
+    """With too few pages, and requests that come while others run."""
+    simulation = simulate(name, depth=depth, num_pages=14, prefill_batch_size=2)
+    for number in range(9):
+        request = make_request(
+            f"r{number}", 3 + 5 * (number % 3), 9, group=f"g{number}", priority=number % 2
+        )
+        simulation.scheduler.add(request)
+        simulation.step()
+    simulation.run_out()
+    assert len(simulation.done) == 9
+    assert simulation.scheduler.pool.num_free == 14
+
+
+def test_a_class_of_the_users_own():
+    path = f"{__name__}:ShortestFirst" if "." in __name__ else None
+    policy = ShortestFirst() if path is None else make_policy(path)
+    scheduler = make_scheduler(num_pages=200, max_num_seqs=1, budget=64, policy=policy)
+    for name, length in (("a", 9), ("b", 3), ("c", 6)):
+        scheduler.add(make_request(name, length, max_tokens=1))
+    simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
+    simulation.run_out()
+    assert list(simulation.done) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("nothing", "expected one of fcfs"),
+        ("no_such_module:Class", "cannot be imported"),
+        ("qserve.engine.policies:Nothing", "cannot be imported"),
+        ("qserve.engine.policies.Phase", "no subclass"),
+        ("qserve.engine.policies:math", "no subclass"),
+    ],
+)
+def test_a_policy_that_is_none_is_named(path, found):
+    with pytest.raises(InputError, match=f"--scheduling-policy.*{found}"):
+        make_policy(path)
+
+
+@pytest.mark.parametrize("path", ["qserve.engine.policies:Policy", "qserve.engine.policies.Policy"])
+def test_a_dotted_path_has_two_forms(path):
+    assert type(make_policy(path)) is Policy
+
+
+def test_priority_goes_before_what_came_earlier():
+    simulation = simulate("priority", max_num_seqs=1)
+    for name, priority in (("a", 5), ("b", 0), ("c", 5), ("d", -1)):
+        simulation.scheduler.add(make_request(name, max_tokens=1, priority=priority))
+    simulation.run_out()
+    assert list(simulation.done) == ["d", "b", "a", "c"]
+
+
+def test_within_a_priority_clients_take_turns():
+    simulation = simulate("priority", max_num_seqs=1)
+    for number in range(3):
+        request = make_request(f"many{number}", max_tokens=1, client="many", priority=2)
+        simulation.scheduler.add(request)
+    simulation.scheduler.add(make_request("one", max_tokens=1, client="one", priority=2))
+    simulation.run_out()
+    assert list(simulation.done) == ["many0", "one", "many1", "many2"]
+
+
+def test_a_higher_number_gives_its_place_to_a_lower_one():
+    """At once, but not without end: so often, then it runs on to its end."""
+    simulation = simulate("priority", max_num_seqs=1)
+    scheduler = simulation.scheduler
+    low = make_request("low", max_tokens=60, priority=9)
+    scheduler.add(low)
+    for number in range(MAX_BYPASSES + 2):
+        simulation.run_until(lambda: low.status is Status.RUNNING)
+        urgent = make_request(f"urgent{number}", max_tokens=2, priority=1)
+        scheduler.add(urgent)
+        simulation.step()
+        assert (urgent.status is Status.RUNNING) == (number < MAX_BYPASSES)
+        if urgent.status is Status.WAITING:
+            break
+    simulation.run_out()
+    assert low.num_preemptions == MAX_BYPASSES
+    assert list(simulation.done)[-2:] == ["low", urgent.request_id]
+
+
+def test_a_higher_number_gives_way_before_a_lower_one_that_came_later():
+    simulation = simulate("priority", num_pages=8, max_num_seqs=2)
+    scheduler = simulation.scheduler
+    low, high = make_request("low", 8, 20, priority=9), make_request("high", 8, 20, priority=1)
+    scheduler.add(low)
+    simulation.step()
+    scheduler.add(high)
+    simulation.run_until(lambda: low.num_preemptions)
+    assert high.status is Status.RUNNING
+    simulation.run_out()
+    assert high.num_preemptions == 0 and list(simulation.done) == ["high", "low"]
+
+
+def test_fcfs_ignores_priorities():
+    simulation = simulate("fcfs", max_num_seqs=1)
+    for name, priority in (("a", 5), ("b", 0)):
+        simulation.scheduler.add(make_request(name, max_tokens=1, priority=priority))
+    simulation.run_out()
+    assert list(simulation.done) == ["a", "b"]
+
+
+def test_prefill_first_makes_decodes_wait():
+    simulation = simulate("prefill-first", budget=8)
+    simulation.scheduler.add(make_request("r0", 4, 5))
+    simulation.step()
+    simulation.scheduler.add(make_request("r1", 20, 5))
+    assert phases(simulation) == [(1, 0)] * 3 + [(0, 2)] * 4
+
+
+def test_fcfs_mixes_both():
+    simulation = simulate("fcfs", budget=8)
+    simulation.scheduler.add(make_request("r0", 4, 5))
+    simulation.step()
+    simulation.scheduler.add(make_request("r1", 20, 5))
+    assert phases(simulation) == [(1, 1)] * 3 + [(0, 2)] + [(0, 1)] * 3
+
+
+def test_controlled_computes_prompts_in_batches_of_their_own():
+    """Two at a time though four have place; five waited, so the last comes alone at the end."""
+    simulation = simulate("controlled", prefill_batch_size=2, budget=16)
+    for number in range(5):
+        simulation.scheduler.add(make_request(f"r{number}", 12, 4, group=f"g{number}"))
+    assert phases(simulation) == [
+        *[(2, 0), (1, 0)],  # 16 tokens, then the other 8
+        *[(2, 0), (1, 0)],
+        *[(0, 4)] * 3,
+        (1, 0),
+        *[(0, 1)] * 3,
+    ]
+
+
+def test_controlled_waits_for_its_batch_while_others_run():
+    simulation = simulate("controlled", prefill_batch_size=3)
+    scheduler = simulation.scheduler
+    scheduler.add(make_request("r0", 5, 9))
+    assert names(simulation.step()) == ["r0"], "nothing else runs: a smaller batch starts"
+    scheduler.add(make_request("r1", 5, 9))
+    scheduler.add(make_request("r2", 5, 9))
+    for _ in range(4):
+        assert names(simulation.step()) == ["r0"]
+    scheduler.add(make_request("r3", 5, 9))
+    assert names(simulation.step()) == ["r1", "r2", "r3"]
+    simulation.run_out()
+
+
+def test_the_longest_prefix_goes_first_but_not_for_ever():
+    simulation = simulate("longest-prefix", max_num_seqs=1)
+    scheduler, prefix = simulation.scheduler, list(range(300, 316))
+    scheduler.add(make_request("warm", [*prefix, 1], 1))
+    simulation.run_out()
+    scheduler.add(make_request("cold", 5, 1))
+    for number in range(MAX_BYPASSES + 3):
+        scheduler.add(make_request(f"hit{number}", [*prefix, number], 1))
+    simulation.run_out()
+    assert list(simulation.done).index("cold") == 1 + MAX_BYPASSES
+
+
+def test_a_phase_with_nothing_in_it_is_not_an_empty_step():
+    class DecodesOnly(Policy):
+        def phase(self, counts):
+            return Phase.DECODES
+
+    scheduler = make_scheduler(policy=DecodesOnly())
+    scheduler.add(make_request("r0"))
+    simulation = Simulation(scheduler, 1, iter(lambda: 1, None))
+    simulation.run_out()
+    assert list(simulation.done) == ["r0"]
+
+
+def make_running(pool, name, num_tokens, shared=()):
+    request = make_request(name, num_tokens)
+    pool.share_(request.block_table, shared)
+    pool.grow_(request.block_table, num_tokens)
+    request.num_computed = num_tokens
+    return request
+
+
+def test_the_victim_is_who_loses_least():
+    pool = PagePool(100, 4)
+    long, short, sharing = (
+        make_running(pool, "long", 40),
+        make_running(pool, "short", 9),
+        make_running(pool, "sharing", 30),
+    )
+    assert cheapest_victim([long, short, sharing], pool) is short
+    other = make_running(pool, "other", 29, sharing.block_table[:7])
+    assert cheapest_victim([long, short, sharing, other], pool) is other, "1 token against 2"
+    alike = [make_running(pool, name, 8) for name in "ab"]
+    assert cheapest_victim(alike, pool) is alike[1], "of equals the youngest"
+    twins = [make_running(pool, "twin", 8)]
+    twins.append(make_running(pool, "twin", 8, twins[0].block_table))
+    assert cheapest_victim(twins, pool) is None, "who frees no page need not go"
+    twins[0].level = alike[0].level = 0
+    alike[1].level = 1
+    assert cheapest_victim([short, *alike], pool) is alike[1], "the last level goes first"

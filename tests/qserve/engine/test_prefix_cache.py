@@ -1,0 +1,342 @@
+"""The prefix cache and the scheduler: who finds which pages, and when. One test for each trap."""
+
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.errors import InputError
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.prefix_keys import extend_keys, root_key
+from qserve.engine.request import Status
+from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
+
+PAGE = 4
+PREFIX = list(range(200, 200 + 4 * PAGE))
+
+
+def simulate(depth=0, **settings):
+    settings = {"num_pages": 64, "page_size": PAGE, "budget": 64} | settings
+    return Simulation(make_scheduler(**settings), depth, count(1000))
+
+
+def run(simulation, *requests):
+    for request in requests:
+        simulation.scheduler.add(request)
+    simulation.run_out()
+
+
+def counts(plan):
+    return {chunk.request.request_id: (chunk.start, chunk.count) for chunk in plan.chunks}
+
+
+def test_a_second_request_computes_only_what_is_new():
+    simulation = simulate()
+    run(simulation, make_request("first", [*PREFIX, 1, 2]))
+    second = make_request("second", [*PREFIX, 3, 4, 5])
+    simulation.scheduler.add(second)
+    assert counts(simulation.scheduler.schedule()) == {"second": (len(PREFIX), 3)}
+    assert second.num_cached == len(PREFIX)
+    assert simulation.scheduler.cache.take_counts() == (18 + 19, 16)
+    assert simulation.scheduler.cache.take_counts() == (0, 0)
+
+
+@pytest.mark.parametrize("length", [len(PREFIX), len(PREFIX) - 1, len(PREFIX) + 1])
+def test_a_whole_prompt_that_is_cached_computes_its_last_token(length):
+    """In a page of its own: a shared one is not written to, not even with the same values."""
+    simulation = simulate()
+    run(simulation, make_request("first", [*PREFIX, 1]))
+    again = make_request("again", [*PREFIX, 1][:length])
+    simulation.scheduler.add(again)
+    cached = (length - 1) // PAGE * PAGE
+    assert counts(simulation.scheduler.schedule()) == {"again": (cached, length - cached)}
+
+
+def test_output_tokens_are_found_by_the_next_turn_of_a_chat():
+    """All of them that were fed back: the last one of an output never was."""
+    simulation = simulate(depth=1)
+    turn = make_request("turn", PREFIX, max_tokens=9)
+    run(simulation, turn)
+    following = make_request("next", [*turn.token_ids, 5, 5])
+    run(simulation, following)
+    assert following.num_cached == (len(PREFIX) + 8) // PAGE * PAGE
+
+
+def test_a_page_is_found_by_others_of_the_step_that_fills_it():
+    simulation = simulate(budget=32)
+    simulation.scheduler.add(make_request("r0", [*PREFIX, 1], group="a"))
+    simulation.scheduler.add(make_request("r1", [*PREFIX, 2], group="b"))
+    simulation.step()
+    assert simulation.num_shared_in_step == 1
+    simulation.run_out()
+
+
+def test_who_shares_the_prompt_that_is_being_computed_waits_for_it():
+    """The others are computed meanwhile, and once it is there it costs nobody anything."""
+    simulation = simulate(budget=8, max_num_seqs=4)
+    for name in ("r0", "r1", "r2"):
+        simulation.scheduler.add(make_request(name, [*PREFIX, 1], group=name))
+    assert counts(simulation.scheduler.schedule()) == {"r0": (0, 8)}
+    simulation.scheduler.add(make_request("other", 3, group="other"))
+    assert counts(simulation.scheduler.schedule()) == {"r0": (8, 5), "other": (0, 3)}
+    assert counts(simulation.scheduler.schedule()) == {
+        "other": (3, 1),
+        "r0": (13, 4),
+        "r1": (16, 1),
+        "r2": (16, 1),
+    }
+
+
+def test_a_request_that_waits_for_pages_does_not_wait_for_ever():
+    """Where the one that computes them is aborted, it computes them itself."""
+    simulation = simulate(budget=8)
+    first, second = (make_request(name, [*PREFIX, 1], group=name) for name in ("r0", "r1"))
+    simulation.scheduler.add(first)
+    simulation.scheduler.add(second)
+    simulation.step()
+    simulation.scheduler.finish(first)
+    assert counts(simulation.scheduler.schedule()) == {"r1": (8, 8)}
+
+
+def test_an_abort_in_mid_prompt_leaves_only_full_pages():
+    simulation = simulate(budget=10)
+    first = make_request("r0", [*PREFIX, 1])
+    simulation.scheduler.add(first)
+    simulation.step()
+    simulation.scheduler.finish(first)
+    second = make_request("r1", [*PREFIX, 1])
+    run(simulation, second)
+    assert second.num_cached == 8
+
+
+def test_a_sampled_token_is_no_key_before_the_host_knows_it():
+    """The step that writes its page is in flight: what the page stands for is not known."""
+    simulation = simulate(depth=1)
+    request = make_request("r0", PREFIX[:3], max_tokens=40)
+    simulation.scheduler.add(request)
+    published = []
+    for _ in range(12):
+        simulation.step()
+        published.append((request.num_published, request.num_known, request.num_computed))
+    for num_published, num_known, num_computed in published:
+        assert num_published * PAGE <= min(num_known, num_computed)
+    assert published[-1][0] > 1
+
+
+def test_salts_do_not_share():
+    simulation = simulate()
+    run(simulation, make_request("a", [*PREFIX, 1], cache_salt="one"))
+    for name, salt, hit in (("b", "two", 0), ("c", "", 0), ("d", "one", 16), ("e", "", 16)):
+        request = make_request(name, [*PREFIX, 1], cache_salt=salt)
+        run(simulation, request)
+        assert request.num_cached == hit, salt
+
+
+def test_a_request_that_needs_all_positions_reads_no_cache_but_fills_it():
+    simulation = simulate()
+    run(simulation, make_request("a", [*PREFIX, 1]))
+    request = make_request("b", [*PREFIX, 1])
+    request.reads_cache = False
+    run(simulation, request)
+    assert request.num_cached == 0 and simulation.num_shared_in_step == 0
+
+
+def test_outputs_of_one_prompt_share_it_and_no_key_is_made_twice(monkeypatch):
+    simulation = simulate()
+    requests = [make_request(f"r{n}", [*PREFIX, 1], max_tokens=6, group="n") for n in range(4)]
+    run(simulation, *requests)
+    assert [request.num_cached for request in requests] == [0, 16, 16, 16]
+    assert all(request.page_keys is not requests[0].page_keys for request in requests[1:])
+
+
+def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_prompt():
+    """They are touched before anything is allocated: all others are free and older or younger."""
+    simulation = simulate(num_pages=8, max_num_seqs=1, budget=64)
+    run(simulation, make_request("a", [*PREFIX, 1], max_tokens=1))
+    run(simulation, make_request("b", 15, max_tokens=1))
+    again = make_request("c", [*PREFIX, *range(50, 65)], max_tokens=1)
+    run(simulation, again)  # the simulation checks every key that is read
+    assert again.num_cached == 16
+
+
+def test_a_hit_on_a_page_that_is_held_takes_none_of_the_free_ones():
+    simulation = simulate(num_pages=7, max_num_seqs=2, budget=64)
+    scheduler = simulation.scheduler
+    scheduler.add(make_request("a", [*PREFIX, 1], max_tokens=3))
+    simulation.step()
+    assert scheduler.pool.num_free == 2
+    scheduler.add(make_request("b", [*PREFIX, 1, 2], max_tokens=2))
+    simulation.step()
+    assert len(scheduler.running) == 2, "five pages, of which four are there"
+    simulation.run_out()
+
+
+def test_the_end_of_the_oldest_table_goes_first_and_a_touched_page_stays():
+    pool = PagePool(6, 1)
+    old, young = [], []
+    pool.grow_(old, 3)
+    pool.grow_(young, 3)
+    keys = [bytes([n]) for n in range(6)]
+    for page, key in zip([*old, *young], keys, strict=True):
+        pool.publish(page, key)
+    pages = [*old, *young]
+    pool.release_(old)
+    pool.release_(young)
+    found = pool.match(keys[:1])
+    pool.share_(old, found)
+    pool.release_(old)
+    taken = []
+    pool.grow_(taken, 4)
+    assert taken == [pages[2], pages[1], pages[5], pages[4]]
+    assert pool.match(keys[:3]) == [pages[0]] and pool.match(keys[3:]) == [pages[3]]
+    pool.check_integrity([taken])
+
+
+def test_equal_pages_of_two_requests_are_both_kept_and_one_is_found():
+    pool = PagePool(4, 1)
+    first, second = [], []
+    pool.grow_(first, 1)
+    pool.grow_(second, 1)
+    pool.publish(first[0], b"key")
+    pool.publish(second[0], b"key")
+    assert pool.match([b"key"]) == first
+    pool.check_integrity([first, second])
+    pool.release_(second)
+    pool.release_(first)
+    assert pool.num_cached == 1
+    pool.check_integrity([])
+
+
+def test_a_preempted_request_comes_back_to_its_pages():
+    """To those that nobody took meanwhile; that is no hit of a request that comes."""
+    simulation = simulate(depth=1, num_pages=10, max_num_seqs=3)
+    scheduler = simulation.scheduler
+    for name, prompt, max_tokens in (("r0", 9, 8), ("r1", 9, 8), ("r2", 13, 8)):
+        scheduler.add(make_request(name, prompt, max_tokens=max_tokens))
+    restarts = []
+    while scheduler.num_requests or simulation.in_flight:
+        before = {request: request.num_computed for request in scheduler.waiting}
+        for chunk in simulation.step().chunks:
+            if chunk.request in before and chunk.request.num_preemptions:
+                restarts.append(chunk.start)
+    assert restarts and any(start >= PAGE for start in restarts)
+    assert scheduler.cache.take_counts() == (9 + 9 + 13, 0)
+
+
+def test_a_reset_forgets_all_and_disturbs_nobody():
+    simulation = simulate(depth=1, max_num_seqs=2)
+    scheduler = simulation.scheduler
+    running = make_request("r0", [*PREFIX, 1], max_tokens=30)
+    waiting = make_request("r1", [*PREFIX, 1])
+    scheduler.add(running)
+    simulation.step()
+    scheduler.add(waiting)
+    scheduler.reset_prefix_cache()
+    scheduler.check_integrity()
+    simulation.run_until(lambda: "r1" in simulation.done)
+    assert waiting.num_cached == 0
+    later = make_request("r2", [*PREFIX, 1])
+    scheduler.add(later)
+    simulation.run_out()
+    assert later.num_cached == 16, "of r1, which came after the reset"
+    following = make_request("r3", [*running.token_ids, 5])
+    run(simulation, following)
+    assert following.num_cached == 16, "not of r0, whose pages are from before"
+
+
+def test_pages_of_a_failed_request_are_found_by_nobody():
+    """Its logits were no numbers: its keys may not be, too."""
+    scheduler = make_scheduler(num_pages=64, budget=64)
+    bad = make_request("bad", [*PREFIX, 1], max_tokens=9)
+    scheduler.add(bad)
+    (event,) = scheduler.update(scheduler.schedule(), ["NaN"])
+    assert event.finish_reason == "error" and scheduler.pool.num_cached == 0
+    scheduler.check_integrity()
+    again = make_request("again", [*PREFIX, 1])
+    scheduler.add(again)
+    scheduler.schedule()
+    assert again.num_cached == 0
+
+
+def test_without_the_cache_nothing_is_kept():
+    simulation = simulate(prefix_caching=False)
+    for name in "ab":
+        request = make_request(name, [*PREFIX, 1])
+        run(simulation, request)
+        assert request.num_cached == 0 and not request.page_keys
+    assert simulation.scheduler.pool.num_cached == 0
+    assert simulation.scheduler.cache.take_counts() == (0, 0)
+
+
+def test_keys_depend_on_all_tokens_before_and_on_the_root():
+    tokens = list(range(12))
+
+    def keys(tokens, **root):
+        found = []
+        extend_keys(found, tokens, page_size=4, last=root_key(**root))
+        return found
+
+    whole = keys(tokens)
+    assert len(whole) == 3 and len(set(whole)) == 3 and {len(key) for key in whole} == {32}
+    assert keys(tokens[:11]) == whole[:2]
+    partly = whole[:1]
+    extend_keys(partly, tokens, page_size=4, last=partly[-1])
+    assert partly == whole
+    assert not set(whole) & set(keys([*tokens[:4], *tokens[:8]])[1:])
+    assert not set(whole) & set(keys(tokens[4:])), "the same tokens at other positions"
+    roots = [{}, {"salt": "a"}, {"adapter": "a"}, {"generation": 1}, {"salt": "a", "adapter": "a"}]
+    assert len({key for root in roots for key in keys(tokens, **root)}) == 3 * len(roots)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_random_traces_with_sharing(data):
+    """Prompts of common beginnings, turns of chats, aborts, resets and too few pages.
+
+    The simulation moves every key as the device would, and checks each one that is read.
+    """
+    draw = data.draw
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    num_pages, max_num_seqs = draw(st.integers(4, 24)), draw(st.integers(1, 6))
+    scheduler = make_scheduler(
+        num_pages,
+        page_size,
+        max_num_seqs,
+        budget=max_num_seqs + draw(st.integers(0, 20)),
+        num_slots=draw(st.sampled_from([0, 1, 3, 40])),
+    )
+    random = draw(st.randoms(use_true_random=False))
+    tokens = iter(lambda: random.choice([1, 2, 3, EOS]), None)
+    simulation = Simulation(scheduler, depth=draw(st.sampled_from([0, 1])), tokens=tokens)
+    texts = [[random.choice([1, 2, 3]) for _ in range(40)] for _ in range(3)]
+    requests = []
+    for number in range(draw(st.integers(2, 14))):
+        if requests and random.random() < 0.3:
+            prompt = [*random.choice(requests).token_ids, 4][-40:]
+        else:
+            prompt = random.choice(texts)[: random.randint(1, 40)]
+        request = make_request(
+            f"r{number}",
+            prompt,
+            max_tokens=random.randint(1, 12),
+            group=random.choice(["", "a"]),
+            cache_salt=random.choice(["", "", "salt"]),
+            ignore_eos=False,
+        )
+        try:
+            scheduler.add(request)
+            requests.append(request)
+        except InputError:
+            continue
+        for _ in range(random.randint(0, 4)):
+            simulation.step()
+        if random.random() < 0.2:
+            victim = random.choice(requests)
+            if victim.status is not Status.FINISHED:
+                scheduler.finish(victim)
+        if random.random() < 0.1:
+            scheduler.reset_prefix_cache()
+    simulation.run_out()
+    scheduler.check_integrity()
+    assert scheduler.pool.num_free == num_pages

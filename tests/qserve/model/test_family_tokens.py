@@ -1,0 +1,372 @@
+"""Every served family, and the variants of its config: logits and greedy tokens are transformers'.
+
+transformers' own greedy tokens need a forward pass each. Here it sees the engine's text once and
+says of every token whether it is the one that it would have chosen.
+"""
+
+import random
+
+import pytest
+import torch
+import transformers
+
+from formats.errors import InputError
+from qserve.llm import LLM
+from qserve.sampling_params import SamplingParams
+from tests.conftest import GEMMA, TINY, TINY_FAMILIES, make_tiny
+from tests.qserve.model.variants import TOKENS, logits, relative
+
+NEW = [
+    *("ministral", "ministral3", "phi3", "gemma2", "gemma3", "granite", "smollm3", "seed_oss"),
+    *("olmo2", "olmo3", "exaone4", "glm4"),
+]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 9 for i in range(6)],
+    "long_factor": [1.5 + i for i in range(6)],
+}
+PHI4_MINI = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "pad_token_id": 0}
+FULL = ["full_attention"] * 3
+# what real checkpoints have that the usual tiny models have not
+VARIANTS = {
+    "mistral small": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
+    "phi-3 mini 4k": ("Phi3Config", {"sliding_window": 9, "pad_token_id": 0}),
+    "phi-4 mini, short": (
+        "Phi3Config",
+        {**PHI4_MINI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+    ),
+    "phi-4 mini, long": (
+        "Phi3Config",
+        {**PHI4_MINI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8},
+    ),
+    "gemma 2 without caps": (
+        "Gemma2Config",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma 3, scaled": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "granite, tied": (
+        "GraniteConfig",
+        {"tie_word_embeddings": True, "embedding_multiplier": 12, "logits_scaling": 0.5},
+    ),
+    "smollm3, untied": ("SmolLM3Config", {"no_rope_layers": [0, 1, 0], "pad_token_id": 0}),
+    "seed-oss with bias of o": ("SeedOssConfig", {"attention_out_bias": True, "head_dim": 16}),
+    "exaone 4 1.2b": ("Exaone4Config", {"sliding_window": None, "layer_types": FULL}),
+    "glm-4 without biases": (
+        "Glm4Config",
+        {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
+    ),
+}
+FEW_PAGES = {"num_gpu_blocks_override": 9, "block_size": 8, "max_num_seqs": 4}
+MODES = [
+    {**FEW_PAGES, "max_num_batched_tokens": 11},
+    pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 3}, marks=pytest.mark.exhaustive),
+    pytest.param(FEW_PAGES, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.fixture(scope="session")
+def model_of(tiny_model, tmp_path_factory):
+    """Name of a family or of a variant -> its folder."""
+    made = {}
+
+    def make(name):
+        if name in TINY_FAMILIES:
+            return tiny_model(name)
+        if name not in made:
+            made[name] = make_tiny(tmp_path_factory.mktemp("variant") / "model", *VARIANTS[name])
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", [*NEW, *VARIANTS])
+def test_logits_equal_transformers(model_of, transformers_model, name):
+    folder = model_of(name)
+    with torch.no_grad():
+        want = transformers_model(folder)(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_logits_of_quantized_weights_equal_transformers(written, transformers_model, name):
+    folder = written("w4a16-sym-g32", "gptq", name)
+    with torch.no_grad():
+        want = transformers_model(folder)(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["chunked and preempted", "chunked", "preempted"])
+@pytest.mark.parametrize("name", [*NEW, *VARIANTS])
+def test_greedy_tokens_equal_transformers(model_of, transformers_model, monkeypatch, name, mode):
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (9, 17, 26, 30, 12)]
+    folder = model_of(name)
+    llm = LLM(folder, device="cpu", max_model_len=64, **mode)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    preemptions = count_preemptions(llm, monkeypatch)
+    outputs = llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+    # where all layers have a window its pages are enough for everybody
+    few_pages = "num_gpu_blocks_override" in mode and not llm.engine.model_config.longest_window
+    assert bool(preemptions) == few_pages
+    check_greedy(transformers_model(folder), prompts, outputs)
+
+
+@pytest.mark.parametrize(
+    "name", [*NEW, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in VARIANTS)]
+)
+def test_tokens_after_a_prefix_that_was_there(model_of, transformers_model, monkeypatch, name):
+    """The second prompts go on where a common beginning of two pages ends."""
+    rng = random.Random(4)
+    start = [rng.randrange(3, 512) for _ in range(17)]
+    prompts = [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 7, 20)]
+    llm = LLM(model_of(name), device="cpu", max_model_len=64, block_size=8)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm.generate([start], params, use_tqdm=False, detokenize=False)
+    starts, schedule = {}, llm.engine.scheduler.schedule
+
+    def noting_schedule():
+        plan = schedule()
+        for chunk in plan.chunks:
+            starts.setdefault(chunk.request.request_id, chunk.start)
+        return plan
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", noting_schedule)
+    outputs = llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+    assert list(starts.values()) == [16, 16, 16]
+    check_greedy(transformers_model(model_of(name)), prompts, outputs)
+
+
+def check_greedy(model, prompts, outputs):
+    """Each token is the one that transformers would have chosen after those before it."""
+    said = {token for output in outputs for token in output.outputs[0].token_ids}
+    assert len(said) > 10, "a text that says little"
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        with torch.no_grad():
+            chosen = model(torch.tensor([prompt + tokens])).logits[0].argmax(-1)
+        assert chosen[len(prompt) - 1 : -1].tolist() == tokens
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi-3 mini 4k"])
+def test_a_text_in_a_window_holds_the_pages_of_the_window(model_of, name):
+    """Of 57 tokens a query sees 9; what others have written over is not read."""
+    llm = LLM(
+        model_of(name), device="cpu", max_model_len=64, block_size=4, num_gpu_blocks_override=16
+    )
+    pool, held, schedule = llm.engine.scheduler.pool, [], llm.engine.scheduler.schedule
+
+    def poisoned():
+        plan = schedule()
+        held.append(pool.num_pages - pool.num_free)
+        used = {page for chunk in plan.chunks for page in chunk.request.block_table}
+        free = [page for page in range(pool.num_pages) if page not in used]
+        for cache in llm.engine.runner.caches:
+            cache.k_pages[free] = cache.v_pages[free] = 1e4
+        return plan
+
+    params = SamplingParams(temperature=0, max_tokens=45, ignore_eos=True)
+    (alone,) = llm.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    llm.engine.scheduler.schedule = poisoned
+    (output,) = llm.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert max(held) == 3 and llm.engine.scheduler.pool.num_free == 16
+
+
+def count_preemptions(llm, monkeypatch):
+    """A list that grows by one with each preemption."""
+    scheduler, seen = llm.engine.scheduler, []
+    schedule = scheduler.schedule
+
+    def counted():
+        plan = schedule()
+        seen.extend(plan.preempted)
+        scheduler.check_integrity()
+        return plan
+
+    monkeypatch.setattr(scheduler, "schedule", counted)
+    return seen
+
+
+def every_layer(change):
+    def apply(decoder):
+        for layer in decoder.layers:
+            change(layer)
+
+    return apply
+
+
+def moved_window(by):
+    def change(layer):
+        if layer.attention.window is not None:
+            layer.attention.window += by
+
+    return every_layer(change)
+
+
+def swapped(first, second):
+    """Two weights of a layer, one in place of the other."""
+
+    def change(layer):
+        a, b = (layer.get_submodule(name) for name in (first, second))
+        a.weight, b.weight = b.weight, a.weight
+
+    return every_layer(change)
+
+
+def without_offset(decoder):
+    for norm in decoder.modules():
+        if type(norm).__name__ in ("RmsNorm", "BranchEnd"):
+            norm.weight -= 1
+
+
+def other_rotation(layer):
+    layer.attention.rotary.interleaved = not layer.attention.rotary.interleaved
+
+
+def set_attention(**values):
+    def change(layer):
+        for name, value in values.items():
+            setattr(layer.attention, name, value)
+
+    return every_layer(change)
+
+
+def set_decoder(**values):
+    def change(decoder):
+        for name, value in values.items():
+            setattr(decoder, name, value)
+
+    return change
+
+
+def exchanged_rotations(decoder):
+    """Layers that slide get the table of those that do not, and the other way round."""
+    first, second = dict.fromkeys(layer.attention.rotary for layer in decoder.layers)
+    for layer in decoder.layers:
+        layer.attention.rotary = second if layer.attention.rotary is first else first
+
+
+def no_branch_factor(layer):
+    layer.attention_end.factor = layer.mlp_end.factor = 1.0
+
+
+def plain_embedding(decoder):
+    decoder.embedding.factor = 1.0
+
+
+WRONG = {
+    "window one longer": ("ministral", moved_window(1)),
+    "window one shorter": ("gemma3", moved_window(-1)),
+    "window of a fused model": ("phi-3 mini 4k", moved_window(1)),
+    "norms without their 1": ("gemma2", without_offset),
+    "norms of heads without their 1": (
+        "gemma3",
+        every_layer(lambda layer: layer.attention.q_norm.sub_(1)),
+    ),
+    "norm behind attention taken for that before the feed-forward, Gemma": (
+        "gemma2",
+        swapped("attention_end", "mlp_norm"),
+    ),
+    "norm behind attention taken for that before the feed-forward, GLM": (
+        "glm4",
+        swapped("attention_end", "mlp_norm"),
+    ),
+    "norms behind taken for each other": ("olmo2", swapped("attention_end", "mlp_end")),
+    "norms before and behind exchanged": ("olmo3", swapped("attention_norm", "attention_end")),
+    "norms of all heads taken for norms of each": ("olmo2", set_attention(q_norm=None)),
+    "rotation of the other kind of layer, Gemma 3": ("gemma 3, scaled", exchanged_rotations),
+    "rotation of the other kind of layer, OLMo 3": ("olmo3", exchanged_rotations),
+    "layers that rotate exchanged with those that do not": ("smollm3", exchanged_rotations),
+    "layers that rotate exchanged, EXAONE": ("exaone4", exchanged_rotations),
+    "halves taken for neighbours": ("phi3", every_layer(other_rotation)),
+    "neighbours taken for halves": ("glm4", lambda d: other_rotation(d.layers[0])),
+    "scale of head_dim": ("gemma2", set_attention(scale=16**-0.5)),
+    "scale of head_dim, Granite": ("granite", set_attention(scale=16**-0.5)),
+    "scores not bent": ("gemma2", set_attention(soft_cap=None)),
+    "logits not bent": ("gemma2", set_decoder(logits_cap=None)),
+    "logits not divided": ("granite", set_decoder(logits_divisor=1.0)),
+    "branches not multiplied": ("granite", every_layer(no_branch_factor)),
+    "embeddings not multiplied": ("granite", plain_embedding),
+    "embeddings not multiplied by a root": ("gemma3", plain_embedding),
+    "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_reading_is_seen(model_of, wrong):
+    """Each would load without an error: the comparison above is what tells."""
+    name, plant = WRONG[wrong]
+    llm = LLM(model_of(name), device="cpu", max_model_len=64)
+    right = llm.logits(TOKENS)
+    with torch.inference_mode():
+        plant(llm.engine.runner.decoder)
+    assert relative(llm.logits(TOKENS), right) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4"])
+def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
+    with pytest.raises(InputError, match="--dtype float16.*--dtype bfloat16"):
+        LLM(model_of(name), device="cpu", max_model_len=64, dtype="float16")
+
+
+def test_a_gemma_that_sees_what_follows_is_refused(tmp_path):
+    folder = make_tiny(
+        tmp_path / "model", "Gemma3TextConfig", {**GEMMA, "use_bidirectional_attention": True}
+    )
+    with pytest.raises(InputError, match="use_bidirectional_attention"):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
+def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
+    """1 + weight in 16 bits would lose what is below its last bit."""
+    decoder = LLM(
+        model_of("gemma3"), device="cpu", max_model_len=64, dtype="bfloat16"
+    ).engine.runner.decoder
+    assert decoder.norm.weight.dtype == torch.float32
+    assert decoder.dtype == torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_of("gemma3"), dtype=torch.bfloat16
+    )
+    x = torch.randn(5, TINY["hidden_size"], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        theirs = model.model.norm.float()
+        theirs.weight.copy_(decoder.norm.weight - 1)
+        want = theirs(x)
+    assert torch.equal(decoder.norm(x, None, None)[0], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3"])
+def test_logits_on_a_gpu_are_the_cpus(written, name):
+    """In bfloat16, a prompt and decode steps: a wrong reading differs by far more."""
+    folder = written("w4a16-sym-g32", "gptq", name)
+    on_cpu = LLM(folder, device="cpu", max_model_len=64)
+    on_gpu = LLM(
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=2,
+        gpu_memory_utilization=0.1,
+        enforce_eager=True,
+    )
+    # a tiny random model turns a last bit of 8 into up to 4 percent
+    assert relative(on_gpu.logits(TOKENS).cpu(), on_cpu.logits(TOKENS)) < 0.1
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = on_gpu.generate([TOKENS], params, use_tqdm=False, detokenize=False)
+    tokens = output.outputs[0].token_ids
+    logits_TV = on_cpu.logits(TOKENS + tokens)[-9:-1]
+    chosen_T = logits_TV[torch.arange(8), torch.tensor(tokens)]
+    behind_T = (logits_TV.amax(-1) - chosen_T) / (logits_TV.amax(-1) - logits_TV.mean(-1))
+    assert behind_T.max() < 0.3, "far from the largest"

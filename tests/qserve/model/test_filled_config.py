@@ -1,0 +1,71 @@
+"""What transformers fills into a config.json is asked once, and is what it would say again."""
+
+import json
+
+import pytest
+
+from qserve.model import filled_config as module
+from qserve.model.filled_config import filled_config
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 5e5}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".cache" / "qserve" / "configs"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The configs that transformers was asked about."""
+    seen, ask = [], module._by_transformers
+
+    def count(stated):
+        seen.append(stated)
+        return ask(stated)
+
+    monkeypatch.setattr(module, "_by_transformers", count)
+    return seen
+
+
+def test_the_second_time_nobody_is_asked(asked, folder):
+    first = filled_config(LLAMA)
+    assert first["num_key_value_heads"] == 4 and first["rope_parameters"]["rope_theta"] == 5e5
+    assert filled_config(dict(reversed(LLAMA.items()))) == first
+    assert len(asked) == 1 and len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("key, value", [("hidden_size", 128), ("rms_norm_eps", 0.5)])
+def test_another_config_is_another(asked, key, value):
+    filled_config(LLAMA)
+    assert filled_config(LLAMA | {key: value})[key] == value
+    assert len(asked) == 2
+
+
+def test_another_transformers_may_fill_in_something_else(asked, monkeypatch):
+    filled_config(LLAMA)
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "99")
+    filled_config(LLAMA)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "\udcff"])
+def test_a_damaged_file_is_made_again(asked, folder, damage):
+    first = filled_config(LLAMA)
+    (place,) = folder.iterdir()
+    place.write_bytes(damage.encode(errors="surrogateescape"))
+    assert filled_config(LLAMA) == first and len(asked) == 2
+    assert json.loads(place.read_text()) == first
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(asked, folder):
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file where the folder should be")
+    assert filled_config(LLAMA) == filled_config(LLAMA) and len(asked) == 2
+
+
+def test_what_transformers_refuses_is_not_kept(folder):
+    with pytest.raises(ValueError, match="no_such_model"):
+        filled_config({"model_type": "no_such_model"})
+    assert not folder.exists()

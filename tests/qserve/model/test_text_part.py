@@ -1,0 +1,151 @@
+"""Checkpoints that also see pictures: the text model in them is quantized, inspected and served."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.inspect import inspect_checkpoint
+from formats.scheme import Scheme
+from tests.conftest import GEMMA, TINY
+from tests.qserve.model.variants import TOKENS, edited, logits, relative
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 32,
+    "patch_size": 16,
+}
+TEXT = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
+
+
+def gemma():
+    text = {**TEXT, **GEMMA, "model_type": "gemma3_text"}
+    return transformers.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=511
+    )
+
+
+def mistral():
+    return transformers.Mistral3Config(
+        text_config={**TEXT, "model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16},
+        image_token_index=511,
+    )
+
+
+WHOLE = {"gemma 3": gemma, "mistral 3": mistral}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Name -> (folder, transformers' logits of the whole model on a text)."""
+    found = {}
+
+    def make(name):
+        if name not in found:
+            torch.manual_seed(3)
+            model = transformers.AutoModelForImageTextToText.from_config(
+                WHOLE[name](), dtype=torch.float32
+            ).eval()
+            for parameter_name, parameter in model.named_parameters():
+                if "norm" in parameter_name:
+                    is_one = float(name != "gemma 3")
+                    torch.nn.init.normal_(parameter, is_one, 0.2)
+            folder = tmp_path_factory.mktemp("whole") / "model"
+            model.save_pretrained(folder)
+            with torch.no_grad():
+                found[name] = folder, model(torch.tensor([TOKENS])).logits[0]
+        return found[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_text_model_is_served(made, name):
+    folder, want = made(name)
+    assert relative(logits(folder), want) < 1e-5
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_names_of_the_modules_in_transformers(made, tmp_path, name):
+    """model.language_model.layers, where published files have language_model.model.layers."""
+    folder, want = made(name)
+
+    def rename(state):
+        for old in list(state):
+            assert not old.startswith("model.")
+            new = old.removeprefix("language_model.model.")
+            new = f"model.{new}" if new == old else f"model.language_model.{new}"
+            state[new] = state.pop(old)
+
+    assert relative(logits(edited(folder, tmp_path / "x", rename)), want) < 1e-5
+
+
+def test_a_head_of_its_own_is_read_whatever_the_config_says(made, tmp_path):
+    """The whole states a tie, which transformers' default is, and its text model none."""
+    folder, want = made("mistral 3")
+
+    def add(state):
+        embedding = state["language_model.model.embed_tokens.weight"]
+        state["language_model.lm_head.weight"] = 2 * embedding
+
+    assert relative(logits(edited(folder, tmp_path / "x", add)), 2 * want) < 1e-5
+
+
+def test_what_published_files_leave_out_is_filled_in(made, tmp_path):
+    """As gemma-3-4b: the number of heads is transformers' default."""
+    folder, _ = made("gemma 3")
+
+    def leave_out(config):
+        del config["text_config"]["num_attention_heads"]
+
+    with pytest.raises(
+        InputError, match=r"expected \[128, 64\] from config.json, found \[64, 64\]"
+    ):
+        logits(edited(folder, tmp_path / "x", config=leave_out))
+
+
+def test_the_result_of_quantizing_is_a_text_model(made, tmp_path):
+    folder, want = made("gemma 3")
+    target = tmp_path / "quantized"
+    quantize_checkpoint(folder, target, scheme=Scheme.parse("w8a16-sym-g32"), progress=False)
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == ["Gemma3ForCausalLM"] and "vision_config" not in config
+    names = CheckpointReader(target).entries
+    assert "model.layers.0.self_attn.q_proj.qweight" in names
+    assert not any("vision" in name for name in names)
+    assert 0 < relative(logits(target), want) < 0.1
+    for checkpoint in (folder, target):
+        found = inspect_checkpoint(checkpoint)
+        assert found.problems == () and found.architecture == "Gemma3ForCausalLM"
+        assert found.loads_in[0].answer == "yes"
+
+
+def test_a_part_that_is_not_known_is_no_picture(made, tmp_path):
+    folder, _ = made("gemma 3")
+    changed = edited(
+        folder, tmp_path / "x", lambda s: s.update({"model.audio.weight": torch.ones(2)})
+    )
+    with pytest.raises(InputError, match="have no place.*model.audio.weight"):
+        logits(changed)
+
+
+def test_damage_of_a_stored_name_is_found(made, tmp_path):
+    """The doctor speaks of the tensor as the file calls it."""
+    folder, _ = made("mistral 3")
+    target = tmp_path / "x"
+    target.mkdir()
+    state = load_file(folder / "model.safetensors")
+    state["language_model.model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    (problem, *_) = inspect_checkpoint(target).problems
+    assert problem.subject == "language_model.model.layers.1.mlp.up_proj.weight"

@@ -1,0 +1,520 @@
+"""Forty cases that clients of OpenAI's API rely on, each against a real server process.
+
+The numbers order them by topic. Those that end the engine or the server stand last.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+ORIGIN = "https://a.example"
+KEY = "s3cret"
+GUARD = 60.0  # seconds, against hanging
+NUM_SEQS, NUM_QUEUED, NUM_PAGES, PAGE = 8, 40, 48, 16
+CONTEXT = 256
+HI = [{"role": "user", "content": "What is a trait?"}]
+
+
+class Api:
+    """Requests to the server."""
+
+    def __init__(self, url: str) -> None:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        limits = httpx.Limits(max_connections=100)
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=GUARD, limits=limits)
+        self.port = httpx.URL(url).port
+
+    def complete(self, **fields) -> httpx.Response:
+        body = {"prompt": "A trait is", "temperature": 0, "max_tokens": 5, **fields}
+        return self.http.post("/v1/completions", json=body)
+
+    def chat(self, **fields) -> httpx.Response:
+        body = {"messages": HI, "temperature": 0, "max_tokens": 5, **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def text(self, **fields) -> str:
+        return self.complete(**fields).json()["choices"][0]["text"]
+
+    def raw(self, content: bytes, kind: str = "application/json") -> httpx.Response:
+        headers = {"content-type": kind}
+        return self.http.post("/v1/completions", content=content, headers=headers)
+
+    def metric(self, name: str) -> float:
+        page = self.http.get("/metrics").text
+        return float(re.search(rf"^qserve:{name}(?:\{{.*\}})? ([\d.e+-]+)$", page, re.M)[1])
+
+    def until_idle(self) -> None:
+        until(lambda: self.metric("num_requests_running") == 0)
+        until(lambda: self.metric("num_requests_admitted") == 0)
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + GUARD
+    while not holds():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def events(reply: httpx.Response) -> list[dict]:
+    assert reply.status_code == 200, reply.text
+    *blocks, done, rest = reply.text.split("\n\n")
+    assert done == "data: [DONE]" and rest == ""
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def refused(reply: httpx.Response, status: int = 400) -> dict:
+    assert reply.status_code == status, reply.text
+    assert len(reply.content) < 4096
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    return error
+
+
+@pytest.fixture(scope="module")
+def running(start_server, docs_5m):
+    return start_server(
+        docs_5m,
+        *("--served-model-name", "docs", "also-docs", "--api-key", KEY),
+        *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(NUM_SEQS)),
+        *("--max-num-queued-reqs", str(NUM_QUEUED), "--num-gpu-blocks-override", str(NUM_PAGES)),
+        *("--allowed-origins", ORIGIN, "--restart-engine", "1", "--max-body-bytes", "4000000"),
+    )
+
+
+@pytest.fixture(scope="module")
+def api(running):
+    return Api(running.url)
+
+
+def test_01_health_is_200(api):
+    assert api.http.get("/health").status_code == 200  # 503: see case 39
+
+
+def test_02_models_by_list_and_by_name(api):
+    listed = api.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == ["docs", "also-docs"]
+    assert all(card["max_model_len"] == CONTEXT for card in listed["data"])
+    assert api.http.get("/v1/models/docs").status_code == 200
+    refused(api.http.get("/v1/models/other"), 404)
+
+
+def test_03_completion(api):
+    reply = api.complete().json()
+    (choice,) = reply["choices"]
+    assert choice["text"] and choice["finish_reason"] == "length"
+    usage = reply["usage"]
+    assert usage["completion_tokens"] == 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 5
+    assert reply["id"].startswith("cmpl-")
+
+
+def test_04_text_and_token_ids_are_the_same_prompt(api):
+    tokens = api.http.post("/tokenize", json={"prompt": "A trait is"}).json()["tokens"]
+    assert api.text(prompt=tokens, max_tokens=12) == api.text(max_tokens=12)
+
+
+def test_05_choices_are_grouped_by_prompt(api):
+    reply = api.complete(prompt=["A trait", "The borrow checker"], n=2).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in reply["choices"]]
+    alone = [api.text(prompt=prompt) for prompt in ("A trait", "The borrow checker")]
+    assert texts == [alone[0], alone[0], alone[1], alone[1]]
+
+
+def test_06_stream_says_what_the_whole_says(api):
+    chunks = events(api.complete(stream=True, max_tokens=12))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == api.text(max_tokens=12)
+    reasons = [c["choices"][0]["finish_reason"] for c in chunks]
+    assert [reason for reason in reasons if reason] == ["length"]
+
+
+def test_07_chat_stream_opens_with_the_role(api):
+    chunks = events(api.chat(stream=True))
+    first, *others = [c["choices"][0]["delta"] for c in chunks]
+    assert first["role"] == "assistant" and all("role" not in delta for delta in others)
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+
+
+def test_08_usage_of_a_stream(api):
+    *parts, last = events(api.chat(stream=True, stream_options={"include_usage": True}))
+    assert last["choices"] == [] and all(part["usage"] is None for part in parts)
+    whole = api.chat().json()["usage"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][name] == whole[name]
+    refused(api.chat(stream_options={"include_usage": True}))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_09_echo_with_logprobs(api, count):
+    fields = {"echo": True, "logprobs": 1, "return_token_ids": True}
+    choice = api.complete(max_tokens=count, **fields).json()["choices"][0]
+    found, num_prompt = choice["logprobs"], len(choice["prompt_token_ids"])
+    assert choice["text"].startswith("A trait is")
+    assert found["token_logprobs"][0] is None and None not in found["token_logprobs"][1:]
+    lengths = {len(found[name]) for name in ("tokens", "token_logprobs", "text_offset")}
+    assert lengths == {num_prompt + count}
+    offsets = found["text_offset"]
+    assert offsets == sorted(offsets)
+    for token, start in zip(found["tokens"], offsets, strict=True):
+        assert choice["text"][start : start + len(token)] == token
+
+
+def test_10_logprobs_of_a_completion(api):
+    for count, most in ((0, 1), (5, 6)):
+        found = api.complete(logprobs=count).json()["choices"][0]["logprobs"]
+        assert all(max(1, count) <= len(top) <= most for top in found["top_logprobs"])
+    assert refused(api.complete(logprobs=21))["param"] == "logprobs"
+    assert refused(api.complete(stream=True, prompt_logprobs=1))["param"] == "prompt_logprobs"
+
+
+def test_11_logprobs_of_a_chat(api):
+    choice = api.chat(logprobs=True, top_logprobs=5).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    for entry in content:
+        assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 5
+        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+    assert refused(api.chat(top_logprobs=5))["param"] == "top_logprobs"
+
+
+def test_12_text_offset_is_the_same_in_a_stream(api):
+    fields = {"logprobs": 1, "max_tokens": 12, "stop": "zzz"}
+    whole = api.complete(**fields).json()["choices"][0]["logprobs"]["text_offset"]
+    found = [c["choices"][0]["logprobs"] for c in events(api.complete(stream=True, **fields))]
+    streamed = [offset for part in found if part for offset in part["text_offset"]]
+    assert streamed == whole == sorted(whole) and len(whole) == 12
+
+
+def test_13_stop_strings(api):
+    text = api.text(max_tokens=20)
+    stop = text[7:11]
+    for kept in (False, True):
+        fields = {"stop": stop, "include_stop_str_in_output": kept, "max_tokens": 20}
+        choice = api.complete(**fields).json()["choices"][0]
+        assert choice["text"] == text[: text.index(stop) + len(stop) * kept]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        streamed = events(api.complete(stream=True, **fields))
+        assert "".join(c["choices"][0]["text"] for c in streamed) == choice["text"]
+    for wrong in (list("abcde"), "", [""]):
+        assert refused(api.complete(stop=wrong))["param"].startswith("stop")
+
+
+def test_14_stop_tokens(api):
+    fields = {"max_tokens": 12, "return_token_ids": True}
+    token = api.complete(**fields).json()["choices"][0]["token_ids"][3]
+    choice = api.complete(stop_token_ids=[token], **fields).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+
+
+def test_15_tokens_that_there_must_be(api):
+    reply = api.complete(min_tokens=9, max_tokens=9, ignore_eos=True).json()
+    assert reply["usage"]["completion_tokens"] == 9
+    assert refused(api.complete(min_tokens=9, max_tokens=5))["param"] == "min_tokens"
+
+
+def test_16_seeds(api):
+    fields = {"temperature": 1, "max_tokens": 16}
+    alone = [api.text(seed=seed, **fields) for seed in (1, 2)]
+    assert alone[0] != alone[1]
+    with ThreadPoolExecutor(8) as pool:
+        crowd = list(pool.map(lambda n: api.text(seed=1 + n % 2, **fields), range(8)))
+    assert crowd == alone * 4
+    assert refused(api.complete(seed=2**63))["param"] == "seed"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, 2.1, "hot")),
+        *(("top_p", 0), ("min_p", 2), ("repetition_penalty", 0)),
+    ],
+)
+def test_17_numbers_out_of_range(api, field, value):
+    assert refused(api.complete(**{field: value}))["param"] == field
+
+
+def test_17_numbers_that_are_none(api):
+    assert refused(api.raw(b'{"prompt": "a", "temperature": NaN}'))["param"] == "temperature"
+
+
+def test_18_logit_bias(api):
+    tokens = api.complete(logit_bias={"300": 100}, return_token_ids=True).json()
+    assert set(tokens["choices"][0]["token_ids"]) == {300}
+    error = refused(api.complete(logit_bias={"8192": 1}))
+    assert "8192" in error["message"] and "8191" in error["message"]
+    refused(api.complete(logit_bias={"a": 1}))
+
+
+@pytest.mark.parametrize("n", [0, 10**9, 10**30])
+def test_19_too_many_choices(api, n):
+    assert refused(api.complete(n=n))["param"] == "n"
+
+
+def test_20_bodies_that_are_too_much(api):
+    assert refused(api.complete(prompt=["a"] * 100_000))["param"] == "prompt"
+    refused(api.raw(b"x" * 4_000_001), 413)
+    refused(api.http.get("/health", headers={"x": "y" * 40_000}), 431)
+    refused(api.raw(b"[" * 100_000))
+    assert api.complete().status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"{", b"[]", b"null", b"17", b"\xff\xfe", b'{"prompt": "\\ud800"}'),
+        b'{"prompt": "a"',
+    ],
+)
+def test_21_bodies_that_are_no_request(api, body):
+    refused(api.raw(body))
+
+
+def test_21_strange_text_and_types(api):
+    assert api.complete(prompt="a\x00b").status_code == 200
+    refused(api.raw(b'{"prompt": "a"}', "text/plain"), 415)
+
+
+def test_22_empty_prompts(api):
+    for prompt in ("", [], [""], None):
+        assert refused(api.complete(prompt=prompt))["param"] == "prompt"
+    for messages in ([], None):
+        assert refused(api.chat(messages=messages))["param"] == "messages"
+
+
+def test_23_tokens_that_are_none(api):
+    for token in (-1, 8192):
+        assert refused(api.complete(prompt=[5, token]))["param"] == "prompt"
+
+
+def test_24_length_of_the_prompt(api):
+    assert api.complete(prompt=[5] * (CONTEXT - 1)).json()["usage"]["completion_tokens"] == 1
+    for length in (CONTEXT, CONTEXT + 1):
+        error = refused(api.complete(prompt=[5] * length))
+        assert error["message"].startswith(f"This model's maximum context length is {CONTEXT}")
+    refused(api.complete(prompt="word " * 500_000))
+    tokens = [5] * 300 + [6, 7]
+    reply = api.complete(prompt=tokens, truncate_prompt_tokens=2, return_token_ids=True).json()
+    assert reply["choices"][0]["prompt_token_ids"] == [6, 7]
+    fields = {"truncate_prompt_tokens": 2, "truncation_side": "right", "return_token_ids": True}
+    reply = api.complete(prompt=tokens[::-1], **fields).json()
+    assert reply["choices"][0]["prompt_token_ids"] == [7, 6]
+
+
+def test_25_models_that_are_not_served(api):
+    assert "gpt-9" in refused(api.complete(model="gpt-9"), 404)["message"]
+    assert api.complete(model="also-docs").status_code == 200  # and without a model: all others
+
+
+def test_26_tools_that_are_not_called(api):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert api.chat(tools=tools, tool_choice="none").status_code == 200
+    named = {"type": "function", "function": {"name": "g"}}
+    refused(api.chat(tools=tools, tool_choice=named))
+
+
+def test_27_forms_that_cannot_be(api):
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        error = refused(api.chat(**{name: "x"}))
+        assert error["param"] == name and "structured_outputs" in error["message"]
+    refused(api.chat(response_format={"type": "json_schema"}))
+    assert api.chat(response_format={"type": "text"}).status_code == 200
+
+
+def test_28_parts_of_messages(api):
+    text = {"type": "text", "text": "Hi"}
+    assert api.chat(messages=[{"role": "user", "content": [text, text]}]).status_code == 200
+    image = {"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}
+    refused(api.chat(messages=[{"role": "user", "content": [text, image]}]))
+    refused(api.chat(messages=[{"role": "nobody", "content": "Hi"}]))
+    begun = [*HI, {"role": "assistant", "content": "A trait is"}]
+    continued = api.chat(messages=begun, continue_final_message=True).json()
+    closed = api.chat(messages=begun).json()
+    assert continued["usage"]["prompt_tokens"] < closed["usage"]["prompt_tokens"]
+    refused(api.chat(messages=begun, continue_final_message=True, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("text", ["plain", "日本 \U0001f600", "a\x00\x1b\n\u202e"])
+def test_29_tokens_make_the_round_trip(api, text):
+    tokens = api.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert api.http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+    count = api.http.post("/tokenize", json={"messages": HI}).json()["count"]
+    assert count == api.chat().json()["usage"]["prompt_tokens"]
+
+
+def test_30_characters_of_several_tokens(api):
+    tokens = api.http.post("/tokenize", json={"prompt": "日本"}).json()["tokens"]
+    assert len(tokens) > 2  # the bytes of each character are tokens of their own
+    # Of the bytes of both characters all but the last come as prompt; that one is made certain.
+    fields = {"prompt": tokens[:-1], "max_tokens": 1, "logit_bias": {str(tokens[-1]): 100}}
+    streamed = events(api.complete(stream=True, **fields))
+    whole = api.text(**fields)
+    assert "".join(c["choices"][0]["text"] for c in streamed) == whole
+    assert "\ufffd" not in whole and "日" not in whole
+
+
+def test_31_clients_that_leave(api):
+    fields = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 4}
+    with api.http.stream("POST", "/v1/completions", json=fields) as reply:
+        lines = reply.iter_lines()  # kept: a dropped one hangs up
+        next(lines)
+        assert api.metric("num_requests_admitted") == 4
+    api.until_idle()
+    with ThreadPoolExecutor(12) as pool:
+
+        def leave(_):
+            try:
+                httpx.post(
+                    f"{api.http.base_url}/v1/completions",
+                    json=fields | {"stream": False, "n": 1},
+                    headers=dict(api.http.headers),
+                    timeout=0.1,
+                )
+            except httpx.TimeoutException:
+                return
+
+        list(pool.map(leave, range(12)))
+    assert api.complete().status_code == 200
+    api.until_idle()
+
+
+def test_32_slow_reader_holds_up_nobody(api):
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", api.port)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert slow.recv(1) == b"H"
+        for _ in range(5):
+            assert api.complete().status_code == 200
+            slow.recv(1)
+    api.until_idle()
+
+
+def test_33_queue_that_is_full(api):
+    most = NUM_SEQS + NUM_QUEUED
+    # Too long for the buffers of a connection that is not read: it lasts until the client leaves.
+    fields = {"max_tokens": 200, "ignore_eos": True, "logprobs": 20}
+    body = {"prompt": "a", "n": most, "stream": True, **fields}
+    with api.http.stream("POST", "/v1/completions", json=body) as reply:
+        assert reply.status_code == 200
+        lines = reply.iter_lines()  # kept: a dropped one hangs up
+        next(lines)
+        assert api.metric("num_requests_admitted") == most
+        refusal = api.complete(n=most // 2)
+        assert refused(refusal, 503)["type"] == "service_unavailable_error"
+        assert int(refusal.headers["retry-after"]) > 0
+    assert api.metric("admission_rejections_total") >= 1
+    api.until_idle()
+    assert api.complete().status_code == 200
+
+
+@pytest.mark.parametrize("header", [None, "", f"bearer {KEY}", f"Bearer  {KEY}", "Bearer x", KEY])
+def test_35_key_guards_all_but_probes(api, header):
+    described = api.http.get("/openapi.json").json()["paths"]
+    headers = {} if header is None else {"Authorization": header}
+    with httpx.Client(base_url=api.http.base_url) as client:
+        for path, methods in described.items():
+            for method in methods:
+                reply = client.request(method, path, headers=headers)
+                if path in ("/health", "/ready", "/ping"):
+                    assert reply.status_code == 200
+                else:
+                    assert refused(reply, 401)["type"] == "authentication_error"
+
+
+def test_36_other_origins(api):
+    ask = {"Access-Control-Request-Method": "POST", "Origin": ORIGIN}
+    reply = api.http.options("/v1/completions", headers=ask)
+    assert reply.headers["access-control-allow-origin"] == ORIGIN
+    other = api.http.options("/v1/completions", headers=ask | {"Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_37_prefix_that_was_there(api):
+    prompt = list(range(1000, 1000 + 2 * PAGE + 3))
+
+    def ask(**fields):
+        reply = api.complete(prompt=prompt, logprobs=1, **fields).json()
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached, reply["choices"][0]["logprobs"]["token_logprobs"]
+
+    cold, warm, salted = ask(), ask(), ask(cache_salt="mine")
+    assert (cold[0], warm[0], salted[0]) == (0, 2 * PAGE, 0)
+    assert warm[1] == pytest.approx(cold[1], abs=1e-4)
+
+
+def test_38_pages_that_run_out(api):
+    prompts = [[100 + n] * 8 for n in range(NUM_SEQS)]
+    fields = {"max_tokens": 100, "ignore_eos": True}
+    alone = [api.text(prompt=prompts[n], **fields) for n in (0, NUM_SEQS - 1)]
+    before = api.metric("num_preemptions_total")
+    choices = api.complete(prompt=prompts, **fields).json()["choices"]
+    assert api.metric("num_preemptions_total") > before
+    assert all(choice["finish_reason"] == "length" for choice in choices)
+    assert [choices[0]["text"], choices[-1]["text"]] == alone
+
+
+def test_40_row_without_probabilities(server, error):
+    """The scripted engine fails one request as the real one does for NaN logits."""
+    server.client.fails_at = 0
+    reply = server.complete()
+    assert error(reply, 500)["type"] == "server_error"
+    assert reply.headers["x-should-retry"] == "false"
+    server.client.fails_at = None
+    assert server.complete().status_code == 200
+    assert 'request_success_total{finished_reason="error"' in server.get("/metrics").text
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def engine_of(pid: int) -> int:
+    (found,) = (
+        child
+        for child in children(pid)
+        if b"qserve.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    return found
+
+
+@pytest.mark.exhaustive  # a second start of the engine; test_serve.py has it with a scripted one
+def test_39_engine_that_dies(api, running):
+    fields = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 8}
+    with api.http.stream("POST", "/v1/completions", json=fields) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        os.kill(engine_of(running.process.pid), signal.SIGKILL)
+        *_, error, end = (line for line in lines if line)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert end == "data: [DONE]"
+    health = api.http.get("/health")
+    assert health.status_code == 503 and int(health.headers["retry-after"]) > 0
+    refused(api.complete(), 503)
+    until(lambda: api.http.get("/health").status_code == 200)
+    assert api.complete().status_code == 200
+
+
+def test_34_end_in_good_order(api, running):
+    before = children(running.process.pid)
+    replies = []
+    fields = {"max_tokens": 100, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: replies.append(api.complete(**fields)))
+    thread.start()
+    until(lambda: api.metric("num_requests_admitted") == 1)
+    assert running.stop() == 0
+    thread.join(GUARD)
+    assert replies[0].json()["usage"]["completion_tokens"] == 100
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{running.url}/health")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)

@@ -1,0 +1,120 @@
+"""AsyncLLM: requests side by side in one loop, ends of every kind. The engine is the fake one."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from formats.errors import InputError
+from qserve import AsyncLLM, SamplingParams
+from qserve.outputs import EngineDeadError
+
+REFUSED, PROCESS_DIES = 100, 102  # of fake_engine
+GUARD = 120.0  # seconds, against hanging
+
+
+@pytest.fixture
+def journal(monkeypatch, tmp_path):
+    """What the fake engine was told, line by line."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("FAKE_ENGINE_JOURNAL", str(tmp_path / "journal"))
+    return lambda: (tmp_path / "journal").read_text().splitlines()
+
+
+async def last_of(outputs):
+    return [output async for output in outputs][-1]
+
+
+def test_a_life(docs_5m, journal):
+    """In one process: a start takes longer than all of these."""
+
+    async def main():
+        async with AsyncLLM(docs_5m, engine="fake_engine:FakeEngine") as llm:
+            await llm.check_health()
+            await side_by_side(llm)
+            await grows(llm)
+            await leaves_early(llm)
+            await is_aborted(llm)
+            await is_refused(llm)
+            await dies(llm)
+
+    async def side_by_side(llm):
+        params = [SamplingParams(max_tokens=n, n=2) for n in (3, 40, 1)]
+        requests = [llm.generate([7, 200 + i], each, f"side-{i}") for i, each in enumerate(params)]
+        found = await asyncio.gather(*map(last_of, requests))
+        for i, (output, each) in enumerate(zip(found, params, strict=True)):
+            assert output.finished and output.request_id == f"side-{i}"
+            for completion in output.outputs:
+                assert completion.token_ids == list(range(201 + i, 201 + i + each.max_tokens))
+
+    async def grows(llm):
+        counts = []
+        async for output in llm.generate("A process", SamplingParams(max_tokens=30)):
+            counts.append(len(output.outputs[0].token_ids))
+            assert output.prompt == "A process" and output.prompt_token_ids
+        assert counts == sorted(set(counts)) and counts[-1] == 30
+
+    async def leaves_early(llm):
+        async for output in llm.generate([7, 8], SamplingParams(max_tokens=10_000), "leaver"):
+            if output.outputs[0].token_ids:
+                break
+        await until(lambda: "abort leaver-0" in journal())
+
+    async def is_aborted(llm):
+        seen = []
+
+        async def read():
+            async for output in llm.generate([7, 8], SamplingParams(max_tokens=10**5), "dropped"):
+                seen.append(output)
+
+        task = asyncio.create_task(read())
+        await until(lambda: seen)
+        await llm.abort("dropped")
+        await llm.abort("nobody")
+        await task
+        assert not seen[-1].finished
+        await until(lambda: "abort dropped-0" in journal())
+
+    async def is_refused(llm):
+        with pytest.raises(InputError, match="can never run"):
+            await last_of(llm.generate([REFUSED], SamplingParams()))
+        assert (await last_of(llm.generate([7], SamplingParams(max_tokens=2)))).finished
+
+    async def dies(llm):
+        others = [
+            asyncio.create_task(last_of(llm.generate([7], SamplingParams(max_tokens=10**5))))
+            for _ in range(2)
+        ]
+        with pytest.raises(EngineDeadError):
+            await last_of(llm.generate([PROCESS_DIES], SamplingParams(max_tokens=100)))
+        for other in others:
+            with pytest.raises(EngineDeadError, match="exit code 9"):
+                await other
+        with pytest.raises(EngineDeadError):
+            await llm.check_health()
+        with pytest.raises(EngineDeadError):
+            await last_of(llm.generate([7], SamplingParams()))
+
+    async def until(holds):
+        async with asyncio.timeout(GUARD):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), GUARD))
+
+
+def test_a_model_that_cannot_be_loaded(docs_5m, journal, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE_UNUSABLE", "1")
+
+    async def main():
+        llm = AsyncLLM(docs_5m, engine="fake_engine:FakeEngine")
+        with pytest.raises(InputError, match="no such architecture"):
+            await last_of(llm.generate([7], SamplingParams()))
+        await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), GUARD))
+
+
+def test_an_unknown_setting_is_named(docs_5m):
+    with pytest.raises(InputError, match=r"AsyncLLM\(max_len\)"):
+        AsyncLLM(docs_5m, max_len=3)

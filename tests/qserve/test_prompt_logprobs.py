@@ -1,0 +1,131 @@
+"""Log probabilities of prompts: transformers' own, however the prompt is cut into steps."""
+
+import pytest
+import torch
+
+import qserve.engine.prompt_logprobs as module
+from qserve.engine.request import Request
+from qserve.engine.step_plan import Chunk, StepPlan
+from qserve.llm import LLM
+from qserve.sampling_params import ParameterError, SamplingParams
+
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(n)] for i, n in enumerate((1, 2, 33, 57, 9))]
+SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3, temperature=0)
+# the engine's settings, steps in flight
+MODES = {
+    "whole": ({}, 0),
+    "chunks of 11": ({"max_num_batched_tokens": 11, "max_num_seqs": 4}, 0),
+    "a token a step, one in flight": ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, 1),
+    "preempted": (
+        {
+            "num_gpu_blocks_override": 12,
+            "block_size": 8,
+            "max_num_batched_tokens": 16,
+            "max_num_seqs": 4,
+        },
+        1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def references(docs_5m, transformers_model):
+    """log-softmax [S, V] of transformers' logits after each token of each prompt."""
+    model = transformers_model(docs_5m)
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in PROMPTS]
+
+
+def check(found, ids, reference_SV):
+    assert found[0] is None and len(found) == len(ids)
+    for position, entry in enumerate(found[1:], start=1):
+        values = reference_SV[position - 1]
+        assert entry.logprob == pytest.approx(values[ids[position]].item(), abs=2e-4)
+        assert entry.rank == (values > values[ids[position]]).sum() + 1
+        assert list(entry.top_logprobs) == pytest.approx(values.topk(3).values.tolist(), abs=2e-4)
+        assert list(entry.top_tokens) == values.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
+    """Slices of two rows: a vocabulary that is larger than the memory for logits."""
+    monkeypatch.setattr(module, "SLICE_LOGITS", 2 * 8192)
+    settings, in_flight = MODES[mode]
+    llm = LLM(docs_5m, device="cpu", **settings)
+    llm.engine._max_in_flight = in_flight
+    params = [SCORE] * len(PROMPTS)
+    if mode == "preempted":
+        params = [
+            SamplingParams(max_tokens=24, prompt_logprobs=3, temperature=0, ignore_eos=True)
+        ] * len(PROMPTS)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False, detokenize=False)
+    for output, reference_SV in zip(outputs, references, strict=True):
+        check(output.prompt_logprobs, output.prompt_token_ids, reference_SV)
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == (24 if mode == "preempted" else 0)
+        assert completion.finish_reason == "length"
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_pages
+
+
+def test_the_preempted_mode_preempts(docs_5m):
+    settings, _ = MODES["preempted"]
+    llm = LLM(docs_5m, device="cpu", **settings)
+    params = SamplingParams(max_tokens=24, prompt_logprobs=0, temperature=0, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(str(i), prompt, params)
+    num_preempted = 0
+    while llm.engine.has_work():
+        llm.engine.step()
+        num_preempted += llm.engine.report().num_preempted
+    assert num_preempted
+
+
+def test_who_does_not_ask_gets_none(docs_5m, references):
+    llm = LLM(docs_5m, device="cpu")
+    plain = SamplingParams(max_tokens=3, temperature=0, logprobs=2)
+    asking = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=3, n=2)
+    first, second = llm.generate(
+        [PROMPTS[2], PROMPTS[3]], [plain, asking], use_tqdm=False, detokenize=False
+    )
+    assert first.prompt_logprobs is None and len(first.outputs[0].logprobs) == 3
+    check(second.prompt_logprobs, PROMPTS[3], references[3])
+    assert second.outputs[0].token_ids == second.outputs[1].token_ids
+
+
+def test_no_tokens_only_with_prompt_logprobs():
+    with pytest.raises(ParameterError, match="max_tokens.*1 or more, found 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(ParameterError, match="prompt_logprobs.*0 to 20, found 21"):
+        SamplingParams(prompt_logprobs=21)
+
+
+def request(length, prompt_logprobs=0):
+    return Request(
+        request_id="r",
+        token_ids=list(range(100, 100 + length)),
+        num_prompt_tokens=length,
+        max_tokens=4,
+        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        seed=0,
+        stop_token_ids=frozenset(),
+        eos_token_ids=frozenset(),
+        prompt_logprobs=None if prompt_logprobs is None else [],
+    )
+
+
+def test_rows_are_taken_once_though_the_prompt_is_computed_again():
+    """It gave its pages back in the middle of its prompt; another that asks stands behind it."""
+    again, silent, short = request(10, 2), request(3, None), request(3)
+    plan = module.plan_prompt_rows(StepPlan(chunks=(Chunk(again, 0, 6),)))
+    assert plan.rows.rows.tolist() == [0, 1, 2, 3, 4, 5]
+    assert plan.rows.targets.tolist() == [101, 102, 103, 104, 105, 106]
+    assert module.plan_prompt_rows(StepPlan(chunks=(Chunk(again, 0, 5),))) is None
+    chunks = (Chunk(silent, 0, 3, 1), Chunk(again, 5, 5, 1), Chunk(short, 0, 3, 1))
+    plan = module.plan_prompt_rows(StepPlan(chunks=chunks))
+    # 3 rows of the silent one; the sixth of the other is known; its last predicts no prompt token
+    assert plan.rows.rows.tolist() == [4, 5, 6, 8, 9]
+    assert plan.rows.targets.tolist() == [107, 108, 109, 101, 102]
+    assert plan.rows.num_alternatives == 2
+    assert [count for _, count in plan.counts] == [3, 2]
+    assert module.plan_prompt_rows(StepPlan(chunks=(Chunk(silent, 0, 3),))) is None
