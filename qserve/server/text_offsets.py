@@ -12,16 +12,10 @@ class TextOffsets:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        skip_special_tokens: bool,
-        *,
-        start: int = 0,
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
     ) -> None:
-        """`start`: characters of what comes before the first token."""
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens)
-        self._num_chars = start
+        self._num_chars = 0
 
     def take(self, token: int) -> int:
         """The characters before a token."""
