@@ -276,7 +276,9 @@ def _add_commands(
 ) -> None:
     """The rows of a table as subcommands; `path` names the commands above them."""
     dest = f"{path} command".strip()
-    subparsers = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(
+        dest=dest, required=True, metavar="COMMAND", help="one of the following"
+    )
     for name, command in commands.items():
         sub = subparsers.add_parser(name, help=command.help, description=command.help.capitalize())
         if command.commands:
@@ -363,10 +365,13 @@ def _with_dashes(argument: str) -> str:
 
 def _with_config_file(argv: list[str]) -> list[str]:
     """The arguments with those of the file that --config names. Raises InputError."""
-    command = COMMANDS.get(argv[0]) if argv else None
+    command, depth = COMMANDS.get(argv[0]) if argv else None, 1
+    while command is not None and command.commands:
+        command = command.commands.get(argv[depth]) if depth < len(argv) else None
+        depth += 1
     if command is None or not command.has_config_file:
         return argv
-    path, others = config_file.find(argv[1:])
+    path, others = config_file.find(argv[depth:])
     if path is None:
         return argv
     settings = config_file.read(path)
@@ -383,7 +388,7 @@ def _with_config_file(argv: list[str]) -> list[str]:
     has_argument = bool(others) and not others[0].startswith("-")
     if argument is not None and not has_argument:
         others = [str(argument), *others]
-    return [argv[0], *others[:1], *arguments, *others[1:]]
+    return [*argv[:depth], *others[:1], *arguments, *others[1:]]
 
 
 def _device(name: str) -> str:
