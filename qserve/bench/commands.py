@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 from qserve.bench.dataset_settings import DatasetSettings
 from qserve.bench.kernel_settings import KernelBenchSettings
+from qserve.bench.offline_settings import LatencySettings, StartupSettings, ThroughputSettings
 from qserve.bench.serve_settings import ServeBenchSettings
 from qserve.command import Command
+from qserve.config import EngineConfig
 
 
 def _late(module: str, name: str) -> Callable[..., int]:
@@ -21,12 +23,30 @@ def _late(module: str, name: str) -> Callable[..., int]:
 MODEL = {"argument_is_flag_too": True}
 
 BENCH_COMMANDS: dict[str, Command] = {
+    "latency": Command(
+        help="time one static batch in this process",
+        settings=(EngineConfig, LatencySettings),
+        run=_late("latency", "bench_latency"),
+        **MODEL,
+    ),
+    "throughput": Command(
+        help="time many requests in this process, all at once",
+        settings=(EngineConfig, DatasetSettings, ThroughputSettings),
+        run=_late("throughput", "bench_throughput"),
+        **MODEL,
+    ),
     "serve": Command(
         help="put load on an OpenAI server and measure what its clients see",
         settings=(ServeBenchSettings, DatasetSettings),
         run=_late("serve", "bench_serve"),
         argument_help="model name; default: the first that the server lists",
         argument_optional=True,
+        **MODEL,
+    ),
+    "startup": Command(
+        help="time starts of the engine, cold and warm, until the first token",
+        settings=(EngineConfig, StartupSettings),
+        run=_late("startup", "bench_startup"),
         **MODEL,
     ),
     "kernels": Command(

@@ -13,7 +13,6 @@ from qserve.bench.serve import bench_serve, run
 from qserve.bench.serve_metrics import RequestRecord, ServeMetrics, table
 from qserve.bench.serve_settings import ServeBenchSettings
 from qserve.bench.traffic import arrival_times
-
 from tests.qserve.bench.scripted_server import FIRST, GAP, TOKENS, scripted_server
 
 # as `vllm bench serve --save-result` writes them
