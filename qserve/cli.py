@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import qserve
 from formats.errors import InputError
 from qserve import config_file
-from qserve.bench.commands import BENCH_COMMANDS
+from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command import Command
 from qserve.config import (
     BatchConfig,
@@ -226,6 +226,7 @@ COMMANDS: dict[str, Command] = {
         help="measure latency, throughput, a server, steps and kernels; simulate a server",
         commands=BENCH_COMMANDS,
     ),
+    "profile": PROFILE,
 }
 
 

@@ -4,18 +4,20 @@ import importlib
 from collections.abc import Callable
 
 from qserve.bench.dataset_settings import DatasetSettings
+from qserve.bench.forward_settings import CompareSettings, ForwardSettings
 from qserve.bench.kernel_settings import KernelBenchSettings
 from qserve.bench.offline_settings import LatencySettings, StartupSettings, ThroughputSettings
 from qserve.bench.serve_settings import ServeBenchSettings
 from qserve.command import Command
 from qserve.config import EngineConfig
+from qserve.profile.settings import ProfileSettings
 
 
-def _late(module: str, name: str) -> Callable[..., int]:
+def _late(module: str, name: str, package: str = "qserve.bench") -> Callable[..., int]:
     """A function of a module that is imported when it is called."""
 
     def run(*settings: object) -> int:
-        return getattr(importlib.import_module(f"qserve.bench.{module}"), name)(*settings)
+        return getattr(importlib.import_module(f"{package}.{module}"), name)(*settings)
 
     return run
 
@@ -43,6 +45,19 @@ BENCH_COMMANDS: dict[str, Command] = {
         argument_optional=True,
         **MODEL,
     ),
+    "forward": Command(
+        help="time exact steps of a model, in microseconds",
+        settings=(EngineConfig, ForwardSettings),
+        run=_late("forward", "bench_forward"),
+        **MODEL,
+    ),
+    "compare": Command(
+        help="put two results of a benchmark side by side",
+        settings=(CompareSettings,),
+        run=_late("compare", "bench_compare"),
+        argument="a",
+        argument_help="a result's JSON file",
+    ),
     "startup": Command(
         help="time starts of the engine, cold and warm, until the first token",
         settings=(EngineConfig, StartupSettings),
@@ -56,3 +71,11 @@ BENCH_COMMANDS: dict[str, Command] = {
         argument=None,
     ),
 }
+
+PROFILE = Command(
+    help="show where the time of steps goes, by operator class, or read a trace",
+    settings=(EngineConfig, ProfileSettings),
+    run=_late("command", "profile", "qserve.profile"),
+    argument_optional=True,
+    **MODEL,
+)

@@ -22,6 +22,10 @@ class StepRanges:
             return _NOTHING
         decodes = sum([chunk.count == 1 for chunk in plan.chunks])
         prompts = sum([chunk.count for chunk in plan.chunks if chunk.count > 1])
-        name = f"step {self.num_steps} decode={decodes} chunk={prompts}"
+        return self.named(f"decode={decodes} chunk={prompts}")
+
+    def named(self, what: str) -> AbstractContextManager:
+        """The range of the next step."""
+        name = f"step {self.num_steps} {what}"
         self.num_steps += 1
         return torch.profiler.record_function(name)

@@ -109,7 +109,7 @@ def summarize(path: str | Path) -> TraceSummary:
     """What ran in a trace. Raises InputError where nothing did."""
     events = read_trace(path)
     device = [_interval(each) for each in events if each.get("cat") in DEVICE]
-    ran = device or _innermost(events)
+    ran = device or _outermost(events)
     if not ran:
         raise InputError(str(path), "holds neither kernels nor operators")
     ran.sort()
@@ -133,20 +133,19 @@ def _interval(event: dict) -> Interval:
     return Interval(event["ts"], event["ts"] + event.get("dur", 0), event["name"])
 
 
-def _innermost(events: Iterable[dict]) -> list[Interval]:
-    """A CPU's operators that call no other, one thread after the other."""
+def _outermost(events: Iterable[dict]) -> list[Interval]:
+    """A CPU's operators that no other calls, one thread after the other."""
     of_thread: dict[object, list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
             of_thread[event.get("tid")].append(_interval(event))
     found = []
     for ran in of_thread.values():
-        ran.sort(key=lambda each: (each.start, -each.end))
-        found += [
-            each
-            for each, after in zip(ran, [*ran[1:], None], strict=True)
-            if after is None or after.start >= each.end
-        ]
+        end = 0.0
+        for each in sorted(ran, key=lambda each: (each.start, -each.end)):
+            if each.start >= end:
+                found.append(each)
+                end = each.end
     return found
 
 
