@@ -8,6 +8,7 @@ from qserve.bench.forward_settings import CompareSettings, ForwardSettings
 from qserve.bench.kernel_settings import KernelBenchSettings
 from qserve.bench.offline_settings import LatencySettings, StartupSettings, ThroughputSettings
 from qserve.bench.serve_settings import ServeBenchSettings
+from qserve.bench.simulate_settings import SimulateSettings
 from qserve.command import Command
 from qserve.config import EngineConfig
 from qserve.profile.settings import ProfileSettings
@@ -57,6 +58,12 @@ BENCH_COMMANDS: dict[str, Command] = {
         run=_late("compare", "bench_compare"),
         argument="a",
         argument_help="a result's JSON file",
+    ),
+    "simulate": Command(
+        help="send a trace through the scheduler on a virtual clock, without a GPU",
+        settings=(SimulateSettings, DatasetSettings),
+        run=_late("simulate", "bench_simulate"),
+        argument=None,
     ),
     "startup": Command(
         help="time starts of the engine, cold and warm, until the first token",
