@@ -31,6 +31,7 @@ from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan
+from qserve.engine.step_ranges import StepRanges
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
@@ -104,6 +105,7 @@ class Engine:
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
         )
+        self.step_ranges = StepRanges()
         self._requests: dict[str, Request] = {}
         self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
@@ -225,7 +227,8 @@ class Engine:
                 step = replace(step, prompt_rows=prompts.rows)
             launched = self._clock()
             try:
-                handle = self.workers.launch(step)
+                with self.step_ranges.around(plan):
+                    handle = self.workers.launch(step)
             except torch.OutOfMemoryError as error:
                 # What is in flight first: it may hold tokens of the same requests.
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
