@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ from qserve.engine.policies import make_policy
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_rows import RequestRows
+from qserve.engine.request_rows import RequestRows, dead_end
 from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan
 from qserve.engine.step_ranges import StepRanges
+from qserve.engine.token_filter import TokenFilter, without
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
@@ -165,12 +167,21 @@ class Engine:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < self.vocab_size)
             raise InputError(subject, f"token id {wrong} is not in 0..{self.vocab_size - 1}")
         biased = [token for token, _ in params.logit_bias]
-        for name, tokens in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
-            for token in tokens:
-                if token >= self.vocab_size:
-                    raise InputError(
-                        f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
-                    )
+        for name, tokens in (
+            ("logit_bias", biased),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words", tuple(chain.from_iterable(params.bad_words_token_ids))),
+        ):
+            token = max(tokens, default=0)
+            if token >= self.vocab_size:
+                raise InputError(
+                    f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
+                )
+        if params.bad_words and not params.bad_words_token_ids:
+            raise InputError(
+                f"{subject} bad_words", "have no token ids", "give bad_words_token_ids, too"
+            )
         room = self.max_model_len - length
         seed = params.seed
         if seed is None:
@@ -192,7 +203,10 @@ class Engine:
             arrived=self._clock() if arrived is None else arrived,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None,
+            follows_last=params.structured_outputs is not None,
         )
+        if params.has_filter:
+            self._filter_tokens(request)
         if params.structured_outputs is None:
             self.scheduler.add(request)
         else:
@@ -201,6 +215,18 @@ class Engine:
         self._requests[request_id] = request
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
+
+    def _filter_tokens(self, request: Request) -> None:
+        """Give a request its filter. Raises InputError where that leaves nothing to begin with."""
+        params = request.params
+        made = TokenFilter(self.vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
+        mask = made.mask(request.token_ids, request.num_prompt_tokens)
+        if params.min_tokens:
+            mask = without(mask, request.stop_token_ids | request.eos_token_ids)
+        if not mask.any():
+            raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
+        request.token_filter = made
+        request.follows_last |= made.follows_output
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
@@ -246,7 +272,7 @@ class Engine:
             if error is None:
                 self.scheduler.add(request)
             else:
-                events.append(_failure(request, error))
+                events.append(_failure(request, error)._replace(is_asked_for=True))
         return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:

@@ -10,7 +10,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
-from qserve.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from qserve.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from qserve.server import unsupported
 from qserve.server.errors import ApiError
 
@@ -183,6 +189,14 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[list[int] | None, ONE_ERROR, at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
         None
     )
+    allowed_token_ids: Annotated[
+        list[int] | None, ONE_ERROR, at_most(MAX_ALLOWED_TOKEN_IDS, "ids")
+    ] = None
+    bad_words: Annotated[
+        list[Annotated[str, at_most(MAX_BAD_WORD_CHARS, "characters")]] | None,
+        ONE_ERROR,
+        at_most(MAX_BAD_WORDS, "words"),
+    ] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -255,9 +255,7 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("max_new_tokens", 5, None),
         ("regex", "a+", None),
         ("length_penalty", True, 1),
-        ("bad_words", ["x"], []),
         ("logits_processors", ["x"], []),
-        ("allowed_token_ids", [1], None),
         ("unknown_field", None, {"anything": [1]}),
     ],
 )
