@@ -110,6 +110,7 @@ class _Output:
             logprobs=logprobs,
             num_cached=last.num_cached,
             prompt_logprobs=prompt_logprobs,
+            pooled=last.pooled,
         )
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qserve.sampling_params import SamplingParams
 from qserve.structured.constraint import Constraint
+
+if TYPE_CHECKING:
+    from qserve.engine.pooling import Pooled
 
 
 class TokenLogprobs(NamedTuple):
@@ -35,6 +38,7 @@ class RequestEvent(NamedTuple):
     # one for each token of the prompt, None for its first: with the first event, where asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     queue_seconds: float = 0.0  # from its arrival to its first step
+    pooled: bytes = b""  # vectors of the prompt, little-endian float32, where asked for
 
 
 Flow = tuple[str, str]  # client, group
@@ -84,6 +88,7 @@ class Request:
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
     constraint: Constraint | None = None  # the form that its output must have
+    pooled: "Pooled | None" = None  # where vectors of its prompt are asked for
 
     @property
     def flow(self) -> Flow:
@@ -139,7 +144,8 @@ class Request:
                 reason = "length"
             if reason is not None:
                 break
-        if self.params.max_tokens == 0:  # it was sampled to have an end, and nobody wants it
+        # It was sampled to have an end, and nobody wants it.
+        if self.params.max_tokens == 0 or self.pooled is not None:
             count, reason, stop_token, by_token = 0, "length", None, False
         taken = tuple(sampled[:count])
         self.token_ids += taken
@@ -164,4 +170,5 @@ class Request:
             self.num_cached,
             prompt_logprobs,
             self.queue_seconds,
+            b"" if self.pooled is None else self.pooled.result(self.num_prompt_tokens),
         )
