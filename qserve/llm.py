@@ -121,12 +121,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """A vector of each prompt, made as the model's folder says where the parameters do not.
 
-        Raises InputError.
+        `prompt_name`: of the folder's texts, such as "query", the one that goes before each text
+        of `prompts`; unless given, the folder's default. Raises InputError.
         """
-        found = self._pool(prompts, pooling_params, use_tqdm)
+        before = self._pooling_config().prompt(prompt_name)
+        batch = [before + each if isinstance(each, str) else each for each in as_batch(prompts)]
+        found = self._pool(batch, pooling_params, use_tqdm)
         return [
             each.output(EmbeddingOutput(embedding=each.values.reshape(-1).tolist()))
             for each in found
@@ -154,7 +158,7 @@ class LLM:
         """The probabilities of a classifier's labels. Raises InputError where it has none."""
         found = self._pool(prompts, PoolingParams(kind=LABELS), use_tqdm)
         return [
-            each.output(ClassificationOutput(probs=llm_pooling.probabilities(each.values)))
+            each.output(ClassificationOutput(probs=scoring.probabilities(each.values)))
             for each in found
         ]
 

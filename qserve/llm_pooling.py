@@ -136,12 +136,3 @@ def kind_of(task: str) -> str | None:
     if task not in TASKS:
         raise InputError("pooling_task", f"expected one of {', '.join(TASKS)}, found {task!r}")
     return TASKS[task]
-
-
-def probabilities(logits: np.ndarray) -> list[float]:
-    """Of labels that exclude each other; of a single label, of it alone."""
-    logits = logits.astype(np.float64)
-    if len(logits) == 1:
-        return (1 / (1 + np.exp(-logits))).tolist()
-    raised = np.exp(logits - logits.max())
-    return (raised / raised.sum()).tolist()

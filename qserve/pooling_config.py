@@ -47,6 +47,7 @@ class PoolingConfig:
     score_tokens: tuple[int, ...] = ()
     score_texts: tuple[str, ...] = ()  # the same, as texts
     hidden_size: int = 0
+    is_embedder: bool = False  # the folder says that it makes vectors of texts
     problem: str = ""  # why no vectors can be made, if they cannot
 
     @classmethod
@@ -69,6 +70,14 @@ class PoolingConfig:
             kind=params.kind or self.kind,
             normalize=self.normalize if params.normalize is None else params.normalize,
         )
+
+    def prompt(self, name: str | None) -> str:
+        """The text that goes before an input: of a name, or the default. Raises InputError."""
+        name = name or self.default_prompt
+        if name is not None and name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            raise InputError("prompt_name", f"expected one of {known}, found {name!r}")
+        return "" if name is None else self.prompts[name]
 
     @property
     def is_reranker(self) -> bool:
@@ -94,6 +103,7 @@ def _from_folder(folder: Path) -> PoolingConfig:
         # vLLM's key, whose order is no, yes
         "score_texts": tuple(map(str, reversed(config.get("classifier_from_token") or ()))),
         "problem": _attention_problem(config),
+        "is_embedder": _is_bare(config),
     }
     if (folder / PROMPTS).exists():
         stated = _object(folder / PROMPTS)
@@ -108,6 +118,7 @@ def _from_folder(folder: Path) -> PoolingConfig:
 def _modules(folder: Path) -> dict[str, Any]:
     """What the modules say."""
     found: dict[str, Any] = {"normalize": False}
+    is_embedder = False
     for module in _read(folder / MODULES):
         kind = str(module.get("type", "")).rpartition(".")[2]
         place = folder / str(module.get("path", "")) / "config.json"
@@ -117,11 +128,12 @@ def _modules(folder: Path) -> dict[str, Any]:
             found["normalize"] = True
         elif kind == "Pooling":
             found |= _pooling(_object(place))
+            is_embedder = True
         elif kind == "LogitScore":
             scores = _object(place)
             ids = (scores.get("true_token_id"), scores.get("false_token_id"))
             found["score_tokens"] = tuple(token for token in ids if token is not None)
-    return found
+    return found | {"is_embedder": is_embedder}
 
 
 def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,8 +152,16 @@ def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _matryoshka(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The dimensions that config.json allows; None: it names none."""
+    if config.get("is_matryoshka") is False:
+        return ()
     named = config.get("matryoshka_dimensions")
     return None if named is None else tuple(sorted(named))
+
+
+def _is_bare(config: Mapping[str, Any]) -> bool:
+    """Whether config.json names a class without a head, such as Qwen3Model."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and str(names[0]).endswith("Model")
 
 
 def _attention_problem(config: Mapping[str, Any]) -> str:

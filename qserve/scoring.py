@@ -69,3 +69,12 @@ def of_logits(logits: np.ndarray) -> float:
 def of_vectors(first: np.ndarray, second: np.ndarray) -> float:
     """The cosine of two vectors that are normalized already."""
     return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
+
+
+def probabilities(logits: np.ndarray) -> list[float]:
+    """Of labels that exclude each other; of a single label, of it alone."""
+    logits = logits.astype(np.float64)
+    if len(logits) == 1:
+        return (1 / (1 + np.exp(-logits))).tolist()
+    raised = np.exp(logits - logits.max())
+    return (raised / raised.sum()).tolist()

@@ -147,6 +147,8 @@ class Request:
         # It was sampled to have an end, and nobody wants it.
         if self.params.max_tokens == 0 or self.pooled is not None:
             count, reason, stop_token, by_token = 0, "length", None, False
+        if self.pooled is not None:
+            reason = "stop"
         taken = tuple(sampled[:count])
         self.token_ids += taken
         error = ""
