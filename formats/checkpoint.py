@@ -31,6 +31,7 @@ SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 25_000_000
 MAX_JSON_BYTES = 25_000_000
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")  # pickles, other frameworks
+GGUF_REMEDY = "take the model's safetensors, and quantize them"
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
@@ -211,6 +212,8 @@ class CheckpointReader:
     def __init__(self, folder: str | Path) -> None:
         """Read config.json and every shard's header. Raises CheckpointError."""
         self.folder = Path(folder)
+        if self.folder.suffix == ".gguf":
+            raise CheckpointError(str(folder), "is a GGUF file, which is not read", GGUF_REMEDY)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
         self.config = read_json(self.folder / CONFIG)
@@ -238,6 +241,7 @@ class CheckpointReader:
         is not read."""
         for suffixes, remedy in (
             ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
+            ((".gguf",), f"GGUF is not read: {GGUF_REMEDY}"),
             (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
         ):
             files = (path for path in self.folder.iterdir() if path.is_file())
@@ -438,7 +442,7 @@ class CheckpointWriter:
         self._shards.append(list(self._pending))
         path = self._staged_shard(len(self._shards))
         with self._writing():
-            # Readers such as transformers refuse a file without this metadata.
+            # transformers before 5 refuses a file without this metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
         self._pending = {}
 

@@ -19,6 +19,7 @@ _LAZY = {
     "RequestOutput": "qserve.outputs",
     "CompletionOutput": "qserve.outputs",
     "EngineDeadError": "qserve.outputs",
+    "save_quantized": "formats.save",
 }
 
 

@@ -326,6 +326,14 @@ class QuantizeConfig:
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )
     device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
+    bits: float | None = setting(
+        None,
+        "mean bits per weight, scales included: each linear gets 2 to 8 by what the data says that"
+        " it needs (compressed-tensors)",
+    )
+    config: str | None = setting(
+        None, "recipe file (YAML) with these settings; flags that are given go before it"
+    )
     ignore: list[str] = setting(
         [],
         "leave linears in float whose name has this part, fits this glob or re:EXPRESSION;"

@@ -191,10 +191,10 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None,
         )
-        self.scheduler.check(request)
         if params.structured_outputs is None:
             self.scheduler.add(request)
         else:
+            self.scheduler.check(request)
             self._constrained.add(request)
         self._requests[request_id] = request
         if handling.timeout is not None:

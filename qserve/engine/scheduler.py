@@ -103,7 +103,8 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request that `check` has passed."""
+        """Queue a request. Raises what `check` raises."""
+        self.check(request)
         request.num_steps_at_arrival = self._num_steps
         request.level = self.policy.level(request)
         request.client, request.group = self.policy.turn(request)

@@ -11,7 +11,7 @@ import torch
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
-from formats.family import Family
+from formats.family import Family, check_num_layers
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.text_part import has_text_part
 from qserve.model.context_length import ContextLength
@@ -63,6 +63,7 @@ class ModelConfig:
         raw = read_json(Path(folder) / CONFIG)
         if has_text_part(raw):
             raw = CheckpointReader(folder).config
+        check_num_layers(raw)
         block = find_block(Path(folder), raw)
         family = family_of(raw)
         try:

@@ -190,4 +190,8 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -
         "user": chat.user,
     }
     ignored = (*chat.ignored, *request.ignored)
+    if request.text is not None and request.text.format is not None:
+        repeated["text"] = {
+            "format": request.text.format.model_dump(by_alias=True, exclude_none=True)
+        }
     return chat_request_job(model, chat, arrived, "resp", ignored=ignored, repeated=repeated)

@@ -196,7 +196,7 @@ def test_failing_stream_of_a_response_ends_with_an_error(server):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 257}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"temperature": 9}, "temperature"),
         ({"guided_json": {}}, "guided_json"),
         ({"bad_words": ["a"]}, "bad_words"),

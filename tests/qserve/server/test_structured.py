@@ -42,7 +42,7 @@ def test_vllms_field(server):
 def test_responses_write_it_in_text(server):
     text = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}}
     reply = server.post("/v1/responses", {"input": "Hi", "text": text})
-    assert reply.status_code == 200
+    assert reply.status_code == 200 and reply.json()["text"] == text
     assert form_of(server) == StructuredOutputsParams(json=SCHEMA)
 
 
