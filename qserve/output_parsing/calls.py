@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qserve.output_parsing.pieces import ARGUMENTS, BROKEN, CONTENT, NAME, Piece, add
+from qserve.output_parsing.pieces import ARGUMENTS, BROKEN, CONTENT, NAME, Piece
 
 
 class Calls:
@@ -17,7 +17,7 @@ class Calls:
 
     def content(self, text: str) -> None:
         if text:
-            add(self.pieces, Piece(CONTENT, text))
+            self.pieces.append(Piece(CONTENT, text))
 
     def name(self, name: str) -> None:
         """A call begins."""
@@ -25,7 +25,7 @@ class Calls:
         self.pieces.append(Piece(NAME, name, self.count))
 
     def arguments(self, text: str) -> None:
-        add(self.pieces, Piece(ARGUMENTS, text, self.count))
+        self.pieces.append(Piece(ARGUMENTS, text, self.count))
 
     def end(self) -> None:
         """The call is complete."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qserve.output_parsing import json_calls, pythonic, qwen3_coder
-from qserve.output_parsing.pieces import BROKEN, CONTENT, NAME, REASONING, Piece, add
-from qserve.output_parsing.reasoning import REASONING_PARSERS, ReasoningScanner
+from qserve.output_parsing.pieces import BROKEN, CONTENT, NAME, REASONING, Piece, merged
+from qserve.output_parsing.reasoning import REASONING_PARSERS, ReasoningScanner, grammar_prefix
 from qserve.output_parsing.tool_scanner import NamedCall, ToolFormat, ToolScanner
 
 # by the name that --tool-call-parser takes
@@ -36,6 +36,24 @@ class ParseSettings:
     is_single: bool = False  # calls beyond the first are dropped
     reasoning_parser: str | None = None  # one of REASONING_PARSERS
     prompt_end: str = ""  # the prompt's last characters
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts to look for, which have to be seen even if they are special tokens."""
+        markers: tuple[str, ...] = ()
+        if self.tool_parser is not None:
+            markers = TOOL_PARSERS[self.tool_parser].markers
+        if self.reasoning_parser is not None:
+            form = REASONING_PARSERS[self.reasoning_parser]
+            markers = (*markers, form.start, form.end)
+        return markers
+
+    @property
+    def grammar_prefix(self) -> str:
+        """Lark of what may come before a text that a grammar holds to a form; empty: nothing."""
+        if self.reasoning_parser is None:
+            return ""
+        return grammar_prefix(REASONING_PARSERS[self.reasoning_parser], self.prompt_end)
 
 
 class OutputParser:
@@ -69,10 +87,7 @@ class OutputParser:
 
     def parse(self, text: str) -> list[Piece]:
         """The pieces of a whole text, each as long as it is."""
-        pieces: list[Piece] = []
-        for piece in (*self.push(text), *self.finish()):
-            add(pieces, piece)
-        return pieces
+        return merged((*self.push(text), *self.finish()))
 
     def _behind(self, text: str) -> list[Piece]:
         if not text:

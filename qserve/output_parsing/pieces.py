@@ -1,5 +1,7 @@
 """Piece: a part of a model's text that is known to be reasoning, content, or of a call."""
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 REASONING = "reasoning"
@@ -15,11 +17,9 @@ class Piece(NamedTuple):
     call: int = 0  # which call of the text, from 0
 
 
-def add(pieces: list[Piece], piece: Piece) -> None:
-    """Append a piece, or lengthen the last one if it goes on."""
-    if pieces and piece.kind not in (NAME, BROKEN):
-        last = pieces[-1]
-        if last.kind == piece.kind and last.call == piece.call:
-            pieces[-1] = last._replace(text=last.text + piece.text)
-            return
-    pieces.append(piece)
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, those that continue one another made one."""
+    return [
+        Piece(kind, "".join([piece.text for piece in group]), call)
+        for (kind, call), group in groupby(pieces, lambda piece: (piece.kind, piece.call))
+    ]

@@ -1,7 +1,7 @@
 """Calls written as a Python list of calls with literals: [get_weather(city='Paris', days=3)]"""
 
-import ast
 import json
+import math
 
 from qserve.output_parsing.calls import Calls
 from qserve.output_parsing.reading import BrokenCall, Emit, Reader, after_space, skip, until
@@ -143,10 +143,18 @@ def _plain(char: str, emit: Emit) -> Reader[str]:
         emit(WORDS[text])
         return char
     try:
-        number = ast.literal_eval(text)
-        if not isinstance(number, int | float):
-            raise BrokenCall
-        emit(json.dumps(number, allow_nan=False))
-    except (ValueError, SyntaxError):
-        raise BrokenCall from None
+        number = int(text)
+    except ValueError:
+        number = _float(text)
+    emit(json.dumps(number))
     return char
+
+
+def _float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise BrokenCall from None
+    if not math.isfinite(number):
+        raise BrokenCall
+    return number

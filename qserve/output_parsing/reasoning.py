@@ -19,21 +19,43 @@ REASONING_PARSERS = {
 }
 
 
+# What a prompt's end says of the reasoning.
+OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
+SPACE = r"/[ \t\r\n]{0,4}/"
+
+
+def state_after(form: ReasoningFormat, prompt_end: str) -> str:
+    """Whether text behind the prompt begins within reasoning, may begin with it, or has none."""
+    before = prompt_end.rstrip()
+    if before.endswith(form.end):
+        return CLOSED
+    return OPEN if form.is_implied or before.endswith(form.start) else POSSIBLE
+
+
+def grammar_prefix(form: ReasoningFormat, prompt_end: str) -> str:
+    """Lark of the reasoning that may come before a text of some form; empty: none may."""
+    state = state_after(form, prompt_end)
+    if state == CLOSED:
+        return ""
+    thought = f'thought[suffix="{form.end}"]:'
+    if state == OPEN:
+        return f"prefix: thought {SPACE}\n{thought} /(.|\\n)*/"
+    return f"prefix: (thought {SPACE})?\n{thought} /[ \\t\\r\\n]{{0,4}}{form.start}(.|\\n)*/"
+
+
 class ReasoningScanner:
     """White space at both ends of the reasoning, and behind it, belongs to neither."""
 
     def __init__(self, form: ReasoningFormat, *, prompt_end: str) -> None:
         """`prompt_end`: the last characters of the prompt, which may begin or end reasoning."""
-        before = prompt_end.rstrip()
+        state = state_after(form, prompt_end)
         self._form = form
         self._held = ""  # may begin a marker
         self._spaces = ""
         self._has_begun = False  # some of the reasoning was told
-        self._is_open = before.endswith(form.start) or (
-            form.is_implied and not before.endswith(form.end)
-        )
+        self._is_open = state == OPEN
         # Until the first character that is no white space: whether reasoning begins.
-        self._may_begin = not before.endswith(form.end)
+        self._may_begin = state != CLOSED
         self._is_behind = not self._may_begin  # of reasoning: leading white space is dropped
 
     def push(self, text: str) -> tuple[list[Piece], str]:

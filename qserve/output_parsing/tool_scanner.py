@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qserve.output_parsing.calls import Calls
-from qserve.output_parsing.pieces import ARGUMENTS, NAME, Piece
+from qserve.output_parsing.pieces import ARGUMENTS, NAME, Piece, merged
 from qserve.output_parsing.reading import BrokenCall, Reader
 
 
@@ -38,7 +38,7 @@ class ToolScanner:
 
     def finish(self) -> list[Piece]:
         """The rest, when no more text comes."""
-        if self._reader is not None:
+        while self._reader is not None:
             self._advance("")
         held, self._held = self._held, ""
         for char in held:
@@ -50,7 +50,7 @@ class ToolScanner:
 
     def _taken(self) -> list[Piece]:
         pieces, self._calls.pieces = self._calls.pieces, []
-        return pieces
+        return merged(pieces)
 
     def _take(self, char: str) -> None:
         if self._reader is None:
