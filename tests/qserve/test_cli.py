@@ -83,6 +83,7 @@ FLAGS = {
         *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
         *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
         *("--log-level", "--log-format", "--metrics-prefix"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"),
     },
     "chat": TALK_FLAGS,
     "complete": TALK_FLAGS,
