@@ -111,6 +111,7 @@ class _Output:
             num_cached=last.num_cached,
             prompt_logprobs=prompt_logprobs,
             is_asked_for=last.is_asked_for,
+            pooled=last.pooled,
         )
 
 

@@ -24,6 +24,7 @@ from qserve.engine.kv_pages import PagePool
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.policies import make_policy
+from qserve.engine.pooling import NO_HEAD, Pooled, PoolPlan, check_pooling, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
@@ -32,10 +33,12 @@ from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan
+from qserve.engine.step_ranges import StepRanges
 from qserve.engine.token_filter import TokenFilter, without
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
+from qserve.pooling_params import KINDS_OF_LAST_ROW
 from qserve.sampling_params import SamplingParams
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
@@ -52,6 +55,7 @@ class _Flight(NamedTuple):
 
     plan: StepPlan
     prompts: PromptPlan | None  # whose log probabilities it tells
+    pools: PoolPlan | None  # of whose prompts it makes vectors
     handle: StepHandle
     launched: float
 
@@ -106,6 +110,7 @@ class Engine:
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
         )
+        self.step_ranges = StepRanges()
         self._requests: dict[str, Request] = {}
         self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
@@ -164,6 +169,12 @@ class Engine:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < self.vocab_size)
             raise InputError(subject, f"token id {wrong} is not in 0..{self.vocab_size - 1}")
+        pooling = handling.pooling
+        if pooling is not None:
+            check_pooling(subject, pooling, self.model_config)
+            params = SamplingParams(max_tokens=1, temperature=0)
+        elif self.model_config.instead_of_head:
+            raise InputError(subject, NO_HEAD, "ask for vectors: /v1/embeddings, LLM.embed")
         biased = [token for token, _ in params.logit_bias]
         for name, tokens in (
             ("logit_bias", biased),
@@ -200,8 +211,10 @@ class Engine:
             cache_salt=handling.cache_salt,
             arrived=self._clock() if arrived is None else arrived,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
-            reads_cache=params.prompt_logprobs is None,
+            reads_cache=params.prompt_logprobs is None
+            and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
             follows_last=params.structured_outputs is not None,
+            pooled=None if pooling is None else Pooled(params=pooling),
         )
         if params.has_filter:
             self._filter_tokens(request)
@@ -249,13 +262,17 @@ class Engine:
             prompts = plan_prompt_rows(plan)
             if prompts is not None:
                 step = replace(step, prompt_rows=prompts.rows)
+            pools = plan_pool_rows(plan)
+            if pools is not None:
+                step = replace(step, pool_rows=pools.rows)
             launched = self._clock()
             try:
-                handle = self.workers.launch(step)
+                with self.step_ranges.around(plan):
+                    handle = self.workers.launch(step)
             except torch.OutOfMemoryError as error:
                 # What is in flight first: it may hold tokens of the same requests.
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
-            self._in_flight.append(_Flight(plan, prompts, handle, launched))
+            self._in_flight.append(_Flight(plan, prompts, pools, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
         return self._ended(events)
 
@@ -279,6 +296,8 @@ class Engine:
             flight = self._in_flight.popleft()
             if flight.prompts is not None:
                 flight.handle.prompts.give_to(flight.prompts)
+            if flight.pools is not None:
+                flight.handle.pools.give_to(flight.pools)
             sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
             self._measure(flight, has_waited=bool(sampled))
             events += self.scheduler.update(flight.plan, sampled, logprobs)

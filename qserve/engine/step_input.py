@@ -36,6 +36,16 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRows:
+    """Rows of a step whose hidden states make vectors (pooling.py)."""
+
+    rows: np.ndarray  # int64, of T: those of one vector stand together
+    counts: np.ndarray  # int64: of each vector, how many of these rows it is the sum of
+    logit_rows: np.ndarray  # int64, of T: rows some of whose logits are asked for
+    logit_tokens: tuple[tuple[int, ...], ...]  # of each, which tokens'; (): a classifier's labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step, on the host."""
 
@@ -55,6 +65,7 @@ class StepInput:
     history_fills: tuple[HistoryFill, ...] = ()
     page_moves: PageMoves | None = None  # copies of KV pages that come before all else
     prompt_rows: PromptRows | None = None
+    pool_rows: PoolRows | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -101,7 +101,7 @@ def check_role(role: str) -> str:
     return role
 
 
-def _request_id(value: str | None) -> str | None:
+def check_request_id(value: str | None) -> str | None:
     if value is not None and not REQUEST_ID.fullmatch(value):
         raise PydanticCustomError(
             "request_id", "expected 1 to 128 letters, digits and the signs . _ : / + = - @"
@@ -156,7 +156,7 @@ class GenerationRequest(Body):
     """What both routes take. None is a field that is not set."""
 
     model: str | None = None
-    request_id: Annotated[str | None, AfterValidator(_request_id)] = None
+    request_id: Annotated[str | None, AfterValidator(check_request_id)] = None
     user: str | None = None
     service_tier: str | None = None
     store: bool | None = None

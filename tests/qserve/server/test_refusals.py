@@ -232,7 +232,7 @@ def test_unknown_model_is_named_and_a_missing_one_is_the_served_one(server, erro
     [
         ("/", "POST", 405),
         ("/v1", "GET", 404),
-        ("/v1/embeddings", "POST", 404),
+        ("/v1/embeddings", "GET", 405),
         ("/v1/models/", "GET", 404),
         ("/v1/completions", "GET", 405),
         ("/v1/models", "DELETE", 405),
