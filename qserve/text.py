@@ -77,6 +77,7 @@ class Tokenizer:
         self._find_control_tokens(added)
         self._before = self.encode("a", add_special_tokens=False)
         self._num_before = len(self.decode(self._before))
+        self._token_texts: dict[int, str] = {}  # those that were asked for
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
@@ -148,7 +149,11 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """One token's text as it is behind others: at the start some decoders drop a space."""
-        return self.decode([*self._before, token], skip_special_tokens=False)[self._num_before :]
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self.decode([*self._before, token], skip_special_tokens=False)
+            text = self._token_texts[token] = text[self._num_before :]
+        return text
 
     @functools.cached_property
     def template_settings(self) -> frozenset[str]:

@@ -78,9 +78,15 @@ class Job:
         """The prompt and parameters that the engine runs for one choice."""
         prompt, repeat = divmod(index, self.params[0].n)
         params = self.params[prompt]
-        # Each choice of a reply has its own, also of the prompt.
-        choice = replace(params.choice(repeat), prompt_logprobs=params.prompt_logprobs)
+        choice = params.choice(repeat)
+        if choice.prompt_logprobs != params.prompt_logprobs:
+            # Each choice of a reply has its own, also of the prompt.
+            choice = replace(choice, prompt_logprobs=params.prompt_logprobs)
         return self.prompts[prompt], choice
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt alone: parameters are made anew and checked each time."""
+        return self.prompts[index // self.params[0].n]
 
     def echo(self, index: int) -> str:
         """The text that one choice's reply begins with."""

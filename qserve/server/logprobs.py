@@ -97,4 +97,4 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    return LOWEST if logprob < LOWEST else logprob

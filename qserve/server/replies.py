@@ -128,7 +128,7 @@ class Reply:
         """A choice's tokens where they are asked for, and of its prompt with the first of them."""
         if not self.job.returns_token_ids:
             return {}
-        prompt, _ = self.job.choice(index)
+        prompt = self.job.prompt_of(index)
         return {"token_ids": list(token_ids), "prompt_token_ids": prompt if opens else None}
 
     def _logprobs(self, index: int, part: Output | TextDelta) -> dict | None:
@@ -147,7 +147,7 @@ class Reply:
         most = self.job.prompt_logprobs
         if most is None or output.prompt_logprobs is None:
             return None
-        prompt, _ = self.job.choice(index)
+        prompt = self.job.prompt_of(index)
         return prompt_logprobs(self.tokenizer, prompt, output.prompt_logprobs, most)
 
     def _of_choice_prompt(self, index: int, output: Output) -> dict:
@@ -193,7 +193,8 @@ class CompletionReply(Reply):
     def _format(
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None
     ) -> dict:
-        prompt, params = self.job.choice(index)
+        # What is read of them is the same for all choices.
+        prompt, params = self.job.prompt_of(index), self.job.params[0]
         if index not in self.offsets:
             self.offsets[index] = TextOffsets(self.tokenizer, prompt, params.skip_special_tokens)
         start = len(self.job.echo(index))
