@@ -12,6 +12,7 @@ from formats.errors import InputError
 from formats.names import FORMATS, KV_CACHES, RECIPES
 from qserve.logs import FORMATS as LOG_FORMATS
 from qserve.logs import LEVELS
+from qserve.profile.profiler_config import ProfilerConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -268,6 +269,11 @@ class ServerConfig:
     enable_cache_reset: bool = setting(
         False, "let clients empty the prefix cache: POST /reset_prefix_cache"
     )
+    profiler_config: str | None = setting(
+        None,
+        'let clients record steps (POST /start_profile, /stop_profile): {"profiler": "torch",'
+        ' "torch_profiler_dir": DIR}, or "cuda" for nsys',
+    )
     chat_special_tokens: bool = setting(
         False,
         "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
@@ -276,12 +282,18 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        _ = self.profiler  # raises where it cannot be read
         for key in self.api_key:
             check_key("--api-key", key)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise InputError(
                 "--root-path", f"expected / at the start alone, found {self.root_path!r}"
             )
+
+    @property
+    def profiler(self) -> ProfilerConfig | None:
+        """Raises InputError."""
+        return self.profiler_config and ProfilerConfig.parse(self.profiler_config)
 
     def model_names(self, folder: str) -> tuple[str, ...]:
         """What clients call the model of a folder."""

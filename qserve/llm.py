@@ -11,6 +11,7 @@ from formats.errors import InputError
 from qserve.engine.engine import Engine
 from qserve.llm_engine import LLMEngine, engine_config
 from qserve.outputs import Prompt, RequestOutput, as_batch
+from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
 
@@ -104,6 +105,13 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget the KV pages of earlier prompts: those that come find none."""
         self.engine.reset_prefix_cache()
+
+    def start_profile(self, folder: str = "profile", with_stack: bool = False) -> None:
+        """Record steps until `stop_profile`, which writes a trace and its table into a folder."""
+        self.engine.profiler.start(ProfilerConfig(folder=folder, with_stack=with_stack))
+
+    def stop_profile(self) -> None:
+        self.engine.profiler.stop()
 
     def encode(self, *arguments: Any, **settings: Any) -> NoReturn:
         """vLLM's name for pooled hidden states, which this engine does not give."""

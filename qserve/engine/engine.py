@@ -34,6 +34,7 @@ from qserve.engine.step_ranges import StepRanges
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
+from qserve.profile.control import ProfileControl
 from qserve.sampling_params import SamplingParams
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
@@ -105,6 +106,7 @@ class Engine:
             window=self.model_config.longest_window,
         )
         self.step_ranges = StepRanges()
+        self.profiler = ProfileControl(self)
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)
         self._in_flight: deque[_Flight] = deque()
@@ -225,6 +227,8 @@ class Engine:
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
             self._in_flight.append(_Flight(plan, prompts, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
+        if self.profiler.is_armed:
+            self.profiler.after_step()
         return self._ended(events)
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:
