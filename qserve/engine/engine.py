@@ -35,6 +35,7 @@ from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
 from qserve.profile.control import ProfileControl
+from qserve.profile.recorder import Recorder
 from qserve.sampling_params import SamplingParams
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
@@ -106,7 +107,7 @@ class Engine:
             window=self.model_config.longest_window,
         )
         self.step_ranges = StepRanges()
-        self.profiler = ProfileControl(self)
+        self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
         self._requests: dict[str, Request] = {}
         self._rows = RequestRows(config.max_num_seqs)
         self._in_flight: deque[_Flight] = deque()

@@ -1,14 +1,11 @@
 """ProfileControl: an engine's recordings on request, which may begin and end by step counts."""
 
 import logging
-from typing import TYPE_CHECKING
 
 from formats.errors import InputError
 from qserve.profile.profiler_config import ProfilerConfig
-
-if TYPE_CHECKING:
-    from qserve.engine.engine import Engine
-    from qserve.profile.recorder import Recorder
+from qserve.profile.recorder import Recorder
+from qserve.profile.report import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -16,9 +13,8 @@ logger = logging.getLogger(__name__)
 class ProfileControl:
     """One recording at a time. `is_armed` is False where a step has nothing to do for it."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
-        self._recorder: Recorder | None = None  # made when first needed: it loads the profiler
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self._config = ProfilerConfig()
         self._num_recordings = 0
         self._delay_left = 0
@@ -35,10 +31,8 @@ class ProfileControl:
     def stop(self) -> None:
         """End it and write the trace; nothing where none is under way."""
         self.is_armed = False
-        path = None if self._recorder is None else self._recorder.stop()
-        if path is not None and self._recorder.num_steps:
-            from qserve.profile.report import write_report
-
+        path = self.recorder.stop()
+        if path is not None and self.recorder.num_steps:
             text = write_report(path)
             path.with_name(path.name.replace(".pt.trace.json.gz", ".profiler_out.txt")).write_text(
                 text + "\n", encoding="utf-8"
@@ -52,19 +46,16 @@ class ProfileControl:
                 self._delay_left -= 1
                 if not self._delay_left:
                     self._begin()
-            elif self._config.most and self._recorder.num_steps >= self._config.most:
+            elif self._config.most and self.recorder.num_steps >= self._config.most:
                 self.stop()
         except (InputError, OSError) as error:
             # Nobody waits for an answer here, and requests must not end with a profile.
             logger.error("The profile ended: %s", error)
 
     def _begin(self) -> None:
-        from qserve.profile.recorder import Recorder
-
-        self._recorder = self._recorder or Recorder(self._engine)
         config = self._config
         try:
-            self._recorder.start(
+            self.recorder.start(
                 config.path(self._num_recordings), with_stack=config.with_stack, kind=config.kind
             )
         except BaseException:
