@@ -26,6 +26,8 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, DiskError, InputError, one_line
 from formats.table import size_text
 
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # of a linear's input
+
 # Windows are run in batches of about this many tokens: enough to fill a GPU, little memory.
 BATCH_TOKENS = 8192
 
@@ -68,12 +70,12 @@ class LayerRunner:
         self,
         layer: int,
         state: Mapping[str, torch.Tensor],
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        activation: Rounding | Mapping[str, Rounding] | None = None,
     ) -> nn.Module:
         """The layer as a module that holds `state`, in the computing dtype.
 
-        `activation` is applied to the input of every linear that is quantized, such as
-        fake_quantize_tokens.
+        `activation` is applied to the input of every linear, such as fake_quantize_tokens, or to
+        those that it names.
         """
         with torch.device("meta"):
             module = self._make_layer(layer)
@@ -102,9 +104,11 @@ class LayerRunner:
         if activation is not None:
             for group in self.layer_map.inputs(self.raw_config, layer):
                 for name in group:
-                    module.get_submodule(name).register_forward_pre_hook(
-                        lambda _, args: (activation(args[0]),)
-                    )
+                    rounding = activation if callable(activation) else activation.get(name)
+                    if rounding is not None:
+                        module.get_submodule(name).register_forward_pre_hook(
+                            lambda _, args, rounding=rounding: (rounding(args[0]),)
+                        )
         return module.train(False).requires_grad_(False)
 
     def _make_layer(self, layer: int) -> nn.Module:
@@ -118,7 +122,12 @@ class LayerRunner:
             ) from None
 
     def run(
-        self, module: nn.Module, layer: int, hidden_BSD: torch.Tensor, cache: Any = None
+        self,
+        module: nn.Module,
+        layer: int,
+        hidden_BSD: torch.Tensor,
+        cache: Any = None,
+        grad: bool = False,
     ) -> torch.Tensor:
         """One layer on a batch of whole windows. `cache` sees keys and values (kv_range.py)."""
         length = hidden_BSD.shape[1]
@@ -131,7 +140,7 @@ class LayerRunner:
             rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
             self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
         position_ids, rotary, mask = self._positions[length, kind]
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             output = module(
                 hidden_BSD,
                 attention_mask=mask,

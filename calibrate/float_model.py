@@ -10,6 +10,7 @@ from calibrate.layer_map import find_layer_map
 from calibrate.solving import LayerState
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
+from formats.family import check_num_layers
 from formats.findings import Findings
 from formats.inspect_model import check_shapes
 from formats.padding import Padding
@@ -28,6 +29,7 @@ class FloatModel:
         Raises InputError where the folder is no complete float model of a known architecture.
         """
         self.reader = CheckpointReader(folder)
+        check_num_layers(self.reader.config)
         self.layer_map = find_layer_map(self.reader.config)
         self.padding: Padding | None = None
         self.num_layers = self.layer_map.num_layers(self.reader.config)

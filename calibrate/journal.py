@@ -21,6 +21,7 @@ from calibrate.layer import FinishedLayer
 from calibrate.report import LinearReport
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError, DiskError, InputError
+from formats.fp4 import Fp4Weight, is_fp4
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec
@@ -33,6 +34,8 @@ IDENTITY = "journal.json"
 FIELDS = {
     "int": {"words": "words_NW", "scales": "scales_NG", "zeros": "zeros_NG"},
     "float": {"codes": "codes_NK", "scales": "scales_RC"},
+    "mxfp4": {"codes": "bytes_NB", "scales": "scales_NG"},
+    "nvfp4": {"codes": "bytes_NB", "scales": "scales_NG", "whole": "global_scale"},
 }
 INPUT_SCALE = {"input_scale": "input_scale"}  # of static activations
 RECORD = "qserve_layer"
@@ -192,6 +195,8 @@ def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor])
     values["activation"] = activation and ActivationSpec(**activation)
     if spec.type == "float":
         return Fp8Weight(spec=spec, **values)
+    if is_fp4(spec):
+        return Fp4Weight(spec=spec, **{"global_scale": None, **values})
     return PackedWeight(spec=spec, in_features=record["in_features"], **values)
 
 

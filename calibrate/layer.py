@@ -2,18 +2,20 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from calibrate import rtn
+from calibrate.activations import fake_quantize_tokens
+from calibrate.input_range import round_static, static_scale
 from calibrate.recipe import Recipe
 from calibrate.report import LinearReport
 from calibrate.scale_range import range_notes
 from calibrate.solving import LayerContext, LayerState, SolverError, check_solved
 from calibrate.statistics import InputStatistics
-from formats.activation import LARGEST, MIN_INPUT_SCALE
-from formats.scheme import ActivationSpec, Scheme
+from formats.scheme import Scheme
 from formats.weights import Weight, with_activation
 
 
@@ -30,6 +32,31 @@ class FinishedLayer:
         """The layer's tensors with this result in place: what a server computes with."""
         weights = {f"{name}.weight": packed.dequantize() for name, packed in self.packed.items()}
         return {**state, **self.changed, **weights}
+
+    def roundings(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        """What the linears with integer activations do to their inputs, by name."""
+        found = {}
+        for name, packed in self.packed.items():
+            if packed.activation is None or packed.activation.type != "int":
+                continue
+            if packed.activation.dynamic:
+                found[name] = fake_quantize_tokens
+            else:
+                found[name] = partial(round_static, scale=packed.input_scale)
+        return found
+
+    def measured_again(
+        self, state: LayerState, statistics: Mapping[str, InputStatistics]
+    ) -> "FinishedLayer":
+        """The same with reports of the weights as they are now. `state`: the layer in float."""
+        state = {**state, **self.changed}
+        reports = []
+        for local, report in zip(self.packed, self.reports, strict=True):
+            found = report.measured_again(
+                state[f"{local}.weight"], self.packed[local], statistics.get(local)
+            )
+            reports.append(found)
+        return replace(self, reports=tuple(reports))
 
 
 def load_transforms(state: LayerState, recipe: Recipe, context: LayerContext) -> LayerState:
@@ -82,7 +109,11 @@ def quantize_layer(
             notes += range_notes(weight_NK, packed[local], name)
             scale = input_scales.get(name)
             if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
-                scale = static_scale(stats, scheme.activation)
+                key = f"scale of a static {scheme.activation.type}"
+                if key not in stats.cache:  # one for all linears that read the input
+                    weights = [state[f"{other}.weight"] for other in group]
+                    stats.cache[key] = static_scale(stats, scheme.activation, weights)
+                scale = stats.cache[key]
             packed[local] = with_activation(packed[local], scheme, scale, name)
             seconds = time.perf_counter() - started
             notes += stats.notes if stats is not None else []
@@ -106,11 +137,3 @@ def quantize_layer(
     return FinishedLayer(
         packed=packed, changed=changed, reports=tuple(reports), notes=tuple(context.notes)
     )
-
-
-def static_scale(stats: InputStatistics, activation: ActivationSpec) -> float:
-    """The scale of a linear's input that just holds all that the data had there."""
-    if stats.num_tokens == 0:
-        stats.notes.append("no calibration token reached it: its input's scale is a guess, 1")
-        return 1.0
-    return max(float(stats.absmax_K.max()) / LARGEST[activation.type], MIN_INPUT_SCALE)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from calibrate.activations import fake_quantize_tokens
 from calibrate.clock import Clock
 from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
 from calibrate.digest import combined, tensor_digest
@@ -25,6 +24,7 @@ from calibrate.identity import identity
 from calibrate.journal import Journal
 from calibrate.kv_range import KvScales
 from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
+from calibrate.model_card import CARD, RECIPE_FILE, model_card, recipe_text
 from calibrate.recipe import Recipe, check_makes, find_recipe, integer_activations
 from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_versions
 from calibrate.report_html import REPORT_HTML, to_html
@@ -38,9 +38,10 @@ from formats.checkpoint import (
 )
 from formats.errors import InputError
 from formats.family import ATTENTION
+from formats.inspect import inspect_checkpoint
 from formats.layouts import Layout
 from formats.padding import make_padding
-from formats.plan import make_plan
+from formats.plan import EXCEPTIONS_FORMAT, fits_any, make_plan
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 
@@ -57,6 +58,7 @@ def quantize_checkpoint(
     output_format: str | None = None,
     ignore: Sequence[str] = (),
     overrides: Iterable[tuple[str, Scheme]] = (),
+    bits: float | None = None,
     pad: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
     kv_cache: str | None = None,
@@ -70,6 +72,7 @@ def quantize_checkpoint(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     progress: bool = True,
     quantizer: str = "qserve-kit",
+    settings: Mapping[str, Any] | None = None,
 ) -> QuantizationReport:
     """Quantize every linear of every decoder layer of `source` and write `target`.
 
@@ -79,11 +82,14 @@ def quantize_checkpoint(
     `recipe` is a row of RECIPES or one's own Recipe, whose unfinished run goes on only while the
     files of its functions are the same; "rtn" needs no data. `output_format` None: the
     scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
+    `bits` on the mean: linears get 2 to 8 bits each, by what the data says that they need
+    (calibrate/mixed_bits.py); `scheme` has the groups and the symmetry then.
     `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer.
     `input_scales` of static activations, by linear, replace those that the data gives.
     `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
     where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder
-    for the data's hidden states, to spare memory. `quantizer` ("tool:version") is recorded. Raises
+    for the data's hidden states, to spare memory. `quantizer` ("tool:version") and `settings` are
+    recorded. Raises
     InputError on anything that the user can mend, before the first weight is read where possible;
     nothing is left behind then.
     """
@@ -93,16 +99,29 @@ def quantize_checkpoint(
     recipe = find_recipe(recipe)
     _check_device(device)
     padding = make_padding(model.config, model.shapes, scheme) if pad else None
-    plan = make_plan(
+    planned = partial(
+        make_plan,
         model.shapes,
         scheme,
-        output_format=output_format,
         ignore=ignore,
-        overrides=overrides,
         padding=padding,
         kv_cache=kv_cache,
     )
-    model.padding, schemes, layout = plan.padding, plan.quantized, plan.layout
+    overrides = list(overrides)
+    plan = planned(output_format=output_format, overrides=overrides)
+    model.padding = plan.padding
+    if bits is not None:
+        calibration = _read_data(model, calibration, samples, sequence_length, seed)
+        with clock("choosing bits"):
+            free = {n: s for n, s in plan.quantized.items() if not fits_any(overrides, n)}
+            # transformers is loaded only where a model runs
+            from calibrate.mixed_bits import mixed_overrides
+
+            found = mixed_overrides(model, free, calibration, scheme, bits, device)
+        plan = planned(
+            output_format=output_format or EXCEPTIONS_FORMAT, overrides=[*overrides, *found]
+        )
+    schemes, layout = plan.quantized, plan.layout
     check_makes(recipe, schemes.values())
     input_scales = input_scales or {}
     data = None
@@ -126,6 +145,7 @@ def quantize_checkpoint(
         config=model.config,
         spec=scheme.weight,
         activation_bits=integer_activations(scheme),
+        activation=scheme.activation,
         seed=seed,
     )
 
@@ -164,14 +184,24 @@ def quantize_checkpoint(
                         input_scales=input_scales,
                         before_linear=show,
                     )
+                if stream is not None:
+                    with clock("next inputs"):
+                        stream.advance_reference(layer, state)
+                if recipe.tuning is not None:
+                    with clock("tuning"):
+                        show("tuning", advance=0)
+                        tuned = stream.tune(layer, state, finished, recipe.tuning, seed)
+                        finished = tuned.measured_again(state, statistics)
                 del statistics
                 journal.write(layer, finished, digest)
             else:
                 show("found finished", advance=len(finished.packed))
+                if stream is not None:
+                    stream.advance_reference(layer, state)
             kv_scales = None
             if stream is not None:
                 with clock("next inputs"):
-                    kv_scales = stream.advance(layer, original, state, finished.apply(original))
+                    kv_scales = stream.advance(layer, original, finished)
             with clock("writing"):
                 output.add_layer(in_layer.prefix, finished, model)
                 if kv_scales is not None:
@@ -194,7 +224,7 @@ def quantize_checkpoint(
             source_sha256=combined(
                 [run_identity["model"], *(model.layer_digests[i] for i in range(model.num_layers))]
             ),
-            scheme=str(scheme),
+            scheme=str(scheme) if bits is None else f"{scheme}, {bits} bits on the mean",
             recipe=recipe.name,
             format=layout.name,
             linears=tuple(output.reports),
@@ -205,11 +235,15 @@ def quantize_checkpoint(
             kv_scales=output.kv_scales,
             perplexity=perplexity,
             seconds_by_stage=clock.seconds,
-            warnings=_warnings(data, model, model_tensors),
+            warnings=(*plan.warnings, *_warnings(data, model, model_tensors)),
             versions={"quantizer": quantizer, **tool_versions()},
             seconds=clock.total,
             left_in_float=plan.reasons,
         )
+        verdicts = inspect_checkpoint(staged).loads_in
+        writer.write_text(CARD, model_card(report, verdicts, Path(target).name))
+        if settings is not None:
+            writer.write_text(RECIPE_FILE, recipe_text(settings))
         writer.write_json(REPORT, report.to_dict())
         writer.write_text(REPORT_HTML, to_html(report))
         writer.publish()
@@ -361,7 +395,6 @@ def _open_stream(
     from calibrate.stream import Stream
 
     embedding = model.get(model.layer_map.embedding)
-    bits = context.activation_bits
     return Stream(
         LayerRunner(model, model.layer_map, device),
         embedding,
@@ -370,7 +403,6 @@ def _open_stream(
         evaluation_WS=evaluation_WS,
         with_reference=recipe.corrects,
         kv_cache=kv_cache,
-        activation=bits and partial(fake_quantize_tokens, bits=bits),
         spill=Path(spill) if spill else None,
     )
 

@@ -6,12 +6,13 @@ quantize_checkpoint in place of a name.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from calibrate import gptq, rtn, source_code
 from calibrate.awq import AWQ
 from calibrate.rotation import ROTATE
 from calibrate.smoothquant import SMOOTHQUANT
-from calibrate.solving import Solver, Transform
+from calibrate.solving import Solver, Transform, Tuning
 from formats.errors import InputError
 from formats.scheme import Scheme
 
@@ -26,9 +27,25 @@ class Recipe:
     needs_data: bool = True
     corrects: bool = False  # the solver wants the float model's inputs too (statistics' drift)
     floats: bool = False  # it can make float8 weights too, not only integer codes
+    tuning: Tuning | None = None  # of each layer as a whole, after its linears are solved
+
+    def __post_init__(self) -> None:
+        if self.tuning is None:
+            return
+        if not self.corrects:
+            raise InputError(
+                f"recipe {self.name!r}", "tuning needs the float model's outputs", "set corrects"
+            )
+        for transform in self.transforms:
+            if transform.on_statistics is not None:
+                raise InputError(
+                    f"recipe {self.name!r}",
+                    f"tuning does not follow {transform.name}, which rewrites weights by the data",
+                    "leave out one of them",
+                )
 
 
-def _row(name: str, solver: Solver, *transforms: Transform, **options: bool) -> Recipe:
+def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> Recipe:
     return Recipe(name=name, solver=solver, transforms=transforms, **options)
 
 
@@ -47,6 +64,7 @@ RECIPES: dict[str, Recipe] = {
         _row("smoothquant+gptq", gptq.solve, SMOOTHQUANT),
         _row("rotate+gptq", gptq.solve, ROTATE),
         _row("rotate+awq+gptq", gptq.solve, ROTATE, AWQ),
+        _row("autoround", gptq.solve_corrected, corrects=True, tuning=Tuning()),
     )
 }
 
@@ -74,7 +92,7 @@ def identity_of(recipe: Recipe) -> str:
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
     """Raise InputError where a row of RECIPES cannot make one of the schemes' weights."""
     for scheme in schemes:
-        if scheme.weight.type == "float" and not recipe.floats and recipe.name in RECIPES:
+        if scheme.weight.type != "int" and not recipe.floats and recipe.name in RECIPES:
             able = ", ".join(row.name for row in RECIPES.values() if row.floats)
             raise InputError(
                 f"recipe {recipe.name!r}", f"makes integer codes, not {scheme}", f"use {able}"
@@ -83,7 +101,7 @@ def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
 
 def default_recipe(scheme: Scheme) -> str:
     """What an expert would take: 8-bit weights alone are fine rounded to nearest."""
-    if scheme.weight.bits <= 4:
+    if scheme.weight.type == "int" and scheme.weight.bits <= 4:
         return "gptq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
 

@@ -70,6 +70,20 @@ class LinearReport:
             num_bytes=num_bytes,
         )
 
+    def measured_again(
+        self, weight_NK: torch.Tensor, packed: Weight, stats: InputStatistics | None
+    ) -> "LinearReport":
+        """The same of other codes for the linear."""
+        return LinearReport.measure(
+            weight_NK,
+            packed,
+            packed.scheme,
+            name=self.name,
+            seconds=self.seconds,
+            stats=stats,
+            notes=self.notes,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationReport:

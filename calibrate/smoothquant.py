@@ -11,9 +11,12 @@ import math
 import torch
 
 from calibrate.activations import fake_quantize_tokens
-from calibrate.solving import LayerContext, LayerState, Transform, move_scale
+from calibrate.input_range import FRACTIONS, round_static, rounding_error
+from calibrate.layer_map import ScalePair
+from calibrate.solving import LayerContext, LayerState, Transform, move_scale, shared_by_heads
 from calibrate.statistics import InputStatistics
 from formats import affine
+from formats.activation import LARGEST
 from formats.errors import RangeError
 from formats.scheme import QuantSpec
 
@@ -28,14 +31,22 @@ def smooth_layer(
     context: LayerContext,
     alpha: float | None = None,
 ) -> LayerState:
-    """Move the factors of every norm of the layer; `alpha` None: searched for each."""
+    """Move the factors of every norm of the layer, and with static activations of every input;
+    `alpha` None: searched for each."""
     changed: LayerState = {}
     for pair in context.layer_map.scale_pairs:
         stats = statistics[pair.linears[0]]
-        if pair.kind != "norm" or stats.num_tokens == 0:
+        # One scale for all tokens suffers from every channel that is larger than the others, so
+        # then the inputs that no norm makes are smoothed too.
+        kinds = ("norm", "values", "up") if context.is_static else ("norm",)
+        if pair.kind not in kinds or stats.num_tokens == 0:
             continue
-        weights = [state[f"{name}.weight"].float() for name in pair.linears]
-        tried = {a: factors(weights, stats.absmax_K, a) for a in ([alpha] if alpha else ALPHAS)}
+        current = {**state, **changed}
+        weights = [current[f"{name}.weight"].float() for name in pair.linears]
+        absmax_K = shared_by_heads(stats.absmax_K, pair, context)
+        tried = {
+            a: factors(weights, absmax_K, pair, context, a) for a in ([alpha] if alpha else ALPHAS)
+        }
         if alpha is None:
             sample_TK = stats.sample()
             tried = {-1.0: torch.ones_like(stats.absmax_K), **tried}
@@ -51,9 +62,16 @@ def smooth_layer(
     return changed
 
 
-def factors(weights: list[torch.Tensor], absmax_K: torch.Tensor, alpha: float) -> torch.Tensor:
+def factors(
+    weights: list[torch.Tensor],
+    absmax_K: torch.Tensor,
+    pair: ScalePair,
+    context: LayerContext,
+    alpha: float,
+) -> torch.Tensor:
     """The paper's s, [K], normalized to sqrt(max * min) = 1."""
     weight_K = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    weight_K = shared_by_heads(weight_K, pair, context)
     scale_K = absmax_K.clamp(min=1e-5) ** alpha / weight_K.clamp(min=1e-5) ** (1 - alpha)
     scale_K = scale_K.clamp(min=float(scale_K.max()) / MAX_FACTOR)
     return scale_K / (scale_K.max() * scale_K.min()).sqrt()
@@ -70,7 +88,13 @@ def product_error(
     Infinite where weights leave the range of scales.
     """
     x_TK = sample_TK / scale_K
-    if context.activation_bits is not None:
+    if context.is_static:
+        weight_K = sum((weight * scale_K).square().sum(0) for weight in weights)
+        full = float(x_TK.abs().max()) / LARGEST["int"]
+        tried = (full * fraction for fraction in FRACTIONS[::3])
+        best = min(tried, key=lambda scale: rounding_error(x_TK, scale, weight_K))
+        x_TK = round_static(x_TK, best)
+    elif context.activation_bits is not None:
         x_TK = fake_quantize_tokens(x_TK, context.activation_bits)
     error = 0.0
     for weight_NK in weights:

@@ -14,7 +14,7 @@ import torch
 from calibrate.layer_map import LayerMap, ScalePair
 from calibrate.statistics import InputStatistics
 from formats.errors import InputError
-from formats.scheme import QuantSpec, Scheme
+from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from formats.weights import Weight
 
 # (weight [N, K], statistics of its input or None without data, spec, the linear's name) -> codes
@@ -59,10 +59,17 @@ class LayerContext:
     config: dict[str, Any]  # config.json
     spec: QuantSpec
     activation_bits: int | None = None  # None: activations stay as they are
+    activation: ActivationSpec | None = None  # how they are rounded
     seed: int = 0
     layer: int = 0
     prefix: str = ""  # of the layer
     notes: list[str] = field(default_factory=list)  # for the report
+
+    @property
+    def is_static(self) -> bool:
+        """Are inputs rounded to int8 with scales that stand in the checkpoint?"""
+        own = self.activation
+        return own is not None and own.type == "int" and not own.dynamic
 
     @property
     def value_heads(self) -> tuple[int, int]:
@@ -85,6 +92,16 @@ class Transform:
     on_statistics: (
         Callable[[LayerState, dict[str, InputStatistics], LayerContext], LayerState] | None
     ) = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Of a layer as a whole, after its linears are solved (calibrate/tuning.py): how far."""
+
+    steps: int = 200
+    tokens: int = 2048  # of a step
+    rate: float = 0.01  # of codes, in codes; falls to 0
+    scale_rate: float = 0.003  # of scales, as a share of them
 
 
 def move_scale(

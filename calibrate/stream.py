@@ -3,18 +3,20 @@
 Knows which hidden states go through which weights, not where the weights come from.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.capture import HiddenStates, LayerRunner, Rounding, collect_statistics
 from calibrate.evaluate import Perplexity, perplexity
 from calibrate.kv_range import KvRange, KvScales, RoundedKv
-from calibrate.solving import LayerState
+from calibrate.layer import FinishedLayer
+from calibrate.solving import LayerState, Tuning
 from calibrate.statistics import InputStatistics
+from calibrate.tuning import tune_layer
 
 
 class Stream:
@@ -29,7 +31,6 @@ class Stream:
         *,
         calibration_WS: torch.Tensor | None,
         evaluation_WS: torch.Tensor | None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
         with_reference: bool = False,
         kv_cache: str | None = None,
         spill: Path | None = None,
@@ -43,7 +44,7 @@ class Stream:
         def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor):
             return None if ids_WS is None else HiddenStates(ids_WS, table_VD, runner, spill)
 
-        self.runner, self.activation, self.evaluation_WS = runner, activation, evaluation_WS
+        self.runner, self.evaluation_WS = runner, evaluation_WS
         self.kv_cache = kv_cache
         self._calibration = embed(calibration_WS, rewritten_VD)
         self._reference = embed(calibration_WS, rewritten_VD) if with_reference else None
@@ -57,22 +58,39 @@ class Stream:
         module = self.runner.build(layer, state)
         return collect_statistics(self.runner, module, layer, self._calibration, self._reference)
 
-    def advance(
-        self, layer: int, original: LayerState, loaded: LayerState, finished: LayerState
-    ) -> KvScales | None:
-        """Put everything through the layer: as it was, as it was loaded, as it became.
+    def advance_reference(self, layer: int, loaded: LayerState) -> None:
+        """Put the float model's own data through the layer as it was loaded."""
+        self._advance([self._reference], layer, loaded)
+
+    def tune(
+        self, layer: int, loaded: LayerState, finished: FinishedLayer, tuning: Tuning, seed: int
+    ) -> FinishedLayer:
+        """The layer tuned towards the float model's outputs, which the reference has by now."""
+        return tune_layer(
+            self.runner,
+            layer,
+            loaded,
+            finished,
+            self._calibration.states_WSD,
+            self._reference.states_WSD,
+            tuning,
+            seed,
+        )
+
+    def advance(self, layer: int, original: LayerState, finished: LayerState) -> KvScales | None:
+        """Put everything else through the layer: as it was, as it became.
 
         Returns the scales of the layer's KV cache, where one is wanted.
         """
         seen, cache, scales = None, None, None
         if self.kv_cache is not None:
             seen = KvRange()
-        self._advance([self._calibration], layer, finished, self.activation, seen)
+        state, roundings = finished.apply(original), finished.roundings()
+        self._advance([self._calibration], layer, state, roundings, seen)
         if seen is not None:
             scales = seen.scales(self.kv_cache)
             cache = RoundedKv(scales, self.kv_cache)
-        self._advance([self._after], layer, finished, self.activation, cache)
-        self._advance([self._reference], layer, loaded)
+        self._advance([self._after], layer, state, roundings, cache)
         self._advance([self._before], layer, original)
         return scales
 
@@ -81,7 +99,7 @@ class Stream:
         states: list[HiddenStates | None],
         layer: int,
         state: LayerState,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        activation: Mapping[str, Rounding] | None = None,
         cache: Any = None,
     ) -> None:
         present = [hidden for hidden in states if hidden is not None]

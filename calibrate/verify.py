@@ -15,7 +15,7 @@ from calibrate.digest import tensor_digest
 from calibrate.layer_map import find_layer_map
 from formats.checkpoint import CheckpointReader, TensorEntry, read_json
 from formats.errors import CheckpointError
-from formats.layouts import LAYOUTS, decode_linear
+from formats.layouts import decode_linear, layout_of
 from formats.quant_config import BLOCK, METHODS, QuantConfig
 from formats.scheme import Scheme
 from formats.weights import Weight, tensors_of
@@ -109,7 +109,7 @@ def _verify_config(written: CheckpointReader, expected: dict[str, Any]) -> Quant
     config = QuantConfig.from_dict(block)
     if config.to_dict() != block:
         raise CheckpointError("config.json", f"{BLOCK} does not read back the same", REMEDY)
-    second = LAYOUTS[config.method].second_file
+    second = layout_of(config).second_file
     if second is not None and read_json(written.folder / second) != block:
         raise CheckpointError(second, f"differs from config.json's {BLOCK}", REMEDY)
     return config

@@ -9,6 +9,9 @@ from formats.errors import CheckpointError
 from formats.rules import Rule
 from formats.scheme import QuantSpec, Scheme, checked_group_size
 
+# `version` -> what the tensors are laid out as; only the first is written
+LAYOUTS = {"gemm": "awq", "gemv": "awq-gemv"}
+
 
 def stored(scheme: Scheme) -> Scheme:
     """How a scheme reads back: symmetric ones are written as asymmetric with zeros of 8.
@@ -29,11 +32,11 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{BLOCK}.zero_point", f"expected true or false, found {zero_point!r}"
         )
-    version = block.get("version", "gemm")
-    if str(version).lower() != "gemm":
+    version = str(block.get("version", "gemm")).lower()
+    if version not in LAYOUTS:
         raise CheckpointError(
             f"{BLOCK}.version",
-            f"expected 'gemm', found {version!r}",
+            f"expected {' or '.join(LAYOUTS)}, found {block['version']!r}",
             "the other layouts of AWQ are not read",
         )
     spec = QuantSpec(
@@ -48,6 +51,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "scheme": Scheme(weight=spec),
         "rules": tuple(Rule(kind="contains", text=name, scheme=None) for name in skipped),
         "lm_head": bool(block.get("lm_head", False)),
+        "layout": LAYOUTS[version],
     }
 
 

@@ -19,6 +19,11 @@ def _period(bits: int) -> tuple[int, int]:
     return words * 32 // bits, words
 
 
+def code_multiple(bits: int) -> int:
+    """Codes after which a code begins at a word's first bit again."""
+    return _period(bits)[0]
+
+
 def packed_length(length: int, bits: int) -> int:
     """Words for `length` codes. Raises SchemeError where they do not end at a word's end."""
     codes, words = _period(bits)

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from formats.bare_model import bare_names, with_head
 from formats.errors import CheckpointError, DiskError
 from formats.text_part import has_text_part, text_config, text_name
 
@@ -31,6 +32,7 @@ SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 25_000_000
 MAX_JSON_BYTES = 25_000_000
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")  # pickles, other frameworks
+GGUF_REMEDY = "take the model's safetensors, and quantize them"
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
@@ -205,12 +207,15 @@ def find_side_files(folder: Path) -> list[Path]:
 class CheckpointReader:
     """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
-    Of a model that also sees pictures it has the text model (text_part.py).
+    Of a model that also sees pictures it has the text model (text_part.py), and of one without a
+    head the names that it would have with one (bare_model.py).
     """
 
     def __init__(self, folder: str | Path) -> None:
         """Read config.json and every shard's header. Raises CheckpointError."""
         self.folder = Path(folder)
+        if self.folder.suffix == ".gguf":
+            raise CheckpointError(str(folder), "is a GGUF file, which is not read", GGUF_REMEDY)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
         self.config = read_json(self.folder / CONFIG)
@@ -232,12 +237,17 @@ class CheckpointReader:
             self.config = text_config(self.config, kept)
             self.num_other_parts = len(self.entries) - len(kept)
             self.entries = kept
+        renamed = bare_names(self.entries)
+        if renamed:
+            self.entries = {own: self.entries[name] for name, own in renamed.items()}
+        self.config = with_head(self.config, self.entries, is_bare=bool(renamed))
 
     def _explain_missing_file(self) -> None:
         """Raise CheckpointError where the weights are there under another name, or in a form that
         is not read."""
         for suffixes, remedy in (
             ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
+            ((".gguf",), f"GGUF is not read: {GGUF_REMEDY}"),
             (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
         ):
             files = (path for path in self.folder.iterdir() if path.is_file())
@@ -438,7 +448,7 @@ class CheckpointWriter:
         self._shards.append(list(self._pending))
         path = self._staged_shard(len(self._shards))
         with self._writing():
-            # Readers such as transformers refuse a file without this metadata.
+            # transformers before 5 refuses a file without this metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
         self._pending = {}
 

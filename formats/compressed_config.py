@@ -3,15 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
-from formats.compressed_tensors import FLOAT, INTEGER, PACKED, PACKED_BITS, layout_of
+from formats.compressed_tensors import FLOAT, FP4_LAYOUTS, INTEGER, PACKED, PACKED_BITS, layout_of
 from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
 from formats.kv_cache import KEY, read_kv_scheme, write_kv_scheme
 from formats.rules import Rule, exact_patterns
-from formats.scheme import ALL, CHANNEL, ActivationSpec, QuantSpec, Scheme, checked_group_size
+from formats.scheme import (
+    ALL,
+    CHANNEL,
+    FP4_TYPES,
+    ActivationSpec,
+    QuantSpec,
+    Scheme,
+    checked_group_size,
+)
 
 VERSION = "0.17.0"  # of the library's schema that the block follows
-KNOWN_LAYOUTS = (PACKED, INTEGER, FLOAT, "naive-quantized", "mixed-precision", "dense")
+KNOWN_LAYOUTS = (
+    *(PACKED, INTEGER, FLOAT, *FP4_LAYOUTS.values()),
+    *("naive-quantized", "mixed-precision", "dense"),
+)
 MAX_RULES = 20_000
 # What `actorder` may say: that inputs are grouped in order in the file, whatever order the solver
 # took them in; or that they are not, and weight_g_idx tells how ("dynamic" is an alias).
@@ -30,32 +41,41 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     for key in ("transform_config", "sparsity_config"):
         if block.get(key) and _is_used(block[key]):
             raise CheckpointError(f"{BLOCK}.{key}", "is not supported", "requantize without it")
+    kv_cache = read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}")
     groups = block.get("config_groups")
+    if not groups and kv_cache is not None:
+        return {"scheme": None, "rules": (), "kv_cache": kv_cache}
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{BLOCK}.config_groups", "expected an object with a group or more")
     ignored = [_target(text, None) for text in _names(block.get("ignore"), f"{BLOCK}.ignore")]
     named: list[Rule] = []
     of_class: list[Scheme] = []
-    act_order = False
+    act_order, unrounded = False, ""
     for key, group in groups.items():
         where = f"{BLOCK}.config_groups.{key}"
         if not isinstance(group, dict):
             raise CheckpointError(where, f"expected an object, found {type(group).__name__}")
         _check_layout(group.get("format"), f"{where}.format")
+        if _is_of_attention(group):  # what it says of keys and values, kv_cache_scheme says too
+            continue
         if group.get("output_activations") is not None:
             raise CheckpointError(f"{where}.output_activations", "is not supported")
         if group.get("weights") is None:
             raise CheckpointError(f"{where}.weights", "missing")
-        scheme = Scheme(
-            weight=_weight(group["weights"], f"{where}.weights"),
-            activation=_activation(group.get("input_activations"), f"{where}.input_activations"),
-        )
+        weight = _weight(group["weights"], f"{where}.weights")
+        _check_fp4(group.get("format") or block.get("format"), weight, where)
+        inputs, at = group.get("input_activations"), f"{where}.input_activations"
+        reason = _unrounded(inputs, weight, at)
+        scheme = Scheme(weight=weight, activation=None if reason else _activation(inputs, at))
+        unrounded = unrounded or reason
         act_order = act_order or _actorder(group["weights"]) in REORDERED
         for target in _names(group.get("targets"), f"{where}.targets"):
             if target == "Linear":
                 of_class.append(scheme)
             else:
                 named.append(_target(target, scheme))
+    if not of_class and not named and kv_cache is not None:
+        return {"scheme": None, "rules": (), "kv_cache": kv_cache}
     rules = (*ignored, *named)
     if not of_class:
         rules = (*rules, Rule(kind="all", scheme=None))
@@ -67,7 +87,8 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "rules": tuple(rule for rule in rules if rule != _HEAD_IGNORED),
         "lm_head": _HEAD_IGNORED not in rules,
         "act_order": act_order,
-        "kv_cache": read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}"),
+        "kv_cache": kv_cache,
+        "unrounded_inputs": unrounded,
     }
 
 
@@ -120,9 +141,11 @@ def _weight_keys(spec: QuantSpec) -> dict[str, Any]:
         strategy, group_size, block = "block", None, [spec.rows, spec.group_size]
     elif spec.group_size == CHANNEL:
         strategy, group_size = "channel", None
+    if spec.type == "nvfp4":
+        strategy = "tensor_group"
     return {
         "num_bits": spec.bits,
-        "type": spec.type,
+        "type": "int" if spec.type == "int" else "float",
         "symmetric": spec.symmetric,
         "strategy": strategy,
         "group_size": group_size,
@@ -151,10 +174,13 @@ def _weight(args: Any, where: str) -> QuantSpec:
         raise CheckpointError(f"{where}.dynamic", "weights have static scales")
     if _actorder(args) not in (*IN_ORDER, *REORDERED):
         raise CheckpointError(f"{where}.actorder", f"unknown: {args['actorder']!r}")
+    fp4 = _fp4_type(args, bits, kind, symmetric)
+    if fp4 is not None:
+        return QuantSpec(bits=4, symmetric=True, group_size=FP4_TYPES[fp4], type=fp4)
     if kind == "float" and (bits, symmetric) != (8, True):
         raise CheckpointError(f"{where}.num_bits", f"expected 8 symmetric float bits, found {bits}")
     if kind == "int" and bits not in PACKED_BITS:
-        raise CheckpointError(f"{where}.num_bits", f"expected 4 or 8, found {bits!r}")
+        raise CheckpointError(f"{where}.num_bits", f"expected 2 to 8, found {bits!r}")
     strategy, rows, group_size = args.get("strategy"), 1, CHANNEL
     if strategy is None:
         strategy = "tensor" if args.get("group_size") is None else "group"
@@ -179,6 +205,39 @@ def _weight(args: Any, where: str) -> QuantSpec:
     elif strategy != "channel":
         raise CheckpointError(f"{where}.strategy", f"not supported: {strategy!r}")
     return QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size, rows=rows, type=kind)
+
+
+def _fp4_type(args: dict[str, Any], bits: int, kind: str, symmetric: bool) -> str | None:
+    """ "mxfp4" or "nvfp4", as the library tells them: by group size and strategy."""
+    if (bits, kind, symmetric) != (4, "float", True):
+        return None
+    strategies = {"mxfp4": "group", "nvfp4": "tensor_group"}
+    for name, strategy in strategies.items():
+        if args.get("group_size") == FP4_TYPES[name] and args.get("strategy") == strategy:
+            return name
+    return None
+
+
+def _unrounded(args: Any, weight: QuantSpec, where: str) -> str:
+    """How inputs are rounded, where no kernel here does it: they then stay in 16 bits."""
+    if args is None:
+        return ""
+    if weight.type in FP4_TYPES:
+        return f"{args.get('num_bits', 8)}-bit float" if isinstance(args, dict) else "of a kind"
+    _, kind, symmetric = _common(args, where)
+    return "" if symmetric else f"asymmetric {args.get('num_bits', 8)}-bit {kind}"
+
+
+def _is_of_attention(group: dict[str, Any]) -> bool:
+    targets = group.get("targets")
+    return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
+
+
+def _check_fp4(layout: Any, weight: QuantSpec, where: str) -> None:
+    """Raise CheckpointError where a layout of 4-bit floating point has other weights."""
+    if layout in FP4_LAYOUTS.values() and FP4_LAYOUTS.get(weight.type) != layout:
+        found = Scheme(weight=weight)
+        raise CheckpointError(f"{where}.format", f"is {layout}, but its weights are {found}")
 
 
 def _activation(args: Any, where: str) -> ActivationSpec | None:

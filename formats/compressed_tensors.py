@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from formats.bits import pack, packed_length, unpack
+from formats.bits import code_multiple, pack, packed_length, unpack
 from formats.errors import CheckpointError
+from formats.fp4 import Fp4Weight, is_fp4
 from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.group_order import order_of_groups
 from formats.packed import PackedWeight
@@ -17,14 +18,19 @@ from formats.scheme import CHANNEL, Scheme
 from formats.weights import Weight
 
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-PACKED_BITS = (4, 8)
+# of activations
+INPUT_FIELDS = ("input_scale", "input_zero_point", "input_global_scale")
+FP4_LAYOUTS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+PACKED_BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def layout_of(scheme: Scheme) -> str:
     """The layout that we write a scheme in."""
     if scheme.weight.type == "float":
         return FLOAT
-    return PACKED if scheme.activation is None else INTEGER
+    if scheme.weight.type in FP4_LAYOUTS:
+        return FP4_LAYOUTS[scheme.weight.type]
+    return PACKED if scheme.activation is None or scheme.weight.bits < 8 else INTEGER
 
 
 def encode(weight: Weight, name: str = "weight") -> dict[str, torch.Tensor]:
@@ -34,7 +40,11 @@ def encode(weight: Weight, name: str = "weight") -> dict[str, torch.Tensor]:
         if weight.spec.rows == -1:
             scales = scales.reshape(1)
         tensors = {"weight": weight.codes_NK.contiguous(), "weight_scale": scales.contiguous()}
-    elif weight.activation is not None:
+    elif isinstance(weight, Fp4Weight):
+        tensors = {"weight_packed": weight.bytes_NB, "weight_scale": weight.scales_NG}
+        if weight.global_scale is not None:
+            tensors["weight_global_scale"] = weight.global_scale.reshape(1)
+    elif layout_of(weight.scheme) == INTEGER:
         signed = weight.codes().to(torch.int16) - weight.spec.symmetric_zero
         tensors = {"weight": signed.to(torch.int8), "weight_scale": weight.scales_NG}
     else:
@@ -56,7 +66,9 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
     """Read one linear's tensors. Raises CheckpointError, with `name`, on what does not fit."""
     if "weight_scale" not in tensors:
         raise CheckpointError(f"{name}.weight_scale", "is missing")
-    if "weight_packed" in tensors:
+    if is_fp4(scheme.weight):
+        weight = _decode_fp4(tensors, scheme, name)
+    elif "weight_packed" in tensors:
         weight = _decode_packed(tensors, scheme, name)
     elif "weight" not in tensors:
         raise CheckpointError(name, "has neither weight_packed nor weight")
@@ -81,7 +93,7 @@ def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight
 def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> PackedWeight:
     spec, words = scheme.weight, tensors["weight_packed"]
     if spec.type != "int" or spec.bits not in PACKED_BITS:
-        raise CheckpointError(name, f"pack-quantized has 4 or 8 integer bits, found {scheme}")
+        raise CheckpointError(name, f"pack-quantized has 2 to 8 integer bits, found {scheme}")
     if words.dtype != torch.int32 or words.ndim != 2:
         raise CheckpointError(
             f"{name}.weight_packed",
@@ -104,6 +116,9 @@ def _decode_packed(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) 
                 f"{name}.weight_zero_point",
                 f"expected {[rows, scales_NG.shape[1]]}, found {list(stored.shape)}",
             )
+        # the library ends zeros with their last word, codes may go on in the next
+        filled = -(-out_features // code_multiple(spec.bits)) * code_multiple(spec.bits)
+        stored = torch.nn.functional.pad(stored, (0, 0, 0, packed_length(filled, spec.bits) - rows))
         zeros_NG = unpack(stored, spec.bits, dim=0)[:out_features].contiguous()
     order = None
     if "weight_g_idx" in tensors:
@@ -148,6 +163,20 @@ def _decode_int8(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) ->
         zeros_NG = stored.to(torch.int16) + spec.symmetric_zero
     codes_NK = signed.to(torch.int16) + spec.symmetric_zero
     return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)
+
+
+def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Fp4Weight:
+    if "weight_packed" not in tensors:
+        raise CheckpointError(f"{name}.weight_packed", "is missing")
+    scales, whole = tensors["weight_scale"], tensors.get("weight_global_scale")
+    weight = Fp4Weight(
+        bytes_NB=tensors["weight_packed"],
+        scales_NG=scales,
+        global_scale=None if whole is None else whole.float().reshape(()),
+        spec=scheme.weight,
+    )
+    weight.check(name)
+    return weight
 
 
 def _decode_float(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Fp8Weight:
@@ -196,4 +225,4 @@ def _scales(scales: torch.Tensor, out_features: int, num_groups: int, name: str)
 
 def _filled(zeros_NG: torch.Tensor, bits: int) -> torch.Tensor:
     """Zeros with rows added until they fill whole words."""
-    return torch.nn.functional.pad(zeros_NG, (0, 0, 0, -zeros_NG.shape[0] % (32 // bits)))
+    return torch.nn.functional.pad(zeros_NG, (0, 0, 0, -zeros_NG.shape[0] % code_multiple(bits)))

@@ -11,14 +11,15 @@ from pathlib import Path
 from formats import awq
 from formats.checkpoint import CheckpointReader, CheckpointWriter, find_side_files
 from formats.errors import CheckpointError
+from formats.inspect import inspect_checkpoint
 from formats.layouts import (
-    LAYOUTS,
     Layout,
     check_holds_kv_scales,
     check_writable,
     decode_linear,
     encode_linear,
     find_layout,
+    layout_of,
     quantized_modules,
     tensor_names,
     why_not,
@@ -44,10 +45,12 @@ class Conversion:
     bytes_before: int  # of all tensors
     bytes_after: int
     seconds: float
+    warnings: tuple[str, ...] = ()  # what the doctor says of the source
 
     def to_text(self) -> str:
         return (
-            f"{self.num_linears} linears, {self.scheme}, from {self.from_format} to"
+            "".join(f"{warning}\n" for warning in self.warnings)
+            + f"{self.num_linears} linears, {self.scheme}, from {self.from_format} to"
             f" {self.to_format}: {size_text(self.bytes_before)} -> {size_text(self.bytes_after)}"
             f" in {self.seconds:.1f} s\nWrote {self.target}"
         )
@@ -69,6 +72,7 @@ def convert_checkpoint(
     """
     began = time.perf_counter()
     reader = CheckpointReader(source)
+    warnings = _check_sound(source)
     find_side_files(reader.folder)  # raises now, not after the work
     layout = find_layout(output_format)
     block = find_block(reader.folder, reader.config)
@@ -76,13 +80,19 @@ def convert_checkpoint(
         raise CheckpointError(str(source), f"has no {BLOCK}", "use `qserve quantize`")
     config = QuantConfig.from_dict(block)
     check_holds_kv_scales(layout, config.kv_cache)
+    if config.unrounded_inputs:
+        raise CheckpointError(
+            str(source),
+            f"its inputs are {config.unrounded_inputs}, which {layout.name} is not written with",
+            "quantize the float model",
+        )
     schemes = _schemes(reader, config, layout)
     new_config = QuantConfig.of_modules(
         layout.name, schemes, _quantizer(config, quantizer), kv_cache=config.kv_cache
     )
     new_block = new_config.to_dict()
     modules = {name for name, scheme in schemes.items() if scheme is not None}
-    fields = set(LAYOUTS[config.method].fields)
+    fields = set(layout_of(config).fields)
     written = set()
     with CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer:
         for name in reader.entries:
@@ -109,7 +119,18 @@ def convert_checkpoint(
         bytes_before=sum(entry.num_bytes for entry in reader.entries.values()),
         bytes_after=sum(entry.num_bytes for entry in after.entries.values()),
         seconds=time.perf_counter() - began,
+        warnings=warnings,
     )
+
+
+def _check_sound(source: str | Path) -> tuple[str, ...]:
+    """What the doctor says of a folder that can be read. Raises CheckpointError on damage: it would
+    get a new name and a sound look."""
+    problems = inspect_checkpoint(source).problems
+    for problem in problems:
+        if problem.severity == "error" and not problem.read_here:
+            raise CheckpointError(problem.subject, problem.text, problem.remedy)
+    return tuple(str(problem) for problem in problems)
 
 
 def _schemes(
@@ -119,7 +140,7 @@ def _schemes(
     quantized = set(quantized_modules(reader.entries))
     if not quantized:
         raise CheckpointError(str(reader.folder), "holds no quantized tensors")
-    symmetric = config.method == "awq" and _all_symmetric(reader, quantized)
+    symmetric = config.layout in ("awq", "awq-gemv") and _all_symmetric(reader, quantized)
     schemes: dict[str, Scheme | None] = {}
     for name in reader.entries:
         module, _, field = name.rpartition(".")
@@ -149,7 +170,7 @@ def _all_symmetric(reader: CheckpointReader, modules: set[str]) -> bool:
 
 
 def _read(reader: CheckpointReader, module: str, config: QuantConfig, scheme: Scheme) -> Weight:
-    names = tensor_names(module, LAYOUTS[config.method], reader.entries)
+    names = tensor_names(module, layout_of(config), reader.entries)
     tensors = {field: reader.get(name) for field, name in names.items()}
     weight = decode_linear(module, tensors, config)
     if weight.spec.symmetric != scheme.weight.symmetric:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from formats.errors import CheckpointError
+
 Split = Literal["outputs", "inputs"]
 Shape = tuple[tuple[str, ...], ...]  # of each dim the sizes that it is the sum of
 
@@ -22,6 +24,7 @@ class Stated(NamedTuple):
 Flag = bool | str | Stated  # fixed, or the key of config.json that holds it; without it False
 ATTENTION = "self_attn"  # the module of a layer that has its KV scales
 HEAD = "lm_head.weight"
+MAX_LAYERS = 10_000  # far more than any model has
 # Ends of names that older writers store although every reader computes the tensor itself.
 DERIVED = ("rotary_emb.inv_freq",)
 
@@ -349,3 +352,17 @@ def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:
     """The sum of the sizes of these names; None where one is not known."""
     found = [sizes.get(name) for name in names]
     return None if None in found else sum(found)
+
+
+def check_num_layers(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where config.json states more layers than any model has.
+
+    Readers make lists of that many layers, and those of 10^9 take gigabytes.
+    """
+    count = config.get("num_hidden_layers")
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise CheckpointError(
+            "config.json num_hidden_layers",
+            f"expected {MAX_LAYERS} or less, found {count}",
+            "copy it from the float model",
+        )

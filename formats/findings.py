@@ -15,6 +15,7 @@ class Problem:
     text: str
     remedy: str = ""
     read_here: bool = False  # an error for others: this project reads it right nevertheless
+    unread: bool = False  # an error for this project alone: it cannot read what others may
 
     def __str__(self) -> str:
         remedy = f" ({self.remedy})" if self.remedy else ""
@@ -37,5 +38,13 @@ class Findings:
     def warning(self, subject: str, text: str, remedy: str = "") -> None:
         self.problems.append(Problem(severity="warning", subject=subject, text=text, remedy=remedy))
 
-    def caught(self, error: InputError) -> None:
-        self.error(error.subject, error.problem, error.remedy)
+    def caught(self, error: InputError, *, unread: bool = False) -> None:
+        self.problems.append(
+            Problem(
+                severity="error",
+                subject=error.subject,
+                text=error.problem,
+                remedy=error.remedy,
+                unread=unread,
+            )
+        )

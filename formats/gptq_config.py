@@ -54,7 +54,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "rules": tuple(rules),
         "zeros": LABELS[label],
         "lm_head": bool(head),
-        "act_order": bool(block.get("desc_act")),
+        "act_order": bool(block.get("desc_act", True)),  # without the key g_idx alone says it
         "quantizer": str(
             quantizer[0] if isinstance(quantizer, list) and quantizer else quantizer or ""
         ),

@@ -16,7 +16,7 @@ from typing import Any
 from formats.checkpoint import CONFIG, find_side_files, read_json
 from formats.errors import CheckpointError, InputError
 from formats.findings import Findings, Problem
-from formats.inspect_awq import awq_linear
+from formats.inspect_awq import awq_linear, gemv_linear
 from formats.inspect_compressed import compressed_linear
 from formats.inspect_config import Choices, check_config
 from formats.inspect_files import Shards, read_shards
@@ -24,11 +24,13 @@ from formats.inspect_gptq import gptq_linear
 from formats.inspect_kv import check_kv_scales
 from formats.inspect_model import check_model, check_places, check_shapes
 from formats.inspect_values import check_values
-from formats.layouts import LAYOUTS, is_quantized
+from formats.layouts import is_quantized, layout_of
 from formats.linear_summary import LinearSummary
-from formats.loads_in import Facts, Verdict, loads_in
+from formats.loads_in import Facts, Verdict
+from formats.loads_in_rules import loads_in
+from formats.packed import SCALE_DTYPES as FLOAT_DTYPES
 from formats.parallel import parallel_sizes
-from formats.quant_config import BLOCK, QuantConfig, find_block
+from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
 from formats.rules import FUSED, LAYER_NUMBER, natural_key
 from formats.scheme import CHANNEL
 from formats.table import size_text, text_table
@@ -130,13 +132,14 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
     linears.sort(key=lambda linear: natural_key(linear.name))
-    fused_mixed = _check_fused(linears, quant, findings)
-    if not config_error:
-        _check_labels(linears, quant, findings)
+    fused_mixed = check_fused(linears, quant, findings)
     choices = check_config(config, findings) if config else Choices()
-    check_model(config, shards, findings)
-    check_shapes(config, linears, shards, findings)
-    unplaced = check_places(config, quant.method if quant else None, shards, findings)
+    unplaced = ""
+    if not config_error:  # of a format that is not read, nobody knows what must be there
+        _check_labels(linears, quant, findings)
+        check_model(config, shards, findings)
+        check_shapes(config, linears, shards, findings)
+        unplaced = check_places(config, quant.layout if quant else None, shards, findings)
     check_kv_scales(quant, shards, findings)
     check_values(shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
@@ -152,17 +155,22 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         config_error=config_error,
         linears=linears,
         choices=choices,
-        first_error=next((f"{e.subject}: {e.text}" for e in errors if not e.read_here), ""),
+        first_error=next(
+            (f"{e.subject}: {e.text}" for e in errors if not (e.read_here or e.unread)), ""
+        ),
         fused_mixed=fused_mixed,
         unplaced=unplaced,
         desc_act=bool(block["desc_act"]) if "desc_act" in block else None,
         written_by_gptqmodel="gptqmodel" in str(block.get("meta", "")).lower(),
+        second_file="" if config.get(BLOCK) is not None else second_file(folder),
+        exceptions=bool(block.get("dynamic")),
+        packing=str(block.get("packing_format", "")),
     )
     return Inspection(
         folder=str(folder),
         architecture=names[0] if names else "",
         format=method,
-        scheme=str(quant.scheme) if quant else "",
+        scheme=_headline(linears) if quant else "",
         kv_cache=quant.kv_cache if quant else None,
         linears=tuple(linears),
         other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
@@ -171,6 +179,16 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         loads_in=tuple(loads_in(facts)),
         problems=tuple(findings.problems),
     )
+
+
+def _headline(linears: list[LinearSummary]) -> str:
+    """The scheme of all linears; of several, how many have which."""
+    counts = Counter(
+        "float" if "float" in linear.traits else linear.scheme for linear in linears
+    ).most_common()
+    if len(counts) == 1:
+        return counts[0][0]
+    return "mixed: " + ", ".join(f"{number} {scheme}" for scheme, number in counts)
 
 
 def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
@@ -201,11 +219,17 @@ def _read_quantization(
     try:
         quant = QuantConfig.from_dict(block)
     except InputError as error:
-        findings.caught(error)
+        findings.caught(error, unread=True)
         return None, f"{error.subject}: {error.problem}"
-    if not has_codes and not shards.damaged:
+    if BLOCK not in config:
+        findings.warning(
+            second_file(folder),
+            f"holds the {BLOCK}, config.json does not",
+            "copy it into config.json",
+        )
+    if not has_codes and quant.scheme is not None and not shards.damaged:
         findings.error(CONFIG, f"has a {BLOCK}, but there are no quantized tensors")
-    second = LAYOUTS[quant.method].second_file
+    second = layout_of(quant).second_file
     if second is not None and (folder / second).exists() and BLOCK in config:
         try:
             if read_json(folder / second) != block:
@@ -235,8 +259,19 @@ def _quantized_linears(
                 summary = gptq_linear(name, shards, None, "v1", findings)
         else:
             summary = _quantized_linear(name, shards, quant, findings)
+        if _is_there_twice(name, shards):
+            findings.error(
+                f"{name}.weight", "stands beside the codes of the same linear", "remove one of them"
+            )
         if summary is not None:
             yield summary
+
+
+def _is_there_twice(name: str, shards: Shards) -> bool:
+    """Is there a weight beside the codes of a linear?"""
+    weight = shards.entries.get(f"{name}.weight")
+    packed = any(f"{name}.{field}" in shards for field in ("qweight", "weight_packed"))
+    return weight is not None and (packed or weight.dtype in FLOAT_DTYPES)
 
 
 def _quantized_linear(
@@ -252,11 +287,13 @@ def _quantized_linear(
             name, "has quantized tensors, but the configuration leaves it in float", "mend it"
         )
         return None
-    if quant.method == "gptq":
+    if quant.layout == "gptq":
         return gptq_linear(name, shards, scheme, quant.zeros, findings)
-    if quant.method == "awq":
+    if quant.layout == "awq":
         return awq_linear(name, shards, scheme, findings)
-    return compressed_linear(name, shards, scheme, findings)
+    if quant.layout == "awq-gemv":
+        return gemv_linear(name, shards, scheme, findings)
+    return compressed_linear(name, shards, scheme, quant, findings)
 
 
 def _format_name(block: Any, shards: Shards) -> str:
@@ -285,9 +322,7 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             )
 
 
-def _check_fused(
-    linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings
-) -> str:
+def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings) -> str:
     """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
     unstated = {linear.name for linear in linears if _is_float_unstated(linear, quant)}
     by_parent: dict[str, dict[str, str]] = defaultdict(dict)
@@ -327,16 +362,15 @@ def _check_labels(
     """What the linears say about labels of the config."""
     for linear in linears:
         if "act-order" in linear.traits and not (quant is not None and quant.act_order):
-            leaf = "g_idx" if quant is None or quant.method == "gptq" else "weight_g_idx"
+            leaf = "g_idx" if quant is None or quant.layout == "gptq" else "weight_g_idx"
             findings.error(
                 f"{linear.name}.{leaf}",
-                "inputs are not grouped in order, and the configuration does not say so: vLLM drops"
-                " this tensor and computes garbage",
-                "requantize with desc_act off",
-                read_here=True,
+                "inputs are not grouped in order, and the configuration does not say so: readers"
+                " that believe it compute garbage",
+                "state desc_act (actorder) if the index is meant, or remove it",
             )
     quantized = [linear for linear in linears if "float" not in linear.traits]
-    if quant is None or quant.method != "gptq" or quant.scheme.weight.symmetric or not quantized:
+    if quant is None or quant.layout != "gptq" or quant.scheme.weight.symmetric or not quantized:
         return
     if all("symmetric data" in linear.traits for linear in quantized):
         findings.warning(

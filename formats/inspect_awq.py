@@ -1,8 +1,13 @@
-"""Are the tensors of an AWQ linear right? Reads zeros and scales. Legend: N outputs, K inputs."""
+"""Are the tensors of an AWQ linear right, in either layout? Reads zeros and scales.
+
+Legend: N outputs, K inputs.
+"""
 
 import torch
 
+from formats import awq_gemv
 from formats.awq import LANES, is_symmetric
+from formats.errors import InputError
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.linear_summary import LinearSummary, check_scales
@@ -62,4 +67,29 @@ def awq_linear(
         scheme=str(scheme),
         num_bytes=sum(entry.num_bytes for entry in found.values()),
         traits=frozenset(traits),
+    )
+
+
+def gemv_linear(
+    name: str, shards: Shards, scheme: Scheme, findings: Findings
+) -> LinearSummary | None:
+    """The same of AutoAWQ's GEMV layout, which is decoded for it."""
+    names = [f"{name}.{field}" for field in awq_gemv.REQUIRED]
+    tensors = {
+        full.rpartition(".")[2]: shards.load(full, findings) for full in names if full in shards
+    }
+    if any(tensor is None for tensor in tensors.values()):
+        return None
+    try:
+        weight = awq_gemv.decode(tensors, scheme.weight, name)
+    except InputError as error:
+        findings.caught(error)
+        return None
+    return LinearSummary(
+        name=name,
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        scheme=str(scheme),
+        num_bytes=sum(shards.entries[full].num_bytes for full in names),
+        traits=frozenset({"gemv"}),
     )

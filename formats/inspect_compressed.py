@@ -9,18 +9,20 @@ from formats.activation import check_input_scale
 from formats.bits import packed_length
 from formats.errors import InputError
 from formats.findings import Findings
+from formats.fp4 import is_fp4
 from formats.fp8 import FP8_DTYPE, scales_shape
 from formats.inspect_files import Shards
-from formats.layouts import LAYOUTS, tensor_names
+from formats.layouts import decode_linear, layout_of, tensor_names
 from formats.linear_summary import LinearSummary, check_scales
+from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 
 def compressed_linear(
-    name: str, shards: Shards, scheme: Scheme, findings: Findings
+    name: str, shards: Shards, scheme: Scheme, quant: QuantConfig, findings: Findings
 ) -> LinearSummary | None:
     """Check a linear's tensors against each other and the config; None: its shape is unclear."""
-    names = tensor_names(name, LAYOUTS["compressed-tensors"], shards.entries)
+    names = tensor_names(name, layout_of(quant), shards.entries)
     found = {field: shards.entries[full] for field, full in names.items()}
     if "weight_scale" not in found:
         if f"{name}.weight_scale" not in shards.lost:
@@ -30,6 +32,8 @@ def compressed_linear(
     if shape is None:
         return None
     out_features, in_features = shape
+    if is_fp4(scheme.weight):
+        return _fp4_linear(name, names, scheme, quant, shards, findings)
     scales = found["weight_scale"].shape
     expected = scales_shape(scheme.weight, *shape)
     if scheme.weight.type == "int" and in_features % scheme.weight.group_length(in_features):
@@ -46,7 +50,9 @@ def compressed_linear(
     check_scales(names["weight_scale"], shards, findings)
     traits = set()
     static = scheme.activation is not None and not scheme.activation.dynamic
-    if static != ("input_scale" in found):
+    if quant.unrounded_inputs:
+        traits.add("unrounded inputs")
+    elif static != ("input_scale" in found):
         findings.error(
             f"{name}.input_scale",
             "is missing" if static else "is there, but config.json states no static activations",
@@ -75,6 +81,33 @@ def compressed_linear(
         scheme=str(scheme),
         num_bytes=sum(entry.num_bytes for entry in found.values()),
         traits=frozenset(traits),
+    )
+
+
+def _fp4_linear(
+    name: str,
+    names: dict[str, str],
+    scheme: Scheme,
+    quant: QuantConfig,
+    shards: Shards,
+    findings: Findings,
+) -> LinearSummary | None:
+    """The same of 4-bit floating point: bytes and small scales, which are read."""
+    tensors = {field: shards.load(full, findings) for field, full in names.items()}
+    if any(tensor is None for tensor in tensors.values()):
+        return None
+    try:
+        weight = decode_linear(name, tensors, quant)
+    except InputError as error:
+        findings.caught(error)
+        return None
+    return LinearSummary(
+        name=name,
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        scheme=str(scheme),
+        num_bytes=sum(shards.entries[full].num_bytes for full in names.values()),
+        traits=frozenset({"unrounded inputs"} if quant.unrounded_inputs else ()),
     )
 
 
@@ -117,6 +150,8 @@ def _shape(
             return None
         return entry.shape
     entry = found["weight_packed"]
+    if is_fp4(scheme.weight):
+        return entry.shape[0], 2 * entry.shape[-1]
     if entry.dtype != torch.int32 or len(entry.shape) != 2 or scheme.weight.type == "float":
         findings.error(
             entry.name, f"found {entry.dtype} {list(entry.shape)} for the scheme {scheme}"

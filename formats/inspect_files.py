@@ -133,5 +133,5 @@ def _check_shard(
         findings.warning(
             path.name,
             f"its metadata should state format 'pt', found {metadata.get('format')!r}",
-            "transformers may refuse the file",
+            "transformers before 5 refuses the file",
         )

@@ -16,7 +16,7 @@ from formats.inspect_files import Shards
 from formats.linear_summary import LinearSummary, check_scales
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def gptq_linear(

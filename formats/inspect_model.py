@@ -11,11 +11,12 @@ from formats.family import DERIVED, HEAD, Family, Shape, size
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.inspect_kv import is_kv_scale
-from formats.layouts import LAYOUTS, is_quantized
+from formats.layouts import LAYOUTS, READ_LAYOUTS, is_quantized
 from formats.linear_summary import LinearSummary
 from formats.rules import LAYER_NUMBER
 
-_FIELDS = sorted({field for row in LAYOUTS.values() for field in row.fields}, key=len, reverse=True)
+_LAYOUTS = LAYOUTS | READ_LAYOUTS
+_FIELDS = sorted({f for row in _LAYOUTS.values() for f in row.fields}, key=len, reverse=True)
 _IN_LAYER = re.compile(r"model\.layers\.\d{1,9}\.")
 _QUANTIZED_FIELD = re.compile(rf"\.({'|'.join(_FIELDS)})$")
 
@@ -78,16 +79,16 @@ def check_model(config: dict[str, Any], shards: Shards, findings: Findings) -> N
 
 
 def check_places(
-    config: Mapping[str, Any], method: str | None, shards: Shards, findings: Findings
+    config: Mapping[str, Any], layout: str | None, shards: Shards, findings: Findings
 ) -> str:
     """Report tensors that a uniform family has no place for. Returns the first, or "".
 
-    `method` None: the folder is float, or its configuration cannot be read.
+    `layout` None: the folder is float, or its configuration cannot be read.
     """
     family = checked_family(config)
     if family is None:
         return ""
-    fields = _FIELDS if method is None else LAYOUTS[method].fields
+    fields = _FIELDS if layout is None else _LAYOUTS[layout].fields
     places = {f"{linear.name}.{field}" for linear in family.linears for field in fields}
     places.update(family.layer_tensors(config))
     head = family.head.removesuffix("weight")

@@ -5,17 +5,18 @@ is, and which schemes and shapes it cannot hold. Knows no model.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from formats import awq, compressed_tensors, gptq
+from formats import awq, awq_gemv, compressed_tensors, gptq
+from formats.bits import code_multiple
 from formats.checkpoint import TensorEntry
 from formats.errors import CheckpointError, InputError, SchemeError
 from formats.fp8 import FP8_DTYPE
 from formats.names import KV_CACHES
 from formats.quant_config import QuantConfig
-from formats.scheme import CHANNEL, Scheme
+from formats.scheme import CHANNEL, Scheme, w4a8_name
 from formats.weights import Weight, with_activation
 
 
@@ -32,12 +33,15 @@ class Layout:
     refuses_shape: Callable[[Scheme, int, int], str | None]  # the same of [N, K]
     second_file: str | None = None  # a copy of the config block for old readers
     kv_scales: bool = False  # its config block has a place for those of an 8-bit KV cache
+    # what some tensors are called in the file -> what `decode` calls them
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def _decode_gptq(
     tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
 ) -> Weight:
     packed = gptq.decode(tensors, scheme.weight, name, config.zeros)
+    _check_order(tensors.get("g_idx"), packed.in_features, scheme, config, f"{name}.g_idx")
     return replace(packed, activation=scheme.activation)
 
 
@@ -50,13 +54,43 @@ def _decode_awq(
 def _decode_compressed(
     tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
 ) -> Weight:
-    return compressed_tensors.decode(tensors, scheme, name)
+    if config.unrounded_inputs:
+        tensors = {field: t for field, t in tensors.items() if not field.startswith("input_")}
+    weight = compressed_tensors.decode(tensors, scheme, name)
+    g_idx, in_features = tensors.get("weight_g_idx"), weight.in_features
+    _check_order(g_idx, in_features, scheme, config, f"{name}.weight_g_idx")
+    return weight
+
+
+def _decode_gemv(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    return awq_gemv.decode(tensors, scheme.weight, name)
+
+
+def _check_order(
+    g_idx: torch.Tensor | None, in_features: int, scheme: Scheme, config: QuantConfig, name: str
+) -> None:
+    """Raise CheckpointError where inputs are regrouped though the configuration says they are not.
+
+    Some readers believe the index and others the configuration: one of the two is wrong.
+    """
+    if g_idx is None or config.act_order:
+        return
+    length = scheme.weight.group_length(in_features)
+    in_order = torch.arange(in_features, device=g_idx.device) // length
+    if not torch.equal(g_idx.long(), in_order):
+        raise CheckpointError(
+            name,
+            "inputs are not grouped in order, and the configuration does not say so",
+            "state desc_act (actorder) if the index is meant, or remove it",
+        )
 
 
 def _gptq_refuses(scheme: Scheme) -> str | None:
     spec, activation = scheme.weight, scheme.activation
-    if spec.type == "float":
-        return "stores integer codes, not float8 numbers"
+    if spec.type != "int":
+        return "stores integer codes, not floating point numbers"
     if spec.bits not in (2, 3, 4, 8):
         return f"has 2, 3, 4 or 8 bits, not {spec.bits}"
     if activation is None:
@@ -69,7 +103,7 @@ def _gptq_refuses(scheme: Scheme) -> str | None:
 
 
 def _awq_refuses(scheme: Scheme) -> str | None:
-    if scheme.weight.type == "float" or scheme.activation is not None or scheme.weight.bits != 4:
+    if scheme.weight.type != "int" or scheme.activation is not None or scheme.weight.bits != 4:
         return "holds 4-bit weights with 16-bit activations only"
     return None
 
@@ -77,7 +111,9 @@ def _awq_refuses(scheme: Scheme) -> str | None:
 def _compressed_refuses(scheme: Scheme) -> str | None:
     spec = scheme.weight
     if spec.type == "int" and spec.bits not in compressed_tensors.PACKED_BITS:
-        return f"is written with 4 or 8 bits, not {spec.bits}"
+        return f"is written with 2 to 8 bits, not {spec.bits}"
+    if w4a8_name(scheme) is not None:
+        return None
     if spec.type == "int" and scheme.activation is not None:
         if (spec.bits, spec.symmetric, spec.group_size) != (8, True, CHANNEL):
             return "holds 8-bit activations only beside symmetric 8-bit weights per channel"
@@ -99,10 +135,10 @@ def _needs_multiples(out_multiple: int, in_multiple: int) -> Callable[..., str |
 
 def _compressed_refuses_shape(scheme: Scheme, out_features: int, in_features: int) -> str | None:
     spec = scheme.weight
-    if spec.type == "float":
+    if spec.type != "int":
         return None
     # In memory, rows end where words end, whatever the file's layout is.
-    per_word = 32 // spec.bits
+    per_word = code_multiple(spec.bits)
     if in_features % per_word:
         return f"its {in_features} inputs are not divisible by {per_word}"
     if not spec.symmetric and out_features % per_word:
@@ -141,7 +177,8 @@ LAYOUTS: dict[str, Layout] = {
                 "weight_zero_point",
                 "weight_shape",
                 "weight_g_idx",
-                "input_scale",
+                "weight_global_scale",
+                *compressed_tensors.INPUT_FIELDS,
             ),
             markers=("weight_packed", "weight_scale"),
             encode=compressed_tensors.encode,
@@ -154,10 +191,47 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+def _is_read_only(*_: object) -> str:
+    return "is read and not written"
+
+
+# What is read and not written, by the layout that a QuantConfig names.
+READ_LAYOUTS: dict[str, Layout] = {
+    row.name: row
+    for row in (
+        Layout(
+            name="awq-gemv",
+            fields=("qweight", "qzeros", "scales"),
+            markers=("qweight", "qzeros"),
+            encode=awq.encode,
+            decode=_decode_gemv,
+            refuses=_is_read_only,
+            refuses_shape=_is_read_only,
+        ),
+        Layout(
+            name="fp8",
+            fields=("weight", "weight_scale_inv", "weight_scale", "input_scale"),
+            markers=("weight_scale_inv",),
+            encode=compressed_tensors.encode,
+            decode=_decode_compressed,
+            refuses=_is_read_only,
+            refuses_shape=_is_read_only,
+            aliases={"weight_scale_inv": "weight_scale"},
+        ),
+    )
+}
+MARKERS = {m for row in (*LAYOUTS.values(), *READ_LAYOUTS.values()) for m in row.markers}
+
+
+def layout_of(config: QuantConfig) -> Layout:
+    """The row that a configuration's tensors follow."""
+    return (LAYOUTS | READ_LAYOUTS)[config.layout]
+
+
 def default_format(scheme: Scheme) -> str:
     """Where a scheme loads in most servers."""
     spec = scheme.weight
-    if scheme.activation is not None or spec.type == "float":
+    if scheme.activation is not None or spec.type != "int" or spec.bits not in (2, 3, 4, 8):
         return "compressed-tensors"
     if spec.symmetric or spec.bits in (2, 3):
         return "gptq"
@@ -206,7 +280,7 @@ def why_not(layout: Layout, scheme: Scheme, out_features: int, in_features: int)
 
 def is_quantized(module: str, entries: Mapping[str, TensorEntry]) -> bool:
     """Do a module's tensors hold codes, in any layout?"""
-    if any(f"{module}.{marker}" in entries for row in LAYOUTS.values() for marker in row.markers):
+    if any(f"{module}.{marker}" in entries for marker in MARKERS):
         return True
     weight = entries.get(f"{module}.weight")
     return weight is not None and weight.dtype in (torch.int8, FP8_DTYPE)
@@ -222,7 +296,7 @@ def quantized_modules(entries: Mapping[str, TensorEntry]) -> list[str]:
 def tensor_names(module: str, layout: Layout, entries: Collection[str]) -> dict[str, str]:
     """Local name -> full name of the tensors that a quantized module has."""
     full = {field: f"{module}.{field}" for field in layout.fields}
-    return {field: name for field, name in full.items() if name in entries}
+    return {layout.aliases.get(f, f): name for f, name in full.items() if name in entries}
 
 
 def decode_linear(module: str, tensors: dict[str, torch.Tensor], config: QuantConfig) -> Weight:
@@ -232,7 +306,7 @@ def decode_linear(module: str, tensors: dict[str, torch.Tensor], config: QuantCo
         raise CheckpointError(
             module, "has quantized tensors, but the configuration leaves it in float"
         )
-    return LAYOUTS[config.method].decode(tensors, scheme, config, module)
+    return layout_of(config).decode(tensors, scheme, config, module)
 
 
 def encode_linear(

@@ -19,4 +19,5 @@ RECIPES = (
     "smoothquant+gptq",
     "rotate+gptq",
     "rotate+awq+gptq",
+    "autoround",
 )

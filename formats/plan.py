@@ -1,6 +1,7 @@
 """Which linear gets which scheme, decided before a weight is read. Knows shapes, not weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -19,6 +20,8 @@ from formats.quant_config import QuantConfig
 from formats.rules import FUSED
 from formats.scheme import Scheme
 
+EXCEPTIONS_FORMAT = "compressed-tensors"  # what every reader takes where linears differ
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -33,6 +36,21 @@ class Plan:
     @property
     def quantized(self) -> dict[str, Scheme]:
         return {name: scheme for name, scheme in self.schemes.items() if scheme is not None}
+
+    @property
+    def has_exceptions(self) -> bool:
+        """Do linears differ, so that the config block names some of them?"""
+        return len(set(self.schemes.values())) > 1
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Who will not load what is to be written."""
+        if self.layout.name != "gptq" or not self.has_exceptions:
+            return ()
+        return (
+            "transformers ignores the dynamic entries of a GPTQ block, which say what differs here,"
+            " and will not load the folder: --format compressed-tensors loads there too",
+        )
 
     def config(self, quantizer: str) -> QuantConfig:
         """The config block's object."""
@@ -57,10 +75,40 @@ def make_plan(
     what is ignored stays in float. A linear whose shape does not fit stays in float, and with it
     those that servers load as one matrix with it. Raises InputError where a pattern fits nothing,
     a scheme cannot be written, or nothing is left to quantize.
+
+    Without an `output_format` it is the scheme's default, but compressed-tensors where that can
+    hold what differs and the default cannot, or where transformers could not read it.
     """
-    layout = find_layout(output_format or default_format(scheme))
-    check_holds_kv_scales(layout, kv_cache)
     overrides = list(overrides)
+    arguments = (shapes, scheme, ignore, overrides, padding, kv_cache)
+    if output_format is not None:
+        return _plan(find_layout(output_format), *arguments)
+    layout, other = find_layout(default_format(scheme)), find_layout(EXCEPTIONS_FORMAT)
+    try:
+        plan = _plan(layout, *arguments)
+    except InputError:
+        if layout is other:
+            raise
+        with suppress(InputError):
+            return _plan(other, *arguments)
+        raise
+    if plan.warnings:
+        with suppress(InputError):
+            return _plan(other, *arguments)
+    return plan
+
+
+def _plan(
+    layout: Layout,
+    shapes: Mapping[str, tuple[int, int]],
+    scheme: Scheme,
+    ignore: Sequence[str],
+    overrides: Sequence[tuple[str, Scheme]],
+    padding: Padding | None,
+    kv_cache: str | None,
+) -> Plan:
+    """The plan in one layout."""
+    check_holds_kv_scales(layout, kv_cache)
     for each in (scheme, *(other for _, other in overrides)):
         check_writable(layout, each)
     for pattern in (*ignore, *(pattern for pattern, _ in overrides)):
@@ -100,6 +148,11 @@ def fits(pattern: str, name: str) -> bool:
     if "*" in pattern or "?" in pattern:
         return fnmatchcase(name, pattern)
     return pattern in name
+
+
+def fits_any(overrides: Iterable[tuple[str, Scheme]], name: str) -> bool:
+    """Does any of the patterns fit a linear's name?"""
+    return any(fits(pattern, name) for pattern, _ in overrides)
 
 
 def parse_override(text: str) -> tuple[str, Scheme]:

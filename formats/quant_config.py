@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats import awq_config, compressed_config, gptq_config, mxfp4
+from formats import (
+    auto_round_config,
+    awq_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+    mxfp4,
+)
 from formats.checkpoint import read_json
 from formats.config_fields import BLOCK, ConfigFields
 from formats.errors import CheckpointError
@@ -21,6 +28,8 @@ METHODS = {
     "awq": awq_config,
     "compressed-tensors": compressed_config,
 }
+# Methods that are read and not written.
+READ_ONLY = {"auto-round": auto_round_config, "fp8": fp8_config}
 # Files that hold the block where config.json has none, and the method that they mean.
 SECOND_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -34,6 +43,8 @@ class QuantConfig(ConfigFields):
     def __post_init__(self) -> None:
         if self.method == "gptq" and not self.zeros:
             object.__setattr__(self, "zeros", gptq_config.zeros_rule(self.scheme.weight))
+        if not self.layout:
+            object.__setattr__(self, "layout", self.method)
 
     @classmethod
     def from_dict(cls, block: dict[str, Any]) -> "QuantConfig":
@@ -41,13 +52,14 @@ class QuantConfig(ConfigFields):
         if not isinstance(block, dict):
             raise CheckpointError(BLOCK, f"expected a JSON object, found {type(block).__name__}")
         method = block.get("quant_method")
-        if not isinstance(method, str) or method not in METHODS:
+        known = METHODS | READ_ONLY
+        if not isinstance(method, str) or method not in known:
             raise CheckpointError(
                 f"{BLOCK}.quant_method",
-                f"expected one of {', '.join(METHODS)}, found {method!r}",
+                f"expected one of {', '.join(known)}, found {method!r}",
                 "convert the model",
             )
-        config = cls(method=method, **METHODS[method].read(block))
+        config = cls(method=method, **known[method].read(block))
         check_cost(config.rules, BLOCK)
         return config
 
@@ -85,7 +97,8 @@ class QuantConfig(ConfigFields):
     @property
     def schemes(self) -> list[Scheme]:
         """All that it names, the main one first."""
-        return [self.scheme, *(rule.scheme for rule in self.rules if rule.scheme is not None)]
+        named = (self.scheme, *(rule.scheme for rule in self.rules))
+        return [scheme for scheme in named if scheme is not None]
 
     def scheme_for(self, module: str) -> Scheme | None:
         """What the config gives a module; None: it stays in float."""
@@ -93,6 +106,11 @@ class QuantConfig(ConfigFields):
             return None
         rule = first_match(self.rules, module)
         return self.scheme if rule is None else rule.scheme
+
+
+def second_file(folder: Path) -> str:
+    """The file that holds the block where config.json has none; empty: there is none."""
+    return next((name for name in SECOND_FILES if (folder / name).is_file()), "")
 
 
 def find_block(folder: Path, config: Mapping[str, Any]) -> Any:
@@ -105,7 +123,7 @@ def find_block(folder: Path, config: Mapping[str, Any]) -> Any:
         return None
     if block is not None:
         return block
-    for file_name, method in SECOND_FILES.items():
-        if (folder / file_name).is_file():
-            return {"quant_method": method, **read_json(folder / file_name)}
-    return None
+    file_name = second_file(folder)
+    if not file_name:
+        return None
+    return {"quant_method": SECOND_FILES[file_name], **read_json(folder / file_name)}

@@ -18,20 +18,22 @@ DEFAULT_GROUP_SIZE = 128
 CHANNEL = -1  # the group size that means "one group: the whole input"
 ALL = -1  # the number of rows that means "every output"
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
+FP4_TYPES = {"mxfp4": 32, "nvfp4": 16}  # formats/fp4.py: inputs that share a scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
     """Numerics of a weight [N, K]: codes in 0..2^bits-1, a scale and a zero per group of inputs.
 
-    `type` "float" means float8_e4m3fn numbers in place of codes, and no zeros.
+    `type` "float" means float8_e4m3fn numbers in place of codes, and no zeros; "mxfp4" and "nvfp4"
+    mean 4-bit ones.
     """
 
     bits: int
     symmetric: bool
     group_size: int = DEFAULT_GROUP_SIZE  # inputs that share a scale; CHANNEL (-1): all of them
     rows: int = 1  # outputs that share a scale; ALL (-1): all of them. More than 1: float only
-    type: Literal["int", "float"] = "int"
+    type: Literal["int", "float", "mxfp4", "nvfp4"] = "int"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -42,7 +44,14 @@ class QuantSpec:
             )
         if self.type == "float" and (self.bits, self.symmetric) != (8, True):
             raise SchemeError("float weights", "expected 8 bits, symmetric")
-        if self.type == "int" and self.rows != 1:
+        if self.type in FP4_TYPES and (self.bits, self.symmetric, self.group_size) != (
+            *(4, True),
+            FP4_TYPES[self.type],
+        ):
+            raise SchemeError(
+                f"{self.type} weights", f"expected 4 bits in groups of {FP4_TYPES[self.type]}"
+            )
+        if self.type != "float" and self.rows != 1:
             raise SchemeError("rows", f"integer codes have a scale for each row, not {self.rows}")
 
     @property
@@ -65,7 +74,7 @@ class QuantSpec:
         if out_features < 1 or in_features < 1:
             raise SchemeError(name, f"is empty: [{out_features}, {in_features}]")
         length = self.group_length(in_features)
-        if in_features % length and self.type == "int":
+        if in_features % length and self.type != "float":
             raise SchemeError(
                 name,
                 f"its {in_features} inputs are not divisible by the group size {length}",
@@ -122,24 +131,28 @@ class Scheme:
                 return scheme
             raise SchemeError(f"scheme {name!r}", "its scales are fixed", "give no group size")
         weight = replace(scheme.weight, group_size=checked_group_size(group_size))
-        return cls(weight=weight)
+        return replace(scheme, weight=weight)
 
     def __str__(self) -> str:
         for name, scheme in FIXED_SCHEMES.items():
             if self == scheme:
                 return name
         spec = self.weight
+        name = None
         if self.activation is None and spec.type == "int":
             name = f"w{spec.bits}a16-{'sym' if spec.symmetric else 'asym'}"
-            if spec.group_size == DEFAULT_GROUP_SIZE:
-                return name
-            return name + ("-channel" if spec.group_size == CHANNEL else f"-g{spec.group_size}")
-        return self._description()
+        name = w4a8_name(self) or name
+        if name is None:
+            return self._description()
+        if spec.group_size == DEFAULT_GROUP_SIZE:
+            return name
+        return name + ("-channel" if spec.group_size == CHANNEL else f"-g{spec.group_size}")
 
     def _description(self) -> str:
         """Of what other tools write and no row of SCHEMES names; not read back."""
         spec, activation = self.weight, self.activation
         kind = "fp8" if spec.type == "float" else "sym" if spec.symmetric else "asym"
+        kind = spec.type if spec.type in FP4_TYPES else kind
         share = "channel" if spec.group_size == CHANNEL else f"g{spec.group_size}"
         share = share if spec.rows == 1 else "tensor" if spec.rows == ALL else f"block{spec.rows}"
         text = f"w{spec.bits}a{8 if activation else 16}-{kind}-{share}"
@@ -165,13 +178,34 @@ FIXED_SCHEMES: dict[str, Scheme] = {
         activation=ActivationSpec(type="float", per="group"),
     ),
     "w8a16-fp8": Scheme(weight=_FP8),
+    **{
+        f"w4a16-{kind}": Scheme(
+            weight=QuantSpec(bits=4, symmetric=True, group_size=length, type=kind)
+        )
+        for kind, length in FP4_TYPES.items()
+    },
+}
+_INT4 = QuantSpec(bits=4, symmetric=True)
+# 4-bit weights in groups beside 8-bit activations
+W4A8: dict[str, Scheme] = {
+    "w4a8": Scheme(weight=_INT4, activation=ActivationSpec()),
+    "w4a8-fp8": Scheme(weight=_INT4, activation=ActivationSpec(type="float")),
 }
 # name -> scheme, with the default group size where there is a choice
 SCHEMES: dict[str, Scheme] = {
     **{
         f"w{bits}a16-{kind}": Scheme(weight=QuantSpec(bits=bits, symmetric=kind == "sym"))
-        for bits in (4, 8, 2, 3)
+        for bits in (4, 8, 2, 3, 6)
         for kind in ("sym", "asym")
     },
+    **W4A8,
     **FIXED_SCHEMES,
 }
+
+
+def w4a8_name(scheme: Scheme) -> str | None:
+    """The row of W4A8 that a scheme is, whatever its groups."""
+    if scheme.weight.type != "int":
+        return None
+    usual = replace(scheme, weight=replace(scheme.weight, group_size=DEFAULT_GROUP_SIZE))
+    return next((name for name, row in W4A8.items() if row == usual), None)

@@ -1,19 +1,20 @@
-"""Either form of a quantized weight, by its spec. Knows no file format."""
+"""Every form of a quantized weight, by its spec. Knows no file format."""
 
 from dataclasses import replace
 
 import torch
 
+from formats.fp4 import Fp4Weight, is_fp4
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec, Scheme
 
-Weight = PackedWeight | Fp8Weight
+Weight = PackedWeight | Fp8Weight | Fp4Weight
 
 
 def round_to_nearest(weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight") -> Weight:
     """Quantize a float weight without calibration. Raises CheckpointError on NaN or infinity."""
-    form = Fp8Weight if spec.type == "float" else PackedWeight
+    form = Fp4Weight if is_fp4(spec) else Fp8Weight if spec.type == "float" else PackedWeight
     return form.from_float(weight_NK, spec, name)
 
 
@@ -35,7 +36,11 @@ def merge(parts: list[Weight], name: str = "weight") -> Weight:
 
 def tensors_of(weight: Weight) -> dict[str, torch.Tensor]:
     """What two weights must agree in to be the same, by name."""
-    if isinstance(weight, Fp8Weight):
+    if isinstance(weight, Fp4Weight):
+        tensors = {"codes": weight.bytes_NB, "scales": weight.scales_NG.view(torch.uint8)}
+        if weight.global_scale is not None:
+            tensors["global scale"] = weight.global_scale
+    elif isinstance(weight, Fp8Weight):
         tensors = {"codes": weight.codes_NK.view(torch.uint8), "scales": weight.scales_RC}
     else:
         tensors = {

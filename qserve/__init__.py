@@ -16,9 +16,11 @@ _LAZY = {
     "AsyncLLM": "qserve.async_llm",
     "EngineConfig": "qserve.config",
     "SamplingParams": "qserve.sampling_params",
+    "PoolingParams": "qserve.pooling_params",
     "RequestOutput": "qserve.outputs",
     "CompletionOutput": "qserve.outputs",
     "EngineDeadError": "qserve.outputs",
+    "save_quantized": "formats.save",
 }
 
 

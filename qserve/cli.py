@@ -39,6 +39,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     from formats.scheme import Scheme
     from formats.table import parse_size
 
+    config = _with_recipe_file(config)
     scheme = Scheme.parse(config.scheme, config.group_size)
     report = quantize_checkpoint(
         model,
@@ -48,6 +49,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         output_format=config.format,
         ignore=config.ignore,
         overrides=[parse_override(text) for text in config.override],
+        bits=config.bits,
         pad=config.pad,
         max_shard_bytes=parse_size(config.max_shard_size),
         kv_cache=config.kv_cache_scheme,
@@ -59,10 +61,62 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         spill=config.spill,
         device=_device(config.device),
         quantizer=f"qserve-kit:{qserve.__version__}",
+        settings=_recipe_settings(config),
     )
     print(report.to_text())
     print(f"Wrote and verified {config.output}")
     return 0
+
+
+NOT_IN_A_RECIPE = ("output", "config", "device")  # of the machine, not of the result
+
+
+def _recipe_settings(config: QuantizeConfig) -> dict[str, object]:
+    """The settings that a recipe file holds."""
+    values = dataclasses.asdict(config)
+    return {name: value for name, value in values.items() if name not in NOT_IN_A_RECIPE}
+
+
+def _with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
+    """The settings of --config where no flag gives them. Raises InputError."""
+    if config.config is None:
+        return config
+    import yaml
+
+    from formats.errors import one_line
+
+    try:
+        with open(config.config, encoding="utf-8") as file:
+            stated = yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(config.config, f"is no YAML file: {one_line(error)}") from None
+    fields = {each.name: each for each in dataclasses.fields(QuantizeConfig)}
+    known = fields.keys() - set(NOT_IN_A_RECIPE)
+    if not isinstance(stated, dict) or not stated.keys() <= known:
+        found = sorted(map(str, stated.keys() - known)) if isinstance(stated, dict) else stated
+        raise InputError(
+            config.config, f"expected settings such as scheme and recipe, found {found!r:.200}"
+        )
+    hints = typing.get_type_hints(QuantizeConfig)
+    taken = {}
+    for name, value in stated.items():
+        default = [] if typing.get_origin(hints[name]) is list else fields[name].default
+        if getattr(config, name) != default:
+            continue
+        if not _is_of(value, hints[name]):
+            raise InputError(f"{config.config}: {name}", f"expected {hints[name]}, found {value!r}")
+        taken[name] = value
+    return dataclasses.replace(config, **taken)
+
+
+def _is_of(value: object, hint: object) -> bool:
+    """Is a value of a YAML file what a setting holds?"""
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    kinds = typing.get_args(hint) or (hint,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
 
 
 def serve(model: str, engine: EngineConfig, server: ServerConfig) -> int:

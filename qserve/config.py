@@ -12,6 +12,8 @@ from formats.errors import InputError
 from formats.names import FORMATS, KV_CACHES, RECIPES
 from qserve.logs import FORMATS as LOG_FORMATS
 from qserve.logs import LEVELS
+from qserve.output_parsing.output_parser import TOOL_PARSERS
+from qserve.output_parsing.reasoning import REASONING_PARSERS
 from qserve.profile.profiler_config import ProfilerConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -279,12 +281,31 @@ class ServerConfig:
         "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
         " clients only",
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model choose whether to call tools (tool_choice: auto)"
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        "how the model writes calls of tools, with --enable-auto-tool-choice",
+        tuple(TOOL_PARSERS),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "how the model marks its reasoning, which chats then answer as reasoning_content",
+        tuple(REASONING_PARSERS),
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
         _ = self.profiler  # raises where it cannot be read
         for key in self.api_key:
             check_key("--api-key", key)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise InputError(
+                "--enable-auto-tool-choice",
+                "expected with --tool-call-parser",
+                f"name how the model writes calls: {', '.join(TOOL_PARSERS)}",
+            )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise InputError(
                 "--root-path", f"expected / at the start alone, found {self.root_path!r}"
@@ -294,6 +315,11 @@ class ServerConfig:
     def profiler(self) -> ProfilerConfig | None:
         """Raises InputError."""
         return self.profiler_config and ProfilerConfig.parse(self.profiler_config)
+
+    @property
+    def auto_tool_parser(self) -> str | None:
+        """The parser of calls that a model chooses to make; None: it may not."""
+        return self.tool_call_parser if self.enable_auto_tool_choice else None
 
     def model_names(self, folder: str) -> tuple[str, ...]:
         """What clients call the model of a folder."""
@@ -338,6 +364,14 @@ class QuantizeConfig:
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )
     device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
+    bits: float | None = setting(
+        None,
+        "mean bits per weight, scales included: each linear gets 2 to 8 by what the data says that"
+        " it needs (compressed-tensors)",
+    )
+    config: str | None = setting(
+        None, "recipe file (YAML) with these settings; flags that are given go before it"
+    )
     ignore: list[str] = setting(
         [],
         "leave linears in float whose name has this part, fits this glob or re:EXPRESSION;"

@@ -21,7 +21,7 @@ TEMPERATURE, TOP_P, MIN_P = _WORD["temperature"], _WORD["top_p"], _WORD["min_p"]
 PRESENCE, FREQUENCY = _WORD["presence_penalty"], _WORD["frequency_penalty"]
 REPETITION, TOP_K = _WORD["repetition_penalty"], _WORD["top_k"]
 SEED, POSITION = _WORD["seed"], _WORD["position"]
-HISTORY_ROW = _WORD["history_row"]
+HISTORY_ROW, MASK_START = _WORD["history_row"], _WORD["mask_start"]
 _BIAS_START, _BIAS_END = tl.constexpr(BIAS_START), tl.constexpr(BIAS_END)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _MIX_1, _MIX_2, _GOLDEN = tl.constexpr(MIX_1), tl.constexpr(MIX_2), tl.constexpr(GOLDEN)
@@ -50,18 +50,23 @@ def settings_of(words_ptr):
         tl.load(words_ptr + HISTORY_ROW),
         tl.load(words_ptr + _BIAS_START).to(tl.int32),
         tl.load(words_ptr + _BIAS_END).to(tl.int32),
+        tl.load(words_ptr + MASK_START).to(tl.int32),
     )
 
 
 @triton.jit
 def adjust(x, token, valid, settings, bias_ptr, history_ptr, V):
-    """Bias, penalties, temperature; rounding where sampling/reference.py rounds."""
-    temperature, presence, frequency, repetition, row, start, end = settings
+    """Bias, mask, penalties, temperature; rounding where sampling/reference.py rounds."""
+    temperature, presence, frequency, repetition, row, start, end, mask = settings
     for i in range(start, end):
         entry = tl.load(bias_ptr + i)
         value = entry.to(tl.int32).to(tl.float32, bitcast=True)
         x = tl.where(token == (entry >> 32).to(tl.int32), x + value, x)
     x = tl.where(x != x, float("-inf"), x)
+    if mask >= 0:
+        halves_ptr = bias_ptr.to(tl.pointer_type(tl.int32)) + 2 * mask
+        half = tl.load(halves_ptr + (token >> 5), mask=valid, other=0)
+        x = tl.where(((half >> (token & 31)) & 1) != 0, x, float("-inf"))
     if row >= 0:
         history = tl.load(history_ptr + row * V + token, mask=valid, other=0)
         repeated = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)

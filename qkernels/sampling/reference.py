@@ -8,7 +8,14 @@ draws from the softmax (Gumbel-max).
 
 import torch
 
-from qkernels.sampling.settings import BIAS_END, BIAS_START, INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.settings import (
+    BIAS_END,
+    BIAS_START,
+    INVALID_TOKEN,
+    MASK_BITS,
+    Samples,
+    SampleSettings,
+)
 
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow
 
@@ -52,14 +59,16 @@ def sample_(
 def adjust(
     logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits with bias, then the repetition, frequency and presence penalties, as vLLM orders."""
+    """Logits with bias and mask, then the repetition, frequency and presence penalties, as vLLM."""
     if len(settings.bias_E):
         starts_S, ends_S = settings.words_SP[:, BIAS_START], settings.words_SP[:, BIAS_END]
-        row_E = torch.repeat_interleave(ends_S - starts_S, output_size=len(settings.bias_E))
-        values_E = settings.bias_E.to(torch.int32).view(torch.float32)
-        logits_SV = logits_SV.index_put((row_E, settings.bias_E >> 32), values_E, accumulate=True)
+        row_E = torch.repeat_interleave(ends_S - starts_S)
+        bias_E = settings.bias_E[: len(row_E)]  # masks come after the biases of all rows
+        values_E = bias_E.to(torch.int32).view(torch.float32)
+        logits_SV = logits_SV.index_put((row_E, bias_E >> 32), values_E, accumulate=True)
         # a forbidden token of infinite logit
         logits_SV = logits_SV.masked_fill(logits_SV.isnan(), -torch.inf)
+        logits_SV = _masked(logits_SV, settings.column("mask_start"), settings.bias_E)
     if history_WV is None:
         return logits_SV
     row_S = settings.column("history_row")
@@ -72,6 +81,19 @@ def adjust(
     logits_SV = torch.where(history_SV > 0, repeated_SV, logits_SV)
     count_SV = (history_SV >> 1).float()
     return logits_SV - frequency_S1 * count_SV - presence_S1 * (count_SV > 0)
+
+
+def _masked(logits_SV: torch.Tensor, start_S: torch.Tensor, bias_E: torch.Tensor) -> torch.Tensor:
+    """-inf for the tokens whose bit in a row's mask is 0."""
+    masked_M = (start_S >= 0).nonzero()[:, 0]
+    if not len(masked_M):
+        return logits_SV
+    token_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+    word_MV = bias_E[start_S[masked_M, None] + token_V // MASK_BITS]
+    forbidden_MV = (word_MV >> (token_V % MASK_BITS)) & 1 == 0
+    return logits_SV.index_put(
+        (masked_M,), logits_SV[masked_M].masked_fill(forbidden_MV, -torch.inf)
+    )
 
 
 def filter_logits(

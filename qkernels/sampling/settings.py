@@ -21,8 +21,8 @@ MAX_LOGPROBS = 20  # alternatives of one row
 class SampleRow:
     """How to draw one row's token.
 
-    The order of work: bias, penalties, temperature, min_p, top_k, top_p. Where values are equal the
-    lower token id counts as likelier. Log probabilities are of the logits as they came.
+    The order of work: bias, mask, penalties, temperature, min_p, top_k, top_p. Where values are
+    equal the lower token id counts as likelier. Log probabilities are of the logits as they came.
     """
 
     temperature: float = 0.0  # 0: greedy; no filter matters then
@@ -36,6 +36,7 @@ class SampleRow:
     position: int = 0  # of the token that is drawn; the noise follows from seed, position, token
     history_row: int = -1  # the row of the history table; -1: no penalties
     num_logprobs: int = -1  # alternatives to report; -1: not even the drawn token's
+    mask_start: int = -1  # where in bias_E a bit for each token begins, 1 allows it; -1: all may be
     bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit); -inf forbids it
 
     @property
@@ -49,9 +50,11 @@ INTEGERS = tuple(field.name for field in fields(SampleRow) if field.type is int)
 NUMBERS = FLOATS + INTEGERS  # the words of a row, in order
 BIAS_START, BIAS_END = len(NUMBERS), len(NUMBERS) + 1  # then its entries of bias_E
 NUM_WORDS = len(NUMBERS) + 2
-TEMPERATURE, TOP_P, MIN_P, TOP_K, POSITION, NUM_LOGPROBS = map(
-    NUMBERS.index, ("temperature", "top_p", "min_p", "top_k", "position", "num_logprobs")
+TEMPERATURE, TOP_P, MIN_P, TOP_K, POSITION, NUM_LOGPROBS, MASK_START = map(
+    NUMBERS.index,
+    ("temperature", "top_p", "min_p", "top_k", "position", "num_logprobs", "mask_start"),
 )
+MASK_BITS = 64  # tokens of a word of a mask
 _floats_of, _integers_of = attrgetter(*FLOATS), attrgetter(*INTEGERS)
 
 
@@ -69,7 +72,8 @@ class SampleSettings:
     """All rows of one call. Made by `of`."""
 
     words_SP: torch.Tensor  # int64; a float is its float32 bits
-    bias_E: torch.Tensor  # int64: token << 32 | float32 bits
+    # int64: token << 32 | float32 bits; and masks, token t is bit t % 64 of word t // 64
+    bias_E: torch.Tensor
     any_random: bool
     any_filter: bool
     num_logprobs: int  # the most that any row asks for; -1: none asks

@@ -10,30 +10,35 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.constrained import Constrained
 from qserve.engine.deadlines import Deadlines
 from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.policies import make_policy
+from qserve.engine.pooling import NO_HEAD, Pooled, PoolPlan, check_pooling, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_rows import RequestRows
+from qserve.engine.request_rows import RequestRows, dead_end
 from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan
 from qserve.engine.step_ranges import StepRanges
+from qserve.engine.token_filter import TokenFilter, without
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
+from qserve.pooling_params import KINDS_OF_LAST_ROW
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
 from qserve.sampling_params import SamplingParams
@@ -52,6 +57,7 @@ class _Flight(NamedTuple):
 
     plan: StepPlan
     prompts: PromptPlan | None  # whose log probabilities it tells
+    pools: PoolPlan | None  # of whose prompts it makes vectors
     handle: StepHandle
     launched: float
 
@@ -109,6 +115,7 @@ class Engine:
         self.step_ranges = StepRanges()
         self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
         self._requests: dict[str, Request] = {}
+        self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
         self._in_flight: deque[_Flight] = deque()
         self._last_result = 0.0  # when the last step's tokens came, by `clock`
@@ -130,7 +137,9 @@ class Engine:
         return self.model_config.vocab_size
 
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.num_requests > 0
+        if self._in_flight or self.scheduler.num_requests:
+            return True
+        return self._constrained.num_waiting > 0
 
     def add_request(
         self,
@@ -163,13 +172,28 @@ class Engine:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < self.vocab_size)
             raise InputError(subject, f"token id {wrong} is not in 0..{self.vocab_size - 1}")
+        pooling = handling.pooling
+        if pooling is not None:
+            check_pooling(subject, pooling, self.model_config)
+            params = SamplingParams(max_tokens=1, temperature=0)
+        elif self.model_config.instead_of_head:
+            raise InputError(subject, NO_HEAD, "ask for vectors: /v1/embeddings, LLM.embed")
         biased = [token for token, _ in params.logit_bias]
-        for name, tokens in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
-            for token in tokens:
-                if token >= self.vocab_size:
-                    raise InputError(
-                        f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
-                    )
+        for name, tokens in (
+            ("logit_bias", biased),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words", tuple(chain.from_iterable(params.bad_words_token_ids))),
+        ):
+            token = max(tokens, default=0)
+            if token >= self.vocab_size:
+                raise InputError(
+                    f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
+                )
+        if params.bad_words and not params.bad_words_token_ids:
+            raise InputError(
+                f"{subject} bad_words", "have no token ids", "give bad_words_token_ids, too"
+            )
         room = self.max_model_len - length
         seed = params.seed
         if seed is None:
@@ -190,22 +214,44 @@ class Engine:
             cache_salt=handling.cache_salt,
             arrived=self._clock() if arrived is None else arrived,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
-            reads_cache=params.prompt_logprobs is None,
+            reads_cache=params.prompt_logprobs is None
+            and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
+            follows_last=params.structured_outputs is not None,
+            pooled=None if pooling is None else Pooled(params=pooling),
         )
-        self.scheduler.add(request)
+        if params.has_filter:
+            self._filter_tokens(request)
+        if params.structured_outputs is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.check(request)
+            self._constrained.add(request)
         self._requests[request_id] = request
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
+
+    def _filter_tokens(self, request: Request) -> None:
+        """Give a request its filter. Raises InputError where that leaves nothing to begin with."""
+        params = request.params
+        made = TokenFilter(self.vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
+        mask = made.mask(request.token_ids, request.num_prompt_tokens)
+        if params.min_tokens:
+            mask = without(mask, request.stop_token_ids | request.eos_token_ids)
+        if not mask.any():
+            raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
+        request.token_filter = made
+        request.follows_last |= made.follows_output
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self.scheduler.finish(request)
+            self._drop(request)
 
     def step(self) -> list[RequestEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
         events = [self._miss(request) for request in self._deadlines.missed(self._clock())]
+        events += self._admit_constrained()
         plan = self.scheduler.schedule()
         self._unreported = self._step_facts(plan)
         for request in plan.preempted:
@@ -219,6 +265,9 @@ class Engine:
             prompts = plan_prompt_rows(plan)
             if prompts is not None:
                 step = replace(step, prompt_rows=prompts.rows)
+            pools = plan_pool_rows(plan)
+            if pools is not None:
+                step = replace(step, pool_rows=pools.rows)
             launched = self._clock()
             try:
                 with self.step_ranges.around(plan):
@@ -226,11 +275,24 @@ class Engine:
             except torch.OutOfMemoryError as error:
                 # What is in flight first: it may hold tokens of the same requests.
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
-            self._in_flight.append(_Flight(plan, prompts, handle, launched))
+            self._in_flight.append(_Flight(plan, prompts, pools, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
         if self.profiler.is_armed:
             self.profiler.after_step()
         return self._ended(events)
+
+    def _admit_constrained(self) -> list[RequestEvent]:
+        """Queue the requests whose grammars are compiled; of those that cannot be, the ends."""
+        if not self._constrained.num_waiting:
+            return []
+        events = []
+        is_idle = not self._in_flight and not self.scheduler.num_requests
+        for request, error in self._constrained.take_compiled(wait_a_little=is_idle):
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                events.append(_failure(request, error)._replace(is_asked_for=True))
+        return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:
         """Wait for the steps in flight, the oldest first, but the last `num_left`."""
@@ -239,6 +301,8 @@ class Engine:
             flight = self._in_flight.popleft()
             if flight.prompts is not None:
                 flight.handle.prompts.give_to(flight.prompts)
+            if flight.pools is not None:
+                flight.handle.pools.give_to(flight.pools)
             sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
             self._measure(flight, has_waited=bool(sampled))
             events += self.scheduler.update(flight.plan, sampled, logprobs)
@@ -279,7 +343,7 @@ class Engine:
         step, self._unreported = self._unreported, NO_STEP
         return EngineReport(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + self._constrained.num_waiting,
             num_waiting_tokens=scheduler.waiting.num_tokens,
             num_pages_used=pool.num_pages - pool.num_free,
             num_pages=pool.num_pages,
@@ -333,13 +397,16 @@ class Engine:
         self._last_result = now if has_waited else math.inf
 
     def _miss(self, request: Request) -> RequestEvent:
-        self.scheduler.finish(request)
-        return RequestEvent(
-            request_id=request.request_id,
-            token_ids=(),
-            finish_reason="error",
-            error=f"its time is up after {request.num_known - request.num_prompt_tokens} tokens",
-        )
+        self._drop(request)
+        num_tokens = request.num_known - request.num_prompt_tokens
+        return _failure(request, f"its time is up after {num_tokens} tokens")
+
+    def _drop(self, request: Request) -> None:
+        """End a request, wherever it is."""
+        if self._constrained.remove(request):
+            request.status = Status.FINISHED
+        else:
+            self.scheduler.finish(request)
 
     def _host_pages(self) -> HostPages | None:
         """Room for KV pages in the host's memory, where it is asked for."""
@@ -374,6 +441,12 @@ class Engine:
             params=SamplingParams(top_p=0.9),
             num_copies=rows,
         )
+
+
+def _failure(request: Request, reason: str) -> RequestEvent:
+    return RequestEvent(
+        request_id=request.request_id, token_ids=(), finish_reason="error", error=reason
+    )
 
 
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:

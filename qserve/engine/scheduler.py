@@ -90,8 +90,8 @@ class Scheduler:
     def num_requests(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InputError where it could never finish, however long it waits."""
+    def check(self, request: Request) -> None:
+        """Raise InputError where a request could never finish, however long it waits."""
         longest = request.num_prompt_tokens + request.max_tokens
         # The last sampled token is never fed back, so its keys need no place.
         if self.pool.pages_for(longest - 1) > self.pool.num_pages:
@@ -101,6 +101,10 @@ class Scheduler:
                 f" and there are {self.pool.num_pages}",
                 "shorten it, or give the server more memory for KV pages",
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises what `check` raises."""
+        self.check(request)
         request.num_steps_at_arrival = self._num_steps
         request.level = self.policy.level(request)
         request.client, request.group = self.policy.turn(request)
@@ -271,6 +275,8 @@ class Scheduler:
             end, start = num_known + request.num_pending, request.num_computed
             if end - start != 1 or end - request.num_prompt_tokens >= request.max_tokens:
                 continue
+            if request.follows_last and request.num_pending:
+                continue  # what it may sample next follows from the token in flight
             if end > len(request.block_table) * page_size and not self._make_room(
                 request, index, step
             ):

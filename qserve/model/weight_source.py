@@ -8,8 +8,9 @@ from formats import gptq
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 from formats.family import DERIVED
+from formats.fp4 import Fp4Weight
 from formats.kv_cache import check_kv_scale, find_kv_scales
-from formats.layouts import LAYOUTS, decode_linear, is_quantized, tensor_names
+from formats.layouts import decode_linear, is_quantized, layout_of, tensor_names
 from formats.weights import Weight
 from qserve.model.model_config import ModelConfig
 from qserve.model.read_ahead import ReadAhead
@@ -61,7 +62,7 @@ class WeightSource:
             raise CheckpointError(
                 module, "has quantized tensors such as qweight, but no quantization_config"
             )
-        names = tensor_names(module, LAYOUTS[self.quant.method], self.reader.entries)
+        names = tensor_names(module, layout_of(self.quant), self.reader.entries)
         tensors = {field: self._read.get(name) for field, name in names.items()}
         self._used.update(names.values())
         weight = decode_linear(module, tensors, self.quant)
@@ -71,7 +72,9 @@ class WeightSource:
                 f"expected {list(shape)} from config.json,"
                 f" found {[weight.out_features, weight.in_features]}",
             )
-        if self.quant.method == "gptq" and gptq.is_mislabelled(
+        if isinstance(weight, Fp4Weight):  # no kernel has them; the codes are the same weights
+            weight = weight.as_codes()
+        if self.quant.layout == "gptq" and gptq.is_mislabelled(
             tensors, weight.spec, self.quant.zeros
         ):
             self._mislabelled += 1

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from tqdm import tqdm
 
-from formats.errors import CheckpointError
+from formats.bare_model import SCORE
+from formats.errors import CheckpointError, InputError
 from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
 from qkernels import QuantLinear, ops
@@ -65,6 +66,12 @@ class Weights:
         if self.config.tied_head and not self.source.is_quantized(name):
             return FloatLinear(embedding_VC)
         return self.linear([name], [self.config.vocab_size], self.config.hidden_size)
+
+    def classifier(self) -> torch.Tensor | None:
+        """A classifier's matrix [labels, C], where the checkpoint has one."""
+        if self.config.instead_of_head != SCORE:
+            return None
+        return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
 
     def layers(self) -> Iterator["LayerWeights"]:
         """Those of each layer in turn."""
@@ -225,7 +232,14 @@ class LayerWeights:
         weights = self._weights
         found = expert_weights(weights, self._prefix)
         kernel = self.kernels.get("experts")
-        return ops.prepare_experts(found, weights.dtype, weights.device, kernel)
+        prepared = ops.prepare_experts(found, weights.dtype, weights.device, kernel)
+        if prepared.problem.kernel == "reference" and weights.device.type == "cuda" and not kernel:
+            raise InputError(
+                f"{self._prefix} experts",
+                "no kernel takes them, and plain torch waits for the GPU after each choice",
+                "give --kernel experts=reference and --enforce-eager to run them slowly",
+            )
+        return prepared
 
     def sinks(self) -> dict[str, torch.Tensor]:
         """The scores of each head that attention takes beside the keys', if the family has them."""

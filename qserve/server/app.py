@@ -22,7 +22,7 @@ from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.log_limit import limit_logging
-from qserve.server import page_routes, routes, status_routes, token_routes
+from qserve.server import page_routes, pooling_routes, routes, status_routes, token_routes
 from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey, load_keys
 from qserve.server.budget import Budget
@@ -90,6 +90,8 @@ def build_app(
         model_names=model_names,
         defaults=load_defaults(tokenizer.folder),
         chat_special_tokens=config.chat_special_tokens,
+        auto_tool_parser=config.auto_tool_parser,
+        reasoning_parser=config.reasoning_parser,
         max_body_bytes=config.max_body_bytes,
         bodies=Budget(NUM_BODIES * config.max_body_bytes),
         admission=admission,
@@ -101,7 +103,7 @@ def build_app(
         salt_by_key=config.cache_salt_by_key,
         resets_cache=config.enable_cache_reset,
     )
-    for topic in (status_routes, page_routes, token_routes, routes):
+    for topic in (status_routes, page_routes, token_routes, routes, pooling_routes):
         app.include_router(topic.router)
     if config.profiler is not None:
         app.include_router(profile_router(config.profiler))
@@ -238,6 +240,8 @@ def _start_worker(
             max_model_len=client.max_model_len,
             vocab_size=client.vocab_size,
             chat_special_tokens=config.chat_special_tokens,
+            auto_tool_parser=config.auto_tool_parser,
+            reasoning_parser=config.reasoning_parser,
         ),
         logs.arguments(config.log_level, config.log_format),
     )

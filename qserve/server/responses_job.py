@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from qserve.server import unsupported
@@ -27,8 +27,9 @@ PASSED_ON = (
     *("model", "request_id", "user", "service_tier", "temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"),
     *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
-    *("chat_template_kwargs", "priority", "stream"),
+    *("chat_template_kwargs", "priority", "stream", "structured_outputs"),
 )
 # field: the values that change nothing, besides null
 REFUSED: dict[str, tuple] = unsupported.COMMON | {
@@ -45,10 +46,9 @@ REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "previous_response_id": (),
     "prompt": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
+    "response_format": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -63,6 +63,7 @@ HINTS = unsupported.HINTS | {
     "messages": "use input",
     "previous_response_id": "nothing is stored here: send the conversation as input",
     "prompt": "use input",
+    "response_format": "use text.format",
     "truncation": "use truncate_prompt_tokens",
 }
 
@@ -102,7 +103,20 @@ class InputItem(Body):
 
 
 class TextFormat(Body):
-    type: Literal["text"]
+    """OpenAI writes a schema's name and text beside its type here."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """The same as a chat's field."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
 
 
 class TextSettings(Body):
@@ -136,6 +150,8 @@ class ResponsesRequest(Body):
             messages.insert(0, {"role": "system", "content": self.instructions})
         fields = {name: extra[name] for name in PASSED_ON if name in extra}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.response_format
         return validate(fields, ChatCompletionRequest)
 
     @property
@@ -175,4 +191,8 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -
         "user": chat.user,
     }
     ignored = (*chat.ignored, *request.ignored)
+    if request.text is not None and request.text.format is not None:
+        repeated["text"] = {
+            "format": request.text.format.model_dump(by_alias=True, exclude_none=True)
+        }
     return chat_request_job(model, chat, arrived, "resp", ignored=ignored, repeated=repeated)

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 from formats.errors import InputError
-from qserve.sampling_params import MAX_LOGPROBS, ParameterError, SamplingParams
+from qserve.errors import ParameterError
+from qserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from qserve.server.protocol import ChatCompletionRequest, GenerationRequest
+from qserve.structured.params import StructuredOutputsParams
 
 FILE = "generation_config.json"
 # the fields that the file may set
@@ -30,7 +32,10 @@ def load_defaults(folder: str | Path) -> dict[str, float]:
 
 
 def sampling_params(
-    request: GenerationRequest, defaults: dict[str, float], room: int
+    request: GenerationRequest,
+    defaults: dict[str, float],
+    room: int,
+    form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """The parameters for a prompt that leaves `room` tokens. Raises ParameterError."""
     max_tokens, logprobs, prompt_logprobs = request.max_tokens, None, request.prompt_logprobs
@@ -66,11 +71,14 @@ def sampling_params(
             "min_tokens",
             "stop",
             "stop_token_ids",
+            "allowed_token_ids",
+            "bad_words",
             "ignore_eos",
             "include_stop_str_in_output",
             "skip_special_tokens",
         )
     }
     fields["logprobs"], fields["prompt_logprobs"] = logprobs, prompt_logprobs
+    fields["structured_outputs"] = form
     given = {name: value for name, value in fields.items() if value is not None}
     return SamplingParams(**(defaults | given), max_tokens=min(max_tokens, room))

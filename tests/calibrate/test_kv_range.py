@@ -102,7 +102,6 @@ def test_resumed_run_has_the_same_scales_and_notices_another_cache(tiny_model, t
     ("options", "message"),
     [
         ({"output_format": "gptq"}, "KV cache int8: gptq has no place.*compressed-tensors"),
-        ({"output_format": None}, "KV cache int8: gptq has no place.*compressed-tensors"),
         ({"kv_cache": "int4"}, "KV cache 'int4': unknown.*int8, fp8"),
     ],
 )

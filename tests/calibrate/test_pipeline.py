@@ -172,8 +172,8 @@ def test_scheme_that_a_format_cannot_hold_is_refused_with_the_reason(tiny_checkp
     for scheme, output_format, reason in (
         ("w8a16-sym-g32", "awq", "awq holds 4-bit weights.*formats that can: gptq, compressed"),
         ("w8a8-static", "gptq", "no place for a static activation scale"),
-        ("w8a8-fp8", "gptq", "integer codes, not float8"),
-        ("w3a16-sym-g32", "compressed-tensors", "4 or 8 bits, not 3"),
+        ("w8a8-fp8", "gptq", "integer codes, not floating point"),
+        ("w6a16-sym-g32", "gptq", "has 2, 3, 4 or 8 bits, not 6"),
     ):
         refused(source, SchemeError, reason, Scheme.parse(scheme), output_format=output_format)
 

@@ -1,11 +1,11 @@
-"""Static activation scales come from the calibration data, and hold all of it."""
+"""Static activation scales come from the calibration data: the range with the least error."""
 
 import pytest
 import torch
 import transformers
 
 from calibrate.data import read_calibration
-from calibrate.layer import static_scale
+from calibrate.input_range import FRACTIONS, rounding_error, static_scale
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.statistics import InputStatistics
 from formats.activation import MIN_INPUT_SCALE, check_input_scale
@@ -29,7 +29,13 @@ def written(docs_5m, data, tmp_path_factory):
     return CheckpointReader(folder)
 
 
-def test_first_scale_is_the_largest_input_over_127(written, docs_5m, data):
+def test_first_scale_is_a_fraction_of_the_largest_input_over_127(docs_5m, data, tmp_path):
+    """By rtn, which leaves the inputs as they are: every token of the data counts for the range."""
+    scheme = Scheme.parse("w8a8-static")
+    quantize_checkpoint(
+        docs_5m, tmp_path / "x", scheme=scheme, recipe="rtn", calibration=data, progress=False
+    )
+    written = CheckpointReader(tmp_path / "x")
     model = transformers.AutoModelForCausalLM.from_pretrained(docs_5m, dtype=torch.float32)
     largest = []
     model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(
@@ -38,7 +44,8 @@ def test_first_scale_is_the_largest_input_over_127(written, docs_5m, data):
     with torch.no_grad():
         model(data.ids_WS)
     scale = written.get(ATTENTION.format(0, "q"))
-    torch.testing.assert_close(scale.float().flatten()[0], largest[0] / 127, rtol=1e-5, atol=0)
+    found = float(scale) / float(largest[0] / 127)
+    assert min(abs(found - fraction) for fraction in FRACTIONS) < 1e-5
 
 
 def test_linears_of_one_input_share_its_scale(written):
@@ -57,3 +64,38 @@ def test_an_input_of_zeros_has_a_scale_that_can_be_stored(kind):
     scale = static_scale(stats, activation)
     check_input_scale(activation, torch.tensor(scale))
     assert scale == MIN_INPUT_SCALE and stats.notes == []
+
+
+INT8 = ActivationSpec(dynamic=False, per="tensor")
+
+
+def outlier_statistics():
+    """Normal inputs, and one value that is 200 times as large."""
+    stats = InputStatistics(64, "cpu")
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    x[0, 3] = 600.0
+    stats.update(x)
+    return stats
+
+
+def test_one_value_far_out_is_clipped():
+    stats = outlier_statistics()
+    stats._sample = [stats.sample().clamp(-5, 5)]  # the sample need not have seen it
+    scale = static_scale(stats, INT8)
+    assert 3 / 127 < scale < 15 / 127
+    ones, sample = torch.ones(64), stats.sample()
+    assert rounding_error(sample, scale, ones) < rounding_error(sample, 600 / 127, ones) / 100
+
+
+def test_an_input_that_weights_multiply_by_much_decides():
+    stats = outlier_statistics()
+    weight = torch.full((8, 64), 1e-3)
+    weight[:, 3] = 100.0
+    assert static_scale(stats, INT8, [weight]) > 400 / 127
+    weight[:, 3] = 0.0
+    assert static_scale(stats, INT8, [weight]) < 40 / 127
+
+
+def test_float8_keeps_the_largest_value():
+    spec = ActivationSpec(type="float", dynamic=False, per="tensor")
+    assert static_scale(outlier_statistics(), spec) == pytest.approx(600 / 448)

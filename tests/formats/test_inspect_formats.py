@@ -9,7 +9,8 @@ from formats.inspect import inspect_checkpoint
 from formats.inspect_config import Choices
 from formats.kv_cache import write_kv_scheme
 from formats.linear_summary import LinearSummary
-from formats.loads_in import Facts, loads_in
+from formats.loads_in import Facts
+from formats.loads_in_rules import loads_in
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 
@@ -219,11 +220,11 @@ LOADS = [
         "gptq",
         "w4a16-sym-g32",
         g_idx_reversed,
-        {"this project": "slow", "vLLM": "no", "SGLang": "no", "transformers": "yes"},
+        everywhere("no"),
     ),
     ("awq", "w4a16-sym-g32", None, everywhere("yes")),
     ("awq", "w4a16-asym-g16", None, everywhere("yes", vLLM="slow", SGLang="slow")),
-    ("compressed-tensors", "w4a16-sym-g16", None, everywhere("yes", vLLM="no", SGLang="no")),
+    ("compressed-tensors", "w4a16-sym-g16", None, everywhere("yes", SGLang="no")),
     (
         "awq",
         "w4a16-sym-g32",
@@ -235,7 +236,7 @@ LOADS = [
     ("compressed-tensors", "w4a16-asym-g32", None, everywhere("yes", transformers="slow")),
     ("compressed-tensors", "w8a8", None, everywhere("yes")),
     ("compressed-tensors", "w8a8-fp8-block", None, everywhere("yes")),
-    ("gptq", "w4a16-sym-g32", block(bits=5), everywhere("no")),
+    ("gptq", "w4a16-sym-g32", block(bits=5), everywhere("not judged", **{"this project": "no"})),
 ]
 
 
@@ -281,6 +282,8 @@ def test_a_float_scheme_hides_no_other_remark(model, write_folder):
             tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.ones(1)
     found = inspect_checkpoint(write_folder(tensors, config))
     reason = {verdict.program: verdict.reason for verdict in found.loads_in}["vLLM"]
+    assert "refuses the kv_cache_scheme" in reason
+    reason = {verdict.program: verdict.reason for verdict in found.loads_in}["SGLang"]
     assert "sm89" in reason and "its 8-bit KV cache is float8" in reason
 
 
@@ -290,7 +293,7 @@ def test_a_float_scheme_hides_no_group_that_is_refused(model, write_folder):
     weights = QuantConfig(scheme=Scheme.parse("w4a16-sym-g24"), method="compressed-tensors")
     group = weights.to_dict()["config_groups"]["group_0"]
     groups["group_1"] = {**group, "targets": ["model.layers.9.mlp.down_proj"]}
-    assert answers(write_folder(tensors, config))["vLLM"] == "no"
+    assert answers(write_folder(tensors, config))["SGLang"] == "no"
 
 
 def test_a_float_member_that_is_stated_loads_where_nothing_is_fused(model, write_folder):
@@ -300,7 +303,7 @@ def test_a_float_member_that_is_stated_loads_where_nothing_is_fused(model, write
     tensors[f"{Q0}.weight"] = torch.zeros(64, 64)
     config[BLOCK]["dynamic"] = {rf"-:^{Q0.replace('.', '[.]')}$": {}}
     folder = write_folder(tensors, config)
-    expected = everywhere("no", **{"this project": "yes"}, transformers="yes")
+    expected = everywhere("no", **{"this project": "yes"})
     assert answers(folder) == expected
     assert not inspect_checkpoint(folder).ok
 
@@ -323,7 +326,8 @@ def test_act_order_that_the_config_states_is_no_surprise(
     assert subjects == ([] if stated or in_order else [f"{Q0}.weight_g_idx"])
     refused = "no" if stated or not in_order else "yes"
     assert [answers(folder)[name] for name in ("vLLM", "transformers")] == [refused, refused]
-    assert answers(folder)["this project"] == ("yes" if in_order else "slow")
+    served = "yes" if in_order else "slow" if stated else "no"
+    assert answers(folder)["this project"] == served
 
 
 def test_asymmetric_v1_zeros_are_believed_of_gptqmodel_alone(model, write_folder):

@@ -35,7 +35,7 @@ def test_patterns(pattern, count):
 
 
 def test_shapes_that_do_not_fit_stay_in_float_and_are_listed():
-    plan = make_plan(SHAPES, G32)
+    plan = make_plan(SHAPES, G32, output_format="gptq")
     assert {name for name in SHAPES if plan.schemes[name] is None} == set(FFN)
     assert "not divisible by the group size 32" in plan.reasons["model.layers.0.mlp.down_proj"]
     assert "80 outputs are not divisible by 32" in plan.reasons["model.layers.0.mlp.up_proj"]
@@ -145,3 +145,18 @@ def test_fused_gate_and_up_are_widened_each():
     assert bias.shape == (192,) and bias.sum() == 160 and not bias[80:96].any()
     with pytest.raises(CheckpointError, match="has 80 features, config.json's .* is 96"):
         make_padding({"intermediate_size": 96}, {names[0]: (160, 64)}, G32)
+
+
+def test_linears_that_differ_get_a_format_that_transformers_reads():
+    """transformers reads no `dynamic` of GPTQ; AWQ has one scheme for all."""
+    shapes = {name: shape for name, shape in SHAPES.items() if not shape[0] % 32 | shape[1] % 32}
+    eight = [("o_proj", Scheme.parse("w8a16-sym-g32"))]
+    assert make_plan(shapes, G32).layout.name == "gptq"
+    assert make_plan(shapes, G32).warnings == ()
+    assert make_plan(shapes, G32, overrides=eight).layout.name == "compressed-tensors"
+    assert make_plan(shapes, G32, ignore=["o_proj"]).layout.name == "compressed-tensors"
+    asymmetric = make_plan(shapes, Scheme.parse("w4a16-asym-g32"), overrides=eight)
+    assert asymmetric.layout.name == "compressed-tensors"
+    asked_for = make_plan(shapes, G32, ignore=["o_proj"], output_format="gptq")
+    assert asked_for.layout.name == "gptq"
+    assert "transformers ignores the dynamic entries" in asked_for.warnings[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats import gptq
+from formats import compressed_tensors, gptq
 from formats.bits import pack
 from formats.families import FAMILIES
 from formats.kv_cache import kv_scale, round_kv, write_kv_scheme
@@ -153,6 +153,19 @@ def test_config_blocks_of_the_page_are_the_written_ones():
         assert QuantConfig.from_dict(block) == config
 
 
+def test_fp4_bytes_of_the_page():
+    assert (
+        "an exponent of 127 the bytes 0x21 0x53 0x76 0xF8 are the weights 0.5 1.0 1.5 3.0 4.0"
+        " 6.0 0.0 -6.0." in README
+    )
+    row = torch.zeros(1, 16, dtype=torch.uint8)
+    row[0, :4] = torch.tensor([0x21, 0x53, 0x76, 0xF8], dtype=torch.uint8)
+    scales = torch.full((1, 1), 127, dtype=torch.uint8)
+    tensors = {"weight_packed": row, "weight_scale": scales}
+    weight = compressed_tensors.decode(tensors, Scheme.parse("w4a16-mxfp4")).dequantize()
+    assert weight[0, :8].tolist() == [0.5, 1.0, 1.5, 3.0, 4.0, 6.0, 0.0, -6.0]
+
+
 def test_kv_cache_scheme_and_example_of_the_page():
     (line,) = re.findall(r'^    "kv_cache_scheme": (\{.*\})$', README, re.MULTILINE)
     assert json.loads(line) == write_kv_scheme("int8")
@@ -166,7 +179,7 @@ def test_scheme_table_of_the_page_is_what_can_be_written():
     from formats.layouts import LAYOUTS, default_format
 
     rows = re.findall(r"^\| (`w\d.*?) \| (.*?) \|$", README, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 10
     for names, formats in rows:
         listed = [text.split()[0] for text in formats.split(", ")]
         for name in names.split(", "):

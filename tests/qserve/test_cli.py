@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -68,6 +69,8 @@ FLAGS = {
         "--override",
         "--pad",
         "--max-shard-size",
+        "--bits",
+        "--config",
     },
     "serve": ENGINE_FLAGS
     | {
@@ -80,6 +83,7 @@ FLAGS = {
         *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
         *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
         *("--log-level", "--log-format", "--metrics-prefix", "--profiler-config"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"),
     },
     "chat": TALK_FLAGS,
     "complete": TALK_FLAGS,
@@ -410,6 +414,31 @@ def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     assert main([*arguments, "--ignore", "layers.3.mlp"]) == 0
     assert "left in float: model.layers.0.mlp" in capsys.readouterr().out
     config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
-    assert {rule["bits"] for rule in config["dynamic"].values() if rule} == {8}
+    groups = config["config_groups"].values()
+    assert {group["weights"]["num_bits"] for group in groups} == {4, 8}
     assert len(list((tmp_path / "x").glob("*.safetensors"))) > 2
     fails_with(capsys, [*arguments, "--max-shard-size", "many"], "size 'many'", "500MB")
+
+
+def test_quantize_with_a_recipe_file(capsys, docs_5m, tmp_path):
+    """What a run writes makes the same folder again; a flag goes before the file."""
+    arguments = ["quantize", str(docs_5m), "--recipe", "rtn", "--seed", "3"]
+    assert main([*arguments, "-o", str(tmp_path / "a"), "--ignore", "layers.0"]) == 0
+    recipe = str(tmp_path / "a" / "quantization_recipe.yaml")
+    command = ["quantize", str(docs_5m), "--config", recipe, "-o"]
+    assert main([*command, str(tmp_path / "b")]) == 0
+    name = "model.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert main([*command, str(tmp_path / "c"), "--scheme", "w8a16-sym"]) == 0
+    card = (tmp_path / "c" / "README.md").read_text()
+    assert "A w8a16-sym model" in card and "`vllm serve c`" in card
+    for text, message in (
+        ("scheme: [", "no YAML"),
+        ("schema: x", "'schema'"),
+        ("samples: many", "samples.*int"),
+        ("- scheme", "expected settings"),
+    ):
+        (tmp_path / "wrong.yaml").write_text(text)
+        wrong = ["quantize", str(docs_5m), "--config", str(tmp_path / "wrong.yaml"), "-o", "x"]
+        assert main(wrong) == 1
+        assert re.search(message, capsys.readouterr().err)

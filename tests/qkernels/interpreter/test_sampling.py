@@ -8,7 +8,13 @@ import torch
 
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
-from qkernels.sampling.settings import INVALID_TOKEN, SampleRow, SampleSettings
+from qkernels.sampling.settings import (
+    INVALID_TOKEN,
+    MASK_BITS,
+    MASK_START,
+    SampleRow,
+    SampleSettings,
+)
 
 exhaustive = pytest.mark.exhaustive
 ON_GPU = torch.cuda.is_available()
@@ -297,3 +303,61 @@ def test_rows_of_a_wider_tensor(device):
 def test_no_rows(device):
     settings = pack([], device)
     assert sampling.sample_(torch.zeros(0, 50, device=device), settings).tokens_S.shape == (0,)
+
+
+def with_masks(rows, allowed, device):
+    """Settings of rows of which those with a set of tokens may draw no other."""
+    settings = SampleSettings.of(rows)
+    words, parts, start = settings.words_SP.clone(), [settings.bias_E], len(settings.bias_E)
+    for row, tokens in enumerate(allowed):
+        if tokens is None:
+            continue
+        mask = torch.zeros(tokens.vocabulary // MASK_BITS + 1, MASK_BITS, dtype=torch.bool)
+        mask.view(-1)[list(tokens)] = True
+        weights = 1 << torch.arange(MASK_BITS)  # bit 63 is the sign
+        words[row, MASK_START] = start
+        parts.append((mask * weights).sum(-1))
+        start += len(parts[-1])
+    return replace(settings, words_SP=words, bias_E=torch.cat(parts)).to(device)
+
+
+class Tokens(list):
+    """Some tokens of a vocabulary."""
+
+    def __init__(self, tokens, vocabulary):
+        super().__init__(tokens)
+        self.vocabulary = vocabulary
+
+
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_masked_rows_draw_what_is_allowed(device, half, poison, vocabulary):
+    """Every kind of row, with a mask and without, and a bias for some."""
+    kinds = list(ROWS.values())[:: 1 if ON_GPU else 3]
+    rows, allowed = [], []
+    for number, kind in enumerate(kinds):
+        bias = ((1, 30.0), (vocabulary - 1, 2.0)) if number % 2 else ()
+        rows += [replace(kind, seed=number, bias=bias)] * 2
+        few_tokens = [0, 31, 32, vocabulary - 1][number % 3 :]
+        allowed += [None, Tokens(few_tokens, vocabulary)]
+    logits = logits_of(len(rows), vocabulary, half, device)
+    settings = with_masks(rows, allowed, device)
+    got = sampling.sample_(logits, settings).tokens_S.cpu()
+    want = reference_sampling.sample_(
+        logits.cpu(), with_masks(rows, allowed, torch.device("cpu"))
+    ).tokens_S
+    assert torch.equal(got, want)
+    for token, tokens in zip(got.tolist(), allowed, strict=True):
+        assert tokens is None or token in tokens
+    unmasked = sampling.sample_(logits, pack(rows, device)).tokens_S.cpu()
+    assert torch.equal(got[::2], unmasked[::2]), "a mask is of its own row alone"
+
+
+def test_log_probabilities_are_of_logits_without_masks(device, half):
+    rows = [SampleRow(num_logprobs=2)] * 2
+    logits = logits_of(2, 1000, half, device)
+    settings = with_masks(rows, [Tokens([3], 1000), None], device)
+    got = sampling.sample_(logits, settings)
+    free = sampling.sample_(logits, pack(rows, device))
+    assert got.tokens_S.tolist() == [3, int(free.tokens_S[1])]
+    assert torch.equal(got.top_tokens_SN, free.top_tokens_SN)
+    assert got.logprobs_S[0] < free.logprobs_S[0]

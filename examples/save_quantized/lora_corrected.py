@@ -1,0 +1,22 @@
+"""A model corrected by a LoRA: add A and B into the weights, quantize the sums.
+
+python examples/save_quantized/lora_corrected.py examples/models/docs-5m lora.safetensors OUT
+"""
+
+import sys
+
+from safetensors.torch import load_file
+
+import qserve
+from formats.checkpoint import CheckpointReader
+from qkernels import QuantLinear
+
+source, lora_file, target = sys.argv[1:4]
+reader, lora = CheckpointReader(source), load_file(lora_file)
+linears = {}
+for name in [n.removesuffix(".weight") for n in reader.entries if n.endswith("_proj.weight")]:
+    weight = reader.get(f"{name}.weight").float()
+    if f"{name}.lora_A.weight" in lora:
+        weight += lora[f"{name}.lora_B.weight"].float() @ lora[f"{name}.lora_A.weight"].float()
+    linears[name] = QuantLinear.from_float(weight, "w4a16-sym", name=name)
+print(qserve.save_quantized(target, source, linears, format="compressed-tensors").to_text())

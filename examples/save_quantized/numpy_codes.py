@@ -1,0 +1,20 @@
+"""Codes from a numpy file, whoever made them: NAME.codes, NAME.scales and NAME.zeros.
+
+python examples/save_quantized/numpy_codes.py examples/models/docs-5m codes.npz /tmp/from-numpy
+"""
+
+import sys
+
+import numpy
+
+import qserve
+
+source, file, target = sys.argv[1:4]
+arrays = numpy.load(file)
+names = [key.removesuffix(".codes") for key in arrays.files if key.endswith(".codes")]
+linears = {
+    name: (arrays[f"{name}.codes"], arrays[f"{name}.scales"], arrays[f"{name}.zeros"])
+    for name in names
+}
+# asymmetric codes: vLLM takes them as AWQ, and as GPTQ not at all (the call would say so)
+print(qserve.save_quantized(target, source, linears, format="awq").to_text())

@@ -1,0 +1,20 @@
+"""A state dict of QuantLinear layers, kept in a safetensors file, to a whole model folder.
+
+python examples/save_quantized/state_dict.py examples/models/docs-5m layers.safetensors OUT
+"""
+
+import sys
+
+from safetensors.torch import load_file
+
+import qserve
+from qkernels import QuantLinear
+
+source, file, target = sys.argv[1:4]
+state, linears = load_file(file), {}
+for name in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
+    own = {field: state[f"{name}.{field}"] for field in ("qweight", "qzeros", "scales", "g_idx")}
+    layer = QuantLinear(len(own["g_idx"]), own["scales"].shape[1], "w4a16-sym")
+    layer.load_state_dict(own)
+    linears[name] = layer
+print(qserve.save_quantized(target, source, linears).to_text())

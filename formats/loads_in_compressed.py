@@ -1,0 +1,244 @@
+"""Who loads compressed-tensors, AutoRound's own block and the native float8 one: rules, a row each.
+
+Versions as in loads_in_rules.py.
+"""
+
+from formats.loads_in import Rule
+from formats.loads_in_terms import (
+    LIBRARY,
+    MARLIN_GROUPS,
+    OTHERS,
+    SERVERS,
+    SGLANG,
+    SGLANG_SOURCE,
+    SHAPE_OF_ZEROS,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_COMPRESSED,
+    VLLM_SOURCE,
+    any_scheme,
+    gptq_bits,
+    groups,
+    is_w4a8,
+    packed_asymmetric,
+    row,
+    trait,
+    when,
+)
+
+COMPRESSED_RULES: tuple[Rule, ...] = (
+    # compressed-tensors
+    row(
+        "ct-actorder",
+        OTHERS,
+        "no",
+        when(lambda f: f.config.act_order, "refuses an actorder that regroups inputs"),
+        f"{VLLM_COMPRESSED} _quantization_scheme_map_from_config; {LIBRARY}: removed since 0.19",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-weight-zeros",
+        SERVERS,
+        "no",
+        trait("weight zeros", "has no place for the zeros of symmetric weights"),
+        f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_wNa16.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-int8-kv-vllm",
+        VLLM,
+        "no",
+        when(
+            lambda f: f.config.kv_cache == "int8",
+            "refuses the kv_cache_scheme: its 8-bit KV cache is float8",
+        ),
+        f"{VLLM_COMPRESSED} validate_kv_cache_scheme, 0.25.1 to 0.33.0",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-int8-kv-sglang",
+        SGLANG,
+        "yes",
+        when(
+            lambda f: f.config.kv_cache == "int8",
+            "ignores the scales: its 8-bit KV cache is float8",
+        ),
+        f"{SGLANG_SOURCE}/compressed_tensors/compressed_tensors.py is_supported_scheme",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-humming",
+        VLLM,
+        "yes",
+        when(
+            lambda f: any(
+                s.weight.type == "int"
+                and (s.weight.bits not in (4, 8) or s.weight.group_size not in MARLIN_GROUPS)
+                and s.activation is None
+                for s in f.schemes
+            ),
+            "by its Humming kernel (CUDA, from sm75 on), which the wheel brings",
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_wNa16.py,"
+        " vllm/model_executor/kernels/linear/mixed_precision/humming.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-bits-sglang",
+        SGLANG,
+        "no",
+        any_scheme(
+            lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
+            "takes 4 and 8 bits",
+        ),
+        f"{SGLANG_SOURCE}/compressed_tensors/schemes/compressed_tensors_wNa16.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-groups-sglang",
+        SGLANG,
+        "no",
+        groups("takes groups of 32, 64, 128 or -1, not {}"),
+        f"{SGLANG_SOURCE}/marlin_utils.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-w4a8-int",
+        VLLM,
+        "yes",
+        any_scheme(
+            lambda s: is_w4a8(s, "int"),
+            "pack-quantized from 0.29 on (not in 0.25), by its Humming kernel",
+        ),
+        f"{VLLM_COMPRESSED} _is_wNaM_int, CompressedTensorsWNA8Int of 0.29.0 and 0.33.0",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-w4a8-fp8",
+        VLLM,
+        "yes",
+        any_scheme(
+            lambda s: is_w4a8(s, "float"),
+            "on Hopper (sm_90) alone, in groups of 128, from 0.25 on",
+        ),
+        f"{VLLM_COMPRESSED} _is_fp8_w4a8_sm90, CompressedTensorsW4A8Fp8 of 0.25.1 to 0.33.0",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-w4a8-fp8-groups",
+        VLLM,
+        "no",
+        any_scheme(
+            lambda s: is_w4a8(s, "float") and s.weight.group_size != 128,
+            "takes 4-bit weights beside float8 activations in groups of 128 only",
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_w4a8_fp8.py",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-w4a8-sglang",
+        SGLANG,
+        "no",
+        any_scheme(
+            lambda s: is_w4a8(s, "int") or is_w4a8(s, "float"),
+            "takes 8-bit activations beside 4-bit weights in experts only",
+        ),
+        f"{SGLANG_SOURCE}/compressed_tensors/compressed_tensors.py _get_scheme_from_parts",
+        "compressed-tensors",
+    ),
+    # AutoRound's own block, and the native float8 one
+    row(
+        "auto-round-packing",
+        SERVERS,
+        "no",
+        lambda f: (
+            f"takes the packings auto_gptq and auto_awq, not {f.packing}"
+            if f.packing in ("auto_round", "auto_round:gptqmodel")
+            else ""
+        ),
+        f"{VLLM_SOURCE}/inc/inc.py and {SGLANG_SOURCE}/auto_round.py SUPPORTED_FORMATS",
+        "auto-round",
+    ),
+    row(
+        "auto-round-bits",
+        VLLM,
+        "no",
+        when(lambda f: f.config.layout == "gptq" and gptq_bits(f), "takes symmetric 4 and 8 bits"),
+        f"{VLLM_SOURCE}/inc/schemes/inc_wna16_linear.py gptq_type_map",
+        "auto-round",
+    ),
+    row(
+        "auto-round-bits-sglang",
+        SGLANG,
+        "no",
+        any_scheme(lambda s: s.weight.bits not in (2, 3, 4, 8), "takes 2, 3, 4 and 8 bits"),
+        f"{SGLANG_SOURCE}/auto_round.py SUPPORTED_BITS",
+        "auto-round",
+    ),
+    row(
+        "auto-round-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with auto-round installed",
+        "transformers/quantizers/quantizer_auto_round.py of 5.23.0",
+        "auto-round",
+    ),
+    row(
+        "fp8-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with accelerate installed; as bfloat16 without a GPU that has float8",
+        "transformers/quantizers/quantizer_finegrained_fp8.py of 5.23.0",
+        "fp8",
+    ),
+    row(
+        "ct-fp8",
+        SERVERS,
+        "yes",
+        any_scheme(
+            lambda s: s.weight.type == "float" and s.activation is not None,
+            "8-bit products from sm89 on, below that 16-bit activations",
+        ),
+        f"{VLLM_COMPRESSED} CompressedTensorsW8A8Fp8.get_min_capability",
+        "compressed-tensors",
+        "fp8",
+    ),
+    row(
+        "ct-packed-asymmetric-mixed",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: packed_asymmetric(f) and len(set(f.schemes)) > 1,
+            SHAPE_OF_ZEROS,
+        ),
+        LIBRARY,
+        "compressed-tensors",
+    ),
+    row(
+        "ct-packed-asymmetric",
+        TRANSFORMERS,
+        "slow",
+        when(
+            packed_asymmetric,
+            f"as float, with CompressedTensorsConfig(dequantize=True): else {SHAPE_OF_ZEROS}",
+        ),
+        LIBRARY,
+        "compressed-tensors",
+    ),
+    row(
+        "ct-mxfp4-sglang",
+        SGLANG,
+        "no",
+        any_scheme(lambda s: s.weight.type == "mxfp4", "has no dense MXFP4 linears in this format"),
+        f"{SGLANG_SOURCE}/compressed_tensors/compressed_tensors.py _get_scheme_from_parts",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with compressed-tensors installed",
+        LIBRARY,
+        "compressed-tensors",
+    ),
+)

@@ -1,0 +1,329 @@
+"""The rules of who loads what, one row each, with where each was read or seen.
+
+Versions: vLLM 0.33.0 (and 0.25.1 and 0.29.0 where it says so), SGLang 0.5.23, transformers 5.23.0
+with optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
+"""
+
+from formats.families import served_architectures
+from formats.loads_in import Facts, Rule, Verdict, judge
+from formats.loads_in_compressed import COMPRESSED_RULES
+from formats.loads_in_terms import (
+    OPTIMUM,
+    OTHERS,
+    OURS,
+    OWN_SOURCE,
+    PROGRAMS,
+    SERVERS,
+    SGLANG,
+    SGLANG_SOURCE,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_SOURCE,
+    any_scheme,
+    gptq_bits,
+    groups,
+    is_w4a8,
+    row,
+    small_shape,
+    trait,
+    when,
+)
+from formats.rope_types import SERVED_ROPE_TYPES
+from formats.scheme import CHANNEL, FP4_TYPES
+
+
+def loads_in(facts: Facts) -> list[Verdict]:
+    """One verdict for each program."""
+    return judge(facts, RULES, PROGRAMS)
+
+
+RULES: tuple[Rule, ...] = (
+    # of the folder, whatever its format
+    row("own-error", OURS, "no", lambda f: f.config_error or f.first_error, OWN_SOURCE),
+    row("damaged", OTHERS, "no", lambda f: f.first_error, "what inspection found"),
+    row(
+        "unreadable",
+        OTHERS,
+        "not judged",
+        lambda f: f.config_error and f"this project cannot read it: {f.config_error}",
+        "no rule looks at what is not read",
+    ),
+    row(
+        "family",
+        OURS,
+        "no",
+        when(
+            lambda f: f.architecture not in served_architectures(),
+            f"serves {', '.join(served_architectures())}",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "activation",
+        (OURS, *SERVERS),
+        "no",
+        lambda f: (
+            ""
+            if f.choices.activation == f.choices.usual_activation
+            else f"computes {f.choices.usual_activation}, not {f.choices.activation}"
+        ),
+        "vllm/model_executor/models/llama.py LlamaMLP; SGLang's is alike",
+    ),
+    row(
+        "rope",
+        OURS,
+        "no",
+        lambda f: (
+            ""
+            if f.choices.rope in SERVED_ROPE_TYPES
+            else f"computes no rotary embedding of type {f.choices.rope}"
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "unplaced",
+        OURS,
+        "no",
+        lambda f: f.unplaced and f"has no place for {f.unplaced}",
+        OWN_SOURCE,
+    ),
+    row(
+        "second-file-transformers",
+        TRANSFORMERS,
+        "no",
+        lambda f: (
+            f.second_file
+            and f"reads no {f.second_file}: takes the model for float, with random weights"
+        ),
+        "transformers/quantizers/auto.py of 5.23.0, run",
+    ),
+    row(
+        "second-file-servers",
+        SERVERS,
+        "no",
+        lambda f: (
+            f.second_file
+            and f"reads {f.second_file} only with --quantization: copy it into config.json"
+        ),
+        "vllm/model_executor/model_loader/weight_utils.py get_quant_config; SGLang's is alike",
+    ),
+    row(
+        "fused-mixed",
+        SERVERS,
+        "no",
+        lambda f: f.fused_mixed and f"loads {f.fused_mixed} as one matrix, in one scheme",
+        f"{VLLM_SOURCE}/utils/quant_utils.py is_layer_skipped, {VLLM_SOURCE}/utils/gptq_utils.py",
+        "gptq",
+        "awq",
+        "compressed-tensors",
+        "auto-round",
+        "fp8",
+    ),
+    # what this project runs without a kernel of its own
+    row(
+        "own-act-order",
+        OURS,
+        "slow",
+        trait("act-order", "inputs are put in order on every call"),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-bits",
+        OURS,
+        "slow",
+        any_scheme(
+            lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
+            "bits other than 4 and 8 have no kernel of their own",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-fp4",
+        OURS,
+        "slow",
+        any_scheme(
+            lambda s: s.weight.type in FP4_TYPES,
+            "4-bit floating point runs as 8-bit codes: the same weights, twice the memory",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-inputs",
+        OURS,
+        "slow",
+        when(
+            lambda f: f.config is not None and f.config.unrounded_inputs,
+            "inputs stay in 16 bits: there is no kernel for how the file rounds them",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-w4a8",
+        OURS,
+        "slow",
+        any_scheme(
+            lambda s: is_w4a8(s, "int") or is_w4a8(s, "float"),
+            "4-bit weights beside 8-bit activations have no kernel of their own",
+        ),
+        OWN_SOURCE,
+    ),
+    # GPTQ
+    row(
+        "gptq-without-desc-act",
+        VLLM,
+        "no",
+        when(lambda f: f.desc_act is None, "refuses a quantization_config without desc_act"),
+        f"{VLLM_SOURCE}/auto_gptq.py from_config",
+        "gptq",
+    ),
+    row("gptq-bits", VLLM, "no", gptq_bits, f"{VLLM_SOURCE}/auto_gptq.py TYPE_MAP", "gptq"),
+    row(
+        "gptq-groups",
+        VLLM,
+        "no",
+        groups("takes groups of 32, 64, 128 or -1, not {}"),
+        f"{VLLM_SOURCE}/auto_gptq.py verify_marlin_supported",
+        "gptq",
+    ),
+    row(
+        "gptq-desc-act",
+        VLLM,
+        "no",
+        when(
+            lambda f: f.desc_act and any(s.weight.group_size != CHANNEL for s in f.schemes),
+            "refuses desc_act with groups",
+        ),
+        f"{VLLM_SOURCE}/utils/gptq_utils.py normalize_and_validate_gptq_desc_act",
+        "gptq",
+    ),
+    row(
+        "gptq-mislabelled",
+        SGLANG,
+        "no",
+        trait("mislabelled", "its plain kernel believes checkpoint_format, which is wrong"),
+        f"{SGLANG_SOURCE}/gptq/schemes/gptq_linear.py use_v2_format",
+        "gptq",
+    ),
+    row(
+        "gptq-plain-kernel",
+        SGLANG,
+        "slow",
+        when(gptq_bits, "only its plain float16 kernel takes this"),
+        f"{SGLANG_SOURCE}/gptq TYPE_MAP",
+        "gptq",
+    ),
+    row(
+        "gptq-groups-sglang",
+        SGLANG,
+        "slow",
+        groups("the fast kernel takes groups of 32, 64, 128 or -1"),
+        f"{SGLANG_SOURCE}/marlin_utils.py",
+        "gptq",
+    ),
+    row(
+        "gptq-act-order-sglang",
+        SGLANG,
+        "slow",
+        trait("act-order", "orders the inputs on every call"),
+        f"{SGLANG_SOURCE}/gptq/schemes/gptq_linear.py",
+        "gptq",
+    ),
+    row(
+        "gptq-shapes",
+        SGLANG,
+        "slow",
+        small_shape,
+        f"{SGLANG_SOURCE}/marlin_utils.py check_marlin_supports_layer",
+        "gptq",
+    ),
+    row(
+        "gptq-dynamic",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.exceptions,
+            "ignores dynamic, by which linears differ here, and fails or computes garbage"
+            " (convert to compressed-tensors)",
+        ),
+        f"{OPTIMUM}, run",
+        "gptq",
+    ),
+    row(
+        "gptq-mislabelled-transformers",
+        TRANSFORMERS,
+        "no",
+        trait("mislabelled", "believes checkpoint_format, which is wrong"),
+        OPTIMUM,
+        "gptq",
+    ),
+    row(
+        "gptq-v1-asymmetric",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: (
+                f.config.zeros == "v1"
+                and not f.config.scheme.weight.symmetric
+                and not f.written_by_gptqmodel
+            ),
+            "refuses asymmetric GPTQ with v1 zeros of unknown writers",
+        ),
+        "gptqmodel/models/loader.py of 7.7.0",
+        "gptq",
+    ),
+    row(
+        "gptq-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with optimum and gptqmodel installed",
+        OPTIMUM,
+        "gptq",
+    ),
+    row(
+        "gptq-activations",
+        OTHERS,
+        "yes",
+        any_scheme(
+            lambda s: s.activation is not None, "as W8A16: the key of 8-bit activations is ours"
+        ),
+        "none of their sources has the key",
+        "gptq",
+    ),
+    # AWQ
+    row(
+        "awq-no-zeros",
+        OTHERS,
+        "no",
+        trait("no zeros", "needs qzeros, also of symmetric weights"),
+        f"{VLLM_SOURCE}/auto_awq.py, {SGLANG_SOURCE}/awq",
+        "awq",
+    ),
+    row(
+        "awq-symmetric",
+        SERVERS,
+        "slow",
+        any_scheme(
+            lambda s: s.weight.symmetric,
+            "zero_point false is refused by the fast kernel; convert writes true",
+        ),
+        f"{VLLM_SOURCE}/auto_awq.py query_marlin_supported_quant_types",
+        "awq",
+    ),
+    row(
+        "awq-groups",
+        SERVERS,
+        "slow",
+        groups("the fast kernel takes groups of 32, 64, 128 or -1, not {}"),
+        f"{VLLM_SOURCE}/auto_awq.py",
+        "awq",
+    ),
+    row(
+        "awq-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with gptqmodel installed",
+        "transformers/quantizers/quantizer_awq.py of 5.23.0",
+        "awq",
+    ),
+    *COMPRESSED_RULES,
+)

@@ -1,0 +1,351 @@
+"""One's own codes to a whole model folder: config block, tensors, proof. Knows no solver.
+
+`qserve.save_quantized` is this function. The folder is staged, read back, and appears under its
+name only when it is complete. Legend: N outputs, K inputs, G groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.checkpoint import (
+    DEFAULT_MAX_SHARD_BYTES,
+    CheckpointReader,
+    CheckpointWriter,
+    find_side_files,
+)
+from formats.errors import CheckpointError, InputError, SchemeError
+from formats.findings import Findings
+from formats.inspect import check_fused
+from formats.inspect_config import check_config
+from formats.layouts import (
+    LAYOUTS,
+    Layout,
+    check_writable,
+    decode_linear,
+    encode_linear,
+    find_layout,
+    why_not,
+)
+from formats.linear_summary import LinearSummary
+from formats.loads_in import Facts, Verdict
+from formats.loads_in_rules import OTHERS, loads_in
+from formats.packed import PackedWeight
+from formats.quant_config import BLOCK, HEAD, QuantConfig
+from formats.scheme import CHANNEL, QuantSpec, Scheme
+from formats.table import size_text
+from formats.weights import Weight, same_weight
+
+BITS = (2, 3, 4, 8)  # of codes that come without a scheme: the least that hold the largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What was written."""
+
+    folder: str
+    format: str
+    schemes: dict[str, str]  # of the quantized linears, by name
+    left_in_float: tuple[str, ...]
+    num_bytes: int
+    loads_in: tuple[Verdict, ...]
+
+    def to_text(self) -> str:
+        counts = ", ".join(sorted(set(self.schemes.values())))
+        lines = [
+            f"{len(self.schemes)} linears, {counts}, as {self.format}:"
+            f" {size_text(self.num_bytes)} in {self.folder}"
+        ]
+        if self.left_in_float:
+            lines.append(f"left in float: {', '.join(self.left_in_float)}")
+        for verdict in self.loads_in:
+            lines.append(": ".join(part for part in verdict if part))
+        return "\n".join(lines)
+
+
+def save_quantized(
+    folder: str | Path,
+    source_model: str | Path,
+    linears: Mapping[str, Any],
+    *,
+    format: str = "gptq",
+    scheme: str | Scheme | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    readers: Sequence[str] = ("vLLM",),
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    quantizer: str = "qserve-kit",
+) -> Saved:
+    """Write `source_model` with these linears quantized to the new `folder`.
+
+    `linears` maps full names, such as model.layers.0.mlp.up_proj, to a QuantLinear, a PackedWeight,
+    or (codes [N, K], scales [N, G], zeros [N, G] or None), torch or numpy; codes count from 0,
+    zeros None means symmetric. Bits and groups follow from the codes unless a `scheme` states them.
+    Every other tensor is the source's, bit for bit, but for those of `tensors`, by full name.
+
+    Raises InputError before anything is written where names, shapes or numbers do not fit the
+    model, where the format cannot hold them, or where one of `readers` (vLLM, SGLang, transformers,
+    this project) would not load the folder: the message names the format that it would.
+    """
+    reader = CheckpointReader(source_model)
+    find_side_files(reader.folder)  # raises now, not after the work
+    if reader.config.get(BLOCK) is not None:
+        raise CheckpointError(
+            str(source_model), f"its config.json has a {BLOCK}", "start from the float model"
+        )
+    layout = find_layout(format)
+    weights = _weights(linears, scheme, reader)
+    others = _other_tensors(linears, tensors or {}, reader)
+    schemes = _schemes(weights, reader)
+    for name, weight in weights.items():
+        check_writable(layout, weight.scheme, name)
+        reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
+        if reason is not None:
+            raise SchemeError(name, f"cannot be written as {layout.name}: {reason}")
+    config = QuantConfig.of_modules(layout.name, schemes, quantizer)
+    verdicts = _verdicts(config, schemes, reader)
+    _check_readers(readers, verdicts, layout, schemes, reader)
+    block = config.to_dict()
+    with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
+        tied = reader.config.get("tie_word_embeddings", False)
+        for name in reader.entries:
+            module, _, field = name.rpartition(".")
+            if module in weights and field == "weight":
+                weight = weights[module]
+                encoded = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)
+                for local, tensor in encoded.items():
+                    writer.add(f"{module}.{local}", tensor)
+            elif not (tied and name == f"{HEAD}.weight"):
+                writer.add(name, others.get(name, reader.get(name)))
+        staged = writer.seal({**reader.config, BLOCK: block}, side_files_from=reader.folder)
+        if layout.second_file is not None:
+            writer.write_json(layout.second_file, block)
+        written = CheckpointReader(staged)
+        _verify(written, weights, others, reader, layout)
+        writer.publish()
+    return Saved(
+        folder=str(folder),
+        format=layout.name,
+        schemes={name: str(weight.scheme) for name, weight in weights.items()},
+        left_in_float=tuple(name for name, own in schemes.items() if own is None),
+        num_bytes=sum(entry.num_bytes for entry in written.entries.values()),
+        loads_in=tuple(verdicts),
+    )
+
+
+def _weights(
+    linears: Mapping[str, Any], scheme: str | Scheme | None, reader: CheckpointReader
+) -> dict[str, Weight]:
+    """Every linear in memory form, checked against the model's shape."""
+    if not linears:
+        raise InputError("linears", "expected one or more by name, found none")
+    stated = None if scheme is None else Scheme.parse(scheme)
+    codes = [_tensor(value[0]) for value in linears.values() if isinstance(value, tuple)]
+    largest = max((int(each.max()) for each in codes if each.numel()), default=0)
+    bits = next((b for b in BITS if largest < 2**b), BITS[-1])
+    weights = {}
+    for name, value in linears.items():
+        entry = reader.entries.get(f"{name}.weight")
+        if entry is None:
+            like = [n for n in reader.entries if n.endswith(".weight") and ".layers." in n]
+            raise InputError(
+                name,
+                f"{reader.folder} has no {name}.weight",
+                f"one of its linears is {next(iter(like), '').removesuffix('.weight')}",
+            )
+        if isinstance(value, tuple):
+            weight = _from_codes(name, value, stated, bits)
+        elif isinstance(value, Weight):
+            weight = value
+        elif callable(getattr(value, "packed", None)):  # a QuantLinear
+            weight = value.packed()
+        else:
+            raise InputError(
+                name,
+                "expected a QuantLinear, a PackedWeight or (codes, scales, zeros), found"
+                f" {type(value).__name__}",
+            )
+        weight.check(name)
+        if isinstance(weight, PackedWeight):
+            weight.check_range(name)
+        if entry.shape != (weight.out_features, weight.in_features):
+            raise InputError(
+                name,
+                f"has {[weight.out_features, weight.in_features]} codes, the model's weight is"
+                f" {list(entry.shape)}",
+                "codes are [outputs, inputs]",
+            )
+        weights[name] = weight.to("cpu")
+    return weights
+
+
+def _from_codes(name: str, value: tuple, stated: Scheme | None, bits: int) -> PackedWeight:
+    if len(value) not in (2, 3):
+        raise InputError(name, f"expected (codes, scales, zeros), found {len(value)} parts")
+    codes_NK, scales_NG, *zeros = (None if part is None else _tensor(part) for part in value)
+    zeros_NG = zeros[0] if zeros else None
+    if codes_NK is None or scales_NG is None or codes_NK.ndim != 2 or scales_NG.ndim != 2:
+        raise InputError(name, "expected codes [N, K] and scales [N, G]")
+    groups, in_features = scales_NG.shape[1], codes_NK.shape[1]
+    if groups < 1 or in_features % groups:
+        raise InputError(name, f"its {in_features} inputs do not make {groups} equal groups")
+    if stated is None:
+        middle = 2 ** (bits - 1)
+        symmetric = zeros_NG is None or bool((zeros_NG == middle).all())
+        size = CHANNEL if groups == 1 else in_features // groups
+        stated = Scheme(weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=size))
+    weight = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, stated.weight, name)
+    return replace(weight, activation=stated.activation)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """Of torch or numpy."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+
+
+def _other_tensors(
+    linears: Mapping[str, Any], given: Mapping[str, torch.Tensor], reader: CheckpointReader
+) -> dict[str, torch.Tensor]:
+    """What replaces tensors of the source: those given, and biases of QuantLinears."""
+    found = dict(given)
+    for name, value in linears.items():
+        bias = getattr(value, "bias", None)
+        if bias is None:
+            continue
+        if f"{name}.bias" in reader:
+            found.setdefault(f"{name}.bias", bias)
+        elif bool((bias != 0).any()):
+            raise InputError(
+                name, "has a bias, the model has none there", "no reader has a place for it"
+            )
+    for name, tensor in found.items():
+        entry = reader.entries.get(name)
+        if entry is None or tuple(tensor.shape) != entry.shape:
+            wanted = "no such tensor" if entry is None else str(list(entry.shape))
+            raise InputError(name, f"found {list(tensor.shape)}, the model has {wanted}")
+        if not torch.isfinite(tensor).all():
+            raise InputError(name, "contains NaN or infinity")
+        found[name] = tensor.detach().cpu().to(entry.dtype)
+    return found
+
+
+def _schemes(weights: Mapping[str, Weight], reader: CheckpointReader) -> dict[str, Scheme | None]:
+    """Of every matrix of a layer, in the file's order; None: it stays in float."""
+    schemes: dict[str, Scheme | None] = {}
+    for name, entry in reader.entries.items():
+        module, _, field = name.rpartition(".")
+        if module in weights:
+            schemes[module] = weights[module].scheme
+        elif field == "weight" and ".layers." in module and len(entry.shape) == 2:
+            schemes[module] = None
+    return schemes
+
+
+def _verdicts(
+    config: QuantConfig, schemes: Mapping[str, Scheme | None], reader: CheckpointReader
+) -> list[Verdict]:
+    """Who will load the folder, before it is there."""
+    linears = [
+        LinearSummary(
+            name=name,
+            out_features=reader.entries[f"{name}.weight"].shape[0],
+            in_features=reader.entries[f"{name}.weight"].shape[1],
+            scheme=str(own),
+            num_bytes=0,
+            traits=frozenset() if own is not None else frozenset({"float"}),
+        )
+        for name, own in schemes.items()
+    ]
+    findings, names = Findings(), reader.config.get("architectures")
+    choices = check_config(reader.config, findings)
+    fused_mixed = check_fused(linears, config, findings)
+    errors = [p for p in findings.problems if p.severity == "error" and not p.read_here]
+    facts = Facts(
+        architecture=names[0] if isinstance(names, list) and len(names) == 1 else "",
+        method=config.method,
+        config=config,
+        config_error="",
+        linears=linears,
+        choices=choices,
+        first_error=next((f"{e.subject}: {e.text}" for e in errors), ""),
+        fused_mixed=fused_mixed,
+        unplaced="",
+        desc_act=False,
+        written_by_gptqmodel=False,
+        exceptions=bool(config.to_dict().get("dynamic")),
+    )
+    return loads_in(facts)
+
+
+def _check_readers(
+    readers: Sequence[str],
+    verdicts: Sequence[Verdict],
+    layout: Layout,
+    schemes: Mapping[str, Scheme | None],
+    reader: CheckpointReader,
+) -> None:
+    """Raise InputError where a named reader would not load the folder."""
+    known = {verdict.program: verdict for verdict in verdicts}
+    for program in readers:
+        if program not in known:
+            raise InputError(
+                f"reader {program!r}", "unknown", f"known: {', '.join(known)}, or none of them"
+            )
+        if known[program].answer != "no":
+            continue
+        able = []
+        for other in LAYOUTS.values():
+            try:
+                for own in set(schemes.values()) - {None}:
+                    check_writable(other, own)
+                found = _verdicts(QuantConfig.of_modules(other.name, schemes), schemes, reader)
+            except InputError:
+                continue
+            if all(v.answer != "no" for v in found if v.program in readers):
+                able.append(other.name)
+        named = [p for p in OTHERS if p in readers]
+        remedy = (
+            f"write format={able[0]!r}" if able else "no format is loaded by " + ", ".join(named)
+        )
+        raise InputError(f"format {layout.name!r}", f"{program} {known[program].reason}", remedy)
+
+
+def _verify(
+    written: CheckpointReader,
+    weights: Mapping[str, Weight],
+    others: Mapping[str, torch.Tensor],
+    source: CheckpointReader,
+    layout: Layout,
+) -> None:
+    """Read everything back. Raises CheckpointError, naming the tensor."""
+    config = QuantConfig.from_dict(written.config[BLOCK])
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    for name in written.entries:
+        module, _, field = name.rpartition(".")
+        tensor = written.get(name)
+        if module in weights and field in layout.fields:
+            by_module.setdefault(module, {})[field] = tensor
+            if len(by_module[module]) < len(_fields(module, layout, written)):
+                continue
+            found = decode_linear(module, by_module.pop(module), config)
+            stored = replace(
+                found, spec=weights[module].spec
+            )  # AWQ calls symmetric codes asymmetric
+            different = same_weight(stored, weights[module])
+        else:
+            expected = others.get(name)
+            expected = source.get(name) if expected is None else expected
+            same = tensor.dtype == expected.dtype and torch.equal(_bytes(tensor), _bytes(expected))
+            different = None if same else "bytes"
+        if different is not None:
+            raise CheckpointError(name, f"its {different} differ from what was given", "try again")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _fields(module: str, layout: Layout, written: CheckpointReader) -> list[str]:
+    return [field for field in layout.fields if f"{module}.{field}" in written]

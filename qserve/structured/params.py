@@ -1,0 +1,134 @@
+"""StructuredOutputsParams: what form an output must have. Loads nothing; field names are vLLM's."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from qserve.errors import ParameterError
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_SCHEMA_CHARS = 512 * 1024
+MAX_GRAMMAR_CHARS = 64 * 1024  # of a grammar, a regex, all choices
+MAX_CHOICES = 4096
+MAX_DEPTH = 64  # brackets within brackets
+FIELD = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Exactly one of the kinds. Raises ParameterError.
+
+    White space between the parts of a JSON text is free but short: none, a space, or a line break
+    and an indentation. `disable_any_whitespace` forbids it, `whitespace_pattern` replaces it.
+    """
+
+    json: str | None = None  # a JSON schema: its text, or a dict
+    regex: str | None = None  # of the whole output; Rust's syntax, without look-around
+    choice: tuple[str, ...] = ()  # one of these texts
+    grammar: str | None = None  # Lark, or GBNF (llama.cpp's)
+    json_object: bool = False  # any JSON object
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False  # where the schema does not say
+    whitespace_pattern: str | None = None
+    prefix: str = ""  # Lark with a rule `prefix`: what comes before, such as a model's reasoning
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, Mapping | bool):
+            object.__setattr__(self, "json", _dump(self.json))
+        object.__setattr__(self, "choice", tuple(self.choice or ()))
+        given = [name for name in KINDS if getattr(self, name) not in (None, (), False)]
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise ParameterError(
+                FIELD, f"expected exactly one of {', '.join(KINDS)}, found {found}"
+            )
+        self._check_types()
+        getattr(self, f"_check_{self.kind}", self._check_text)()
+
+    @property
+    def kind(self) -> str:
+        """Which of KINDS is given."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, (), False))
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "choice":
+                if not all(isinstance(text, str) for text in value):
+                    raise ParameterError(f"{FIELD}.choice", "expected a list of texts")
+            elif field.type in (bool, "bool"):
+                if not isinstance(value, bool):
+                    raise ParameterError(f"{FIELD}.{field.name}", "expected true or false")
+            elif value is not None and not isinstance(value, str):
+                raise ParameterError(f"{FIELD}.{field.name}", "expected a text")
+        for name in ("whitespace_pattern", "prefix"):
+            self._limit(name, getattr(self, name) or "", MAX_GRAMMAR_CHARS)
+
+    def _check_json(self) -> None:
+        # Depth first: the parser of deep JSON recurses.
+        self._limit("json", self.json, MAX_SCHEMA_CHARS)
+        try:
+            schema = json.loads(self.json)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(f"{FIELD}.json", f"expected a JSON schema: {error}") from None
+        if not isinstance(schema, dict | bool):
+            raise ParameterError(
+                f"{FIELD}.json", f"expected a JSON schema, found {type(schema).__name__}"
+            )
+
+    def _check_choice(self) -> None:
+        if len(self.choice) > MAX_CHOICES:
+            raise ParameterError(
+                f"{FIELD}.choice",
+                f"expected at most {MAX_CHOICES} texts, found {len(self.choice)}",
+            )
+        if not all(self.choice):
+            raise ParameterError(f"{FIELD}.choice", "expected no empty text")
+        self._limit("choice", "".join(self.choice), MAX_GRAMMAR_CHARS, nests=False)
+
+    def _check_text(self) -> None:
+        if self.kind in ("regex", "grammar"):
+            self._limit(self.kind, getattr(self, self.kind), MAX_GRAMMAR_CHARS)
+
+    def _limit(self, name: str, text: str, limit: int, nests: bool = True) -> None:
+        if len(text) > limit:
+            raise ParameterError(
+                f"{FIELD}.{name}", f"expected at most {limit} characters, found {len(text)}"
+            )
+        if "\0" in text:
+            raise ParameterError(f"{FIELD}.{name}", "expected no NUL character")
+        if nests and _depth(text) > MAX_DEPTH:
+            raise ParameterError(f"{FIELD}.{name}", f"expected at most {MAX_DEPTH} levels")
+
+
+def _dump(schema: object) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError(f"{FIELD}.json", f"expected a JSON schema: {error}") from None
+
+
+def _depth(text: str) -> int:
+    """The most brackets within brackets, also of those that are quoted: at least the true depth."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """What SamplingParams was given: nothing, the parameters, or a dict of their fields."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise ParameterError(FIELD, f"expected its fields, found {type(value).__name__}")
+    unknown = value.keys() - {field.name for field in fields(StructuredOutputsParams)}
+    if unknown:
+        raise ParameterError(f"{FIELD}.{min(unknown)}", "no such field")
+    given = {name: each for name, each in value.items() if each is not None}
+    return StructuredOutputsParams(**given)

@@ -1,0 +1,215 @@
+"""save_quantized: one's own codes to a folder that reads back the same, or a refusal in advance."""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from formats import affine, awq
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.inspect import inspect_checkpoint
+from formats.layouts import decode_linear, layout_of, tensor_names
+from formats.packed import PackedWeight
+from formats.quant_config import BLOCK, QuantConfig
+from formats.save import save_quantized
+from formats.scheme import QuantSpec, Scheme
+from qkernels.quant_linear import QuantLinear
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def source(float_model, write_folder):
+    return write_folder(*float_model)
+
+
+def names_of(folder):
+    return [n.removesuffix(".weight") for n in CheckpointReader(folder).entries if "_proj" in n]
+
+
+def codes_of(folder, spec=None, seed=0):
+    """name -> (codes, scales, zeros) of a solver that nobody knows."""
+    spec = spec or QuantSpec(bits=4, symmetric=True, group_size=32)
+    reader, generator = CheckpointReader(folder), torch.Generator().manual_seed(seed)
+    found = {}
+    for name in names_of(folder):
+        rows, columns = reader.entries[f"{name}.weight"].shape
+        groups = spec.num_groups(columns)
+        codes = torch.randint(0, 2**spec.bits, (rows, columns), generator=generator)
+        scales = torch.rand(rows, groups, generator=generator).half() + 0.1
+        zeros = torch.randint(0, 2**spec.bits, (rows, groups), generator=generator)
+        found[name] = (codes, scales, None if spec.symmetric else zeros)
+    return found
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_codes_come_back_as_they_were_given(source, tmp_path, method):
+    given = codes_of(source)
+    saved = save_quantized(tmp_path / "out", source, given, format=method, readers=())
+    assert set(saved.schemes.values()) == {"w4a16-sym-g32"} and saved.left_in_float == ()
+    reader = CheckpointReader(tmp_path / "out")
+    config = QuantConfig.from_dict(reader.config[BLOCK])
+    for name, (codes, scales, _) in given.items():
+        tensors = tensor_names(name, layout_of(config), reader.entries)
+        found = decode_linear(name, {f: reader.get(n) for f, n in tensors.items()}, config)
+        assert torch.equal(found.codes(), codes.to(torch.uint8))
+        assert torch.equal(found.scales_NG, scales)
+        assert (found.zeros_NG == 8).all()
+    before = CheckpointReader(source)
+    for name in before.entries:
+        if "_proj" not in name:
+            assert torch.equal(before.get(name), reader.get(name))
+    assert inspect_checkpoint(tmp_path / "out").problems == ()
+
+
+def test_numpy_and_layers_and_weights_mix(source, tmp_path):
+    given = codes_of(source)
+    names = list(given)
+    given[names[0]] = tuple(part.numpy() for part in given[names[0]][:2])
+    scheme = Scheme.parse("w4a16-sym-g32")
+    for number in (1, 2):  # k and v, whose shapes GPTQ holds
+        codes, scales, _ = given[names[number]]
+        given[names[number]] = QuantLinear.from_codes(codes, scales, scheme=scheme)
+    codes, scales, _ = given[names[3]]
+    given[names[3]] = PackedWeight.from_codes(codes, scales, None, scheme.weight)
+    save_quantized(tmp_path / "out", source, given)
+    assert inspect_checkpoint(tmp_path / "out").problems == ()
+
+
+def test_what_is_not_given_stays_in_float_and_is_listed(source, tmp_path):
+    given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
+    saved = save_quantized(tmp_path / "out", source, given, format="compressed-tensors")
+    assert saved.left_in_float == tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
+    found = inspect_checkpoint(tmp_path / "out")
+    assert found.problems == () and found.scheme == "mixed: 12 w4a16-sym-g32, 2 float"
+
+
+def test_tensors_replace_those_of_the_source(source, tmp_path):
+    norm = torch.rand(64)
+    tensors = {"model.norm.weight": norm}
+    save_quantized(tmp_path / "out", source, codes_of(source), tensors=tensors)
+    assert torch.equal(CheckpointReader(tmp_path / "out").get("model.norm.weight"), norm.bfloat16())
+
+
+def test_asymmetric_codes_are_refused_as_gptq_before_anything_is_written(source, tmp_path):
+    given = codes_of(source, QuantSpec(bits=4, symmetric=False, group_size=32))
+    with pytest.raises(InputError, match="vLLM takes symmetric.*write format='awq'"):
+        save_quantized(tmp_path / "out", source, given)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    save_quantized(tmp_path / "out", source, given, format="awq")
+    assert {v.answer for v in inspect_checkpoint(tmp_path / "out").loads_in} == {"yes"}
+
+
+def test_exceptions_as_gptq_are_refused_for_transformers(source, tmp_path):
+    given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
+    with pytest.raises(InputError, match="transformers ignores dynamic.*compressed-tensors"):
+        save_quantized(tmp_path / "out", source, given, readers=("transformers",))
+
+
+def test_members_of_a_fused_matrix_must_agree(source, tmp_path):
+    given = {n: v for n, v in codes_of(source).items() if "k_proj" not in n}
+    with pytest.raises(InputError, match="q_proj, k_proj, v_proj .*as one matrix"):
+        save_quantized(tmp_path / "out", source, given)
+
+
+Q0 = "model.layers.0.self_attn.q_proj"
+WRONG = [
+    (lambda g: {}, "expected one or more"),
+    (
+        lambda g: {"model.layers.0.self_attn.x_proj": g[Q0]},
+        "has no model.layers.0.self_attn.x_proj",
+    ),
+    (lambda g: {Q0: (g[Q0][0].t()[:, :32].contiguous(), g[Q0][1])}, "2 equal groups|codes"),
+    (lambda g: {Q0: (g[Q0][0][:32], g[Q0][1][:32])}, r"\[32, 64\] codes, the model's.*\[64, 64\]"),
+    (lambda g: {Q0: (g[Q0][0] - 8, g[Q0][1])}, "found -8..7 .signed codes"),
+    (lambda g: {Q0: (g[Q0][0], g[Q0][1] * 0)}, "contain NaN, infinity or zero"),
+    (lambda g: {Q0: (g[Q0][0], g[Q0][1].float() * 1e6)}, "beyond float16"),
+    (lambda g: {Q0: torch.ones(64, 64)}, "expected a QuantLinear"),
+    (lambda g: {Q0: (g[Q0][0],)}, "expected .codes, scales, zeros., found 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), WRONG, ids=range(len(WRONG)))
+def test_what_does_not_fit_the_model_is_refused(source, tmp_path, change, text):
+    with pytest.raises(InputError, match=text):
+        save_quantized(tmp_path / "out", source, change(codes_of(source)), readers=())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_source_is_refused(gptq_model, write_folder, tmp_path):
+    folder = write_folder(*gptq_model)
+    with pytest.raises(InputError, match="start from the float model"):
+        save_quantized(tmp_path / "out", folder, {"a": 1})
+
+
+def test_damage_on_the_way_to_the_disk_is_found(source, tmp_path, monkeypatch):
+    """The folder is read back before it gets its name."""
+    encode = awq.encode
+
+    def damaged(packed, name="weight"):
+        tensors = encode(packed, name)
+        tensors["qweight"] = tensors["qweight"] ^ 1
+        return tensors
+
+    from formats import save
+    from formats.layouts import LAYOUTS
+
+    layout = replace(LAYOUTS["awq"], encode=damaged)
+    monkeypatch.setattr(save, "find_layout", lambda name: layout)
+    with pytest.raises(InputError, match="its codes differ"):
+        save_quantized(tmp_path / "out", source, codes_of(source), format="awq")
+    assert not (tmp_path / "out").exists()
+
+
+def run_example(name, *arguments):
+    before, sys.argv = sys.argv, [name, *map(str, arguments)]
+    try:
+        runpy.run_path(str(ROOT / "examples" / "save_quantized" / name))
+    finally:
+        sys.argv = before
+
+
+def example_input(name, docs_5m, tmp_path):
+    """What an example reads beside the model: a file that somebody else made."""
+    reader = CheckpointReader(docs_5m)
+    names = [n.removesuffix(".weight") for n in reader.entries if n.endswith("_proj.weight")]
+    spec = QuantSpec(bits=4, symmetric=name != "numpy_codes.py")
+    if name == "lora_corrected.py":
+        rows, columns = reader.entries[f"{names[0]}.weight"].shape
+        lora = {"A": torch.rand(4, columns) / 100, "B": torch.rand(rows, 4)}
+        tensors = {f"{names[0]}.lora_{key}.weight": value for key, value in lora.items()}
+        save_file(tensors, tmp_path / "input.safetensors")
+        return tmp_path / "input.safetensors"
+    arrays, state = {}, {}
+    for module in names:
+        weight = reader.get(f"{module}.weight").float()
+        scales, zeros = affine.choose_scales(weight, spec, method="absmax")
+        codes = affine.quantize(weight, scales, zeros, spec)
+        arrays |= {f"{module}.codes": codes.numpy(), f"{module}.scales": scales.numpy()}
+        arrays[f"{module}.zeros"] = zeros.numpy()
+        if spec.symmetric:
+            layer = QuantLinear.from_codes(codes, scales, scheme="w4a16-sym")
+            state |= {f"{module}.{key}": value for key, value in layer.state_dict().items()}
+    if name == "state_dict.py":
+        save_file(state, tmp_path / "input.safetensors")
+        return tmp_path / "input.safetensors"
+    numpy.savez(tmp_path / "input.npz", **arrays)
+    return tmp_path / "input.npz"
+
+
+@pytest.mark.parametrize(
+    "name", ["own_solver.py", "numpy_codes.py", "lora_corrected.py", "state_dict.py"]
+)
+def test_an_example_writes_a_sound_folder(name, docs_5m, tmp_path, capsys):
+    inputs = [] if name == "own_solver.py" else [example_input(name, docs_5m, tmp_path)]
+    run_example(name, docs_5m, *inputs, tmp_path / "out")
+    found = inspect_checkpoint(tmp_path / "out")
+    assert found.problems == () and len(found.linears) == 28
+    assert {verdict.answer for verdict in found.loads_in} == {"yes"}
+    assert "28 linears" in capsys.readouterr().out

@@ -1,0 +1,78 @@
+"""response_format and structured_outputs over HTTP: what reaches the engine, what is a 400."""
+
+import pytest
+
+from qserve.structured.params import StructuredOutputsParams
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NOWHERE = {"$ref": "#/nowhere"}
+
+
+def form_of(server):
+    return server.client.requests[0][2].structured_outputs
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_a_schema(server, route):
+    named = {"name": "answer", "strict": True, "schema": SCHEMA}
+    asked = {"type": "json_schema", "json_schema": named}
+    assert getattr(server, route)(response_format=asked).status_code == 200
+    assert form_of(server) == StructuredOutputsParams(json=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
+    ],
+)
+def test_other_types(server, asked, form):
+    assert server.chat(response_format=asked).status_code == 200
+    assert form_of(server) == form
+
+
+def test_vllms_field(server):
+    asked = {"regex": "a+", "choice": None}
+    assert server.complete(structured_outputs=asked, n=2).status_code == 200
+    forms = {request[2].structured_outputs for request in server.client.requests}
+    assert forms == {StructuredOutputsParams(regex="a+")}
+
+
+def test_responses_write_it_in_text(server):
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}}
+    reply = server.post("/v1/responses", {"input": "Hi", "text": text})
+    assert reply.status_code == 200 and reply.json()["text"] == text
+    assert form_of(server) == StructuredOutputsParams(json=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"$ref": "#/x"}},
+                }
+            },
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+        ),
+        ({"structured_outputs": {"regex": "(["}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"nothing": 1}}, "structured_outputs.nothing"),
+    ],
+)
+def test_what_cannot_be_is_a_400(server, error, fields, param):
+    assert error(server.chat(**fields), 400)["param"] == param
+    assert not server.client.requests

@@ -1,0 +1,113 @@
+"""StructuredOutputsParams: one kind, within limits, and nothing that hangs or crashes a library."""
+
+import json
+from concurrent.futures import wait
+
+import pytest
+
+from formats.errors import InputError
+from qserve.errors import ParameterError
+from qserve.sampling_params import SamplingParams
+from qserve.structured.compiler import GrammarCompiler
+from qserve.structured.grammar import check_grammar
+from qserve.structured.params import (
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_GRAMMAR_CHARS,
+    MAX_SCHEMA_CHARS,
+    StructuredOutputsParams,
+)
+
+
+def nested(depth):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_a_dict_of_fields_is_taken():
+    params = SamplingParams(structured_outputs={"json": {"type": "integer"}, "regex": None})
+    assert params.structured_outputs == StructuredOutputsParams(json='{"type": "integer"}')
+    assert SamplingParams().structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "found none"),
+        ({"regex": "a", "choice": ["a"]}, "found regex, choice"),
+        ({"regex": 5}, "expected a text"),
+        ({"choice": [5]}, "expected a list of texts"),
+        ({"choice": ["a", ""]}, "no empty text"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"at most {MAX_CHOICES}"),
+        ({"json": "{"}, "expected a JSON schema"),
+        ({"json": "[1]"}, "found list"),
+        ({"json": json.dumps({"d": "x" * MAX_SCHEMA_CHARS})}, "characters"),
+        ({"json": nested(MAX_DEPTH)}, f"at most {MAX_DEPTH} levels"),
+        ({"json": {"type": "integer", "multipleOf": 10**9}}, "multipleOf"),
+        ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "characters"),
+        ({"regex": "(" * 1000}, "levels"),
+        ({"regex": "a\0"}, "NUL"),
+        ({"json_object": 1}, "true or false"),
+        ({"backend": "x"}, "no such field"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_refused(fields, problem):
+    with pytest.raises(ParameterError, match=problem):
+        check_grammar(SamplingParams(structured_outputs=fields).structured_outputs)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "(["},
+        {"regex": "(?=a)b"},
+        {"grammar": "start: nowhere"},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": {"type": "nothing"}},
+        {"json": {"type": "string", "pattern": "(["}},
+    ],
+    ids=str,
+)
+def test_the_library_says_why(fields):
+    with pytest.raises(ParameterError, match="cannot be used: .{5}"):
+        check_grammar(StructuredOutputsParams(**fields))
+
+
+def test_a_compiler_keeps_what_it_compiled(docs_5m):
+    compiler = GrammarCompiler(str(docs_5m), 8192, [2])
+    first = compiler.submit(StructuredOutputsParams(regex="a+"))
+    assert compiler.submit(StructuredOutputsParams(regex="a+")) is first
+    one, other = (compiler.constraint(first.result(60)) for _ in range(2))
+    one.take(int(tokens_of(one)[0]))
+    assert (one.mask([2], True) != other.mask([2], True)).any(), "each has a state of its own"
+
+
+def test_errors_of_compiling_are_the_grammars_alone(docs_5m):
+    compiler = GrammarCompiler(str(docs_5m), 8192, [2])
+    futures = [compiler.submit(StructuredOutputsParams(regex=each)) for each in ("([", "b+")]
+    wait(futures, 60)
+    assert isinstance(futures[0].exception(), InputError) and futures[1].exception() is None
+
+
+def tokens_of(constraint):
+    """The tokens that a constraint allows now."""
+    words = constraint.mask([], True)
+    return [t for t in range(8192) if int(words[t // 64]) >> (t % 64) & 1]
+
+
+def test_ends_are_allowed_where_the_text_may_end(docs_5m):
+    compiler = GrammarCompiler(str(docs_5m), 8192, [2])
+    constraint = compiler.constraint(
+        compiler.submit(StructuredOutputsParams(choice=["a", "ab"])).result(60)
+    )
+    assert 2 not in tokens_of(constraint) and len(constraint.mask([2], True)) == 128
+    before = tokens_of(constraint)
+    tokenizer_a = before[0]
+    constraint.take(tokenizer_a)
+    words = constraint.mask([2], True)
+    can_end = bool(int(words[0]) >> 2 & 1)
+    assert can_end or not constraint.is_complete
+    assert not int(constraint.mask([2], False)[0]) >> 2 & 1 or not any(tokens_of(constraint))
