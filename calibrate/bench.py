@@ -104,7 +104,7 @@ def bench_quantize(
         )
     stages = report.seconds_by_stage
     print({name: round(seconds, 2) for name, seconds in stages.items()})
-    solving = sum(stages[name] for name in ("statistics", "solving", "next inputs"))
+    solving = sum(stages.get(name, 0.0) for name in ("statistics", "solving", "next inputs"))
     print(
         f"{layers} layers, {recipe}, {shape[0]} x {shape[1]} tokens on"
         f" {device}: {solving:.1f} s for statistics, solving and next inputs;"
