@@ -14,6 +14,7 @@ from qserve.logs import FORMATS as LOG_FORMATS
 from qserve.logs import LEVELS
 from qserve.output_parsing.output_parser import TOOL_PARSERS
 from qserve.output_parsing.reasoning import REASONING_PARSERS
+from qserve.profile.profiler_config import ProfilerConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -270,6 +271,11 @@ class ServerConfig:
     enable_cache_reset: bool = setting(
         False, "let clients empty the prefix cache: POST /reset_prefix_cache"
     )
+    profiler_config: str | None = setting(
+        None,
+        'let clients record steps (POST /start_profile, /stop_profile): {"profiler": "torch",'
+        ' "torch_profiler_dir": DIR}, or "cuda" for nsys',
+    )
     chat_special_tokens: bool = setting(
         False,
         "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
@@ -291,6 +297,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        _ = self.profiler  # raises where it cannot be read
         for key in self.api_key:
             check_key("--api-key", key)
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
@@ -303,6 +310,11 @@ class ServerConfig:
             raise InputError(
                 "--root-path", f"expected / at the start alone, found {self.root_path!r}"
             )
+
+    @property
+    def profiler(self) -> ProfilerConfig | None:
+        """Raises InputError."""
+        return self.profiler_config and ProfilerConfig.parse(self.profiler_config)
 
     @property
     def auto_tool_parser(self) -> str | None:

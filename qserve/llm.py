@@ -22,6 +22,7 @@ from qserve.llm_pooling import (
 from qserve.outputs import Prompt, RequestOutput, as_batch
 from qserve.pooling_config import PoolingConfig
 from qserve.pooling_params import LABELS, PoolingParams
+from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
 
@@ -115,6 +116,13 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget the KV pages of earlier prompts: those that come find none."""
         self.engine.reset_prefix_cache()
+
+    def start_profile(self, folder: str = "profile", with_stack: bool = False) -> None:
+        """Record steps until `stop_profile`, which writes a trace and its table into a folder."""
+        self.engine.profiler.start(ProfilerConfig(folder=folder, with_stack=with_stack))
+
+    def stop_profile(self) -> None:
+        self.engine.profiler.stop()
 
     def embed(
         self,

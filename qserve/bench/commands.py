@@ -1,5 +1,6 @@
 """The table of `qserve bench`: a row a benchmark. Loads torch only to work."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 
@@ -7,8 +8,10 @@ from qserve.bench.dataset_settings import DatasetSettings
 from qserve.bench.forward_settings import CompareSettings, ForwardSettings
 from qserve.bench.kernel_settings import KernelBenchSettings
 from qserve.bench.offline_settings import LatencySettings, StartupSettings, ThroughputSettings
+from qserve.bench.quantize_settings import QuantizeBenchSettings
 from qserve.bench.serve_settings import ServeBenchSettings
 from qserve.bench.simulate_settings import SimulateSettings
+from qserve.bench.sweep_settings import PlotSettings, SweepSettings
 from qserve.command import Command
 from qserve.config import EngineConfig
 from qserve.profile.settings import ProfileSettings
@@ -23,7 +26,34 @@ def _late(module: str, name: str, package: str = "qserve.bench") -> Callable[...
     return run
 
 
+def _quantize(settings: QuantizeBenchSettings) -> int:
+    run = importlib.import_module("calibrate.bench").bench_quantize
+    return run(**dataclasses.asdict(settings))
+
+
 MODEL = {"argument_is_flag_too": True}
+
+RESULTS = {"argument": "results", "argument_help": "folder of a sweep, or of results"}
+SWEEP_COMMANDS: dict[str, Command] = {
+    "serve": Command(
+        help="run `bench serve` with each combination of settings",
+        settings=(SweepSettings,),
+        run=_late("sweep", "bench_sweep_serve"),
+        argument=None,
+    ),
+    "plot": Command(
+        help="draw latencies over load",
+        settings=(PlotSettings,),
+        run=_late("sweep_plot", "bench_plot"),
+        **RESULTS,
+    ),
+    "plot_pareto": Command(
+        help="draw throughput over a user's speed, with the frontier",
+        settings=(PlotSettings,),
+        run=_late("sweep_plot", "bench_plot_pareto"),
+        **RESULTS,
+    ),
+}
 
 BENCH_COMMANDS: dict[str, Command] = {
     "latency": Command(
@@ -70,6 +100,16 @@ BENCH_COMMANDS: dict[str, Command] = {
         settings=(EngineConfig, StartupSettings),
         run=_late("startup", "bench_startup"),
         **MODEL,
+    ),
+    "sweep": Command(
+        help="measure a server with many settings, and draw what came out",
+        commands=SWEEP_COMMANDS,
+    ),
+    "quantize": Command(
+        help="time the quantization of a few layers, projected to a model",
+        settings=(QuantizeBenchSettings,),
+        run=_quantize,
+        argument=None,
     ),
     "kernels": Command(
         help="measure the kernels against their floors and other kernels",

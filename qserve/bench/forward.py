@@ -77,7 +77,7 @@ def profile_case(
     run, _ = timer.replayed(timer.step_of(case))
     timer.sample_us(run, 2)
     trace = Path(settings.profile_dir) / f"{case.name}.rank0.trace.json.gz"
-    with recorded(engine, trace):
+    with recorded(engine.profiler.recorder, trace):
         for _ in range(settings.iters):
             with engine.step_ranges.named(case.name):
                 run()

@@ -65,7 +65,7 @@ def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -
     write_json(settings.output_json, result)
     if settings.profile:
         trace = Path(settings.profile_dir) / "latency.trace.json.gz"
-        with recorded(llm.engine, trace):
+        with recorded(llm.engine.profiler.recorder, trace):
             run()
         print(write_report(trace))
     return 0

@@ -33,7 +33,7 @@ def bench_throughput(
         run(llm, warm, settings, show=False)
         llm.reset_prefix_cache()
     trace = Path(settings.profile_dir) / "throughput.trace.json.gz"
-    with recorded(llm.engine, trace) if settings.profile else nullcontext():
+    with recorded(llm.engine.profiler.recorder, trace) if settings.profile else nullcontext():
         found = run(llm, samples, settings, show=not settings.disable_tqdm)
     elapsed, num_input, num_output = (found[k] for k in ("elapsed_time", "input", "output"))
     print(

@@ -22,6 +22,8 @@ from qserve.engine.messages import (
     EngineDied,
     Events,
     FromEngine,
+    Profile,
+    Profiled,
     Ready,
     Refused,
     ResetPrefixCache,
@@ -32,6 +34,7 @@ from qserve.engine.process import ENGINE
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.handling import DEFAULT, Handling
+from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 
 EXIT_TIMEOUT = 10.0  # seconds between asking the process to end and killing it
@@ -135,6 +138,8 @@ class EngineClient:
         self._heard = True  # a message has come since the last look
         self._busy_seconds = 0.0  # that the engine's present step has taken
         self._adding = asyncio.Lock()
+        self._profiling = asyncio.Lock()
+        self._profiled: asyncio.Future[str] | None = None  # what `profile` waits for
         self._outputs: dict[str, _Output] = {}
         self._tasks: list[asyncio.Task] = []
         self._dead = asyncio.Event()
@@ -248,6 +253,15 @@ class EngineClient:
         if self.is_alive:
             self._writer.write(messages.encode(ResetPrefixCache()))
 
+    async def profile(self, config: ProfilerConfig | None) -> str:
+        """Record steps, or end that with None. Returns when it is done: empty, or why not."""
+        async with self._profiling:
+            self._profiled = asyncio.get_running_loop().create_future()
+            if not self.is_alive:
+                return self._cause_of_death
+            self._writer.write(messages.encode(Profile(config=config)))
+            return await self._profiled
+
     async def close(self) -> None:
         """End the process: it leaves when the socket closes; else it is told to, then killed."""
         for task in self._tasks:
@@ -299,6 +313,8 @@ class EngineClient:
                 elif isinstance(message, Refused) and message.request_id in self._outputs:
                     refusal = RefusedError(message.subject, message.problem, message.remedy)
                     self._outputs[message.request_id].refuse(refusal)
+                elif isinstance(message, Profiled):
+                    self._end_profile(message.problem)
                 elif isinstance(message, Beat):
                     self._busy_seconds = message.busy_seconds
                 elif isinstance(message, EngineDied):
@@ -338,8 +354,13 @@ class EngineClient:
         self._cause_of_death = cause
         self._dead.set()
         self._watch(EngineReport())
+        self._end_profile(cause)
         for request_id, output in self._outputs.items():
             output.put(self._death_event(request_id))
+
+    def _end_profile(self, problem: str) -> None:
+        if self._profiled is not None and not self._profiled.done():
+            self._profiled.set_result(problem)
 
     def _death_event(self, request_id: str) -> RequestEvent:
         return RequestEvent(

@@ -39,6 +39,8 @@ from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
 from qserve.pooling_params import KINDS_OF_LAST_ROW
+from qserve.profile.control import ProfileControl
+from qserve.profile.recorder import Recorder
 from qserve.sampling_params import SamplingParams
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
@@ -111,6 +113,7 @@ class Engine:
             window=self.model_config.longest_window,
         )
         self.step_ranges = StepRanges()
+        self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
         self._requests: dict[str, Request] = {}
         self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
@@ -274,6 +277,8 @@ class Engine:
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
             self._in_flight.append(_Flight(plan, prompts, pools, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
+        if self.profiler.is_armed:
+            self.profiler.after_step()
         return self._ended(events)
 
     def _admit_constrained(self) -> list[RequestEvent]:

@@ -15,6 +15,7 @@ from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.frames import MessageError
 from qserve.handling import DEFAULT, Handling
+from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 
 
@@ -44,6 +45,18 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the engine: let requests that come after this find no KV pages of earlier ones."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the engine: record steps; None: end that. Answered by Profiled."""
+
+    config: ProfilerConfig | None
+
+
+class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the engine: it records, or has written what it recorded."""
+
+    problem: str = ""  # why not
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -90,8 +103,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     busy_seconds: float  # that the present step has taken so far; 0: nothing to do
 
 
-ToEngine = Start | Add | Abort | ResetPrefixCache
-FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat
+ToEngine = Start | Add | Abort | ResetPrefixCache | Profile
+FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Profiled
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {

@@ -27,6 +27,8 @@ from qserve.engine.messages import (
     EngineDied,
     Events,
     FromEngine,
+    Profile,
+    Profiled,
     Ready,
     Refused,
     ResetPrefixCache,
@@ -215,8 +217,21 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
                 _send(line, [], engine)  # no step will come to tell it
         elif isinstance(message, ResetPrefixCache):
             engine.reset_prefix_cache()
+        elif isinstance(message, Profile):
+            line.send(_profile(engine, message))
         else:
             raise ClientGone
+
+
+def _profile(engine: object, message: Profile) -> Profiled:
+    try:
+        if message.config is None:
+            engine.profiler.stop()
+        else:
+            engine.profiler.start(message.config)
+    except (InputError, OSError) as error:
+        return Profiled(problem=str(error))
+    return Profiled()
 
 
 def _send(line: _Line, events: list[RequestEvent], engine: object) -> None:

@@ -16,6 +16,7 @@ from qserve.engine.client import EngineClient, Limits, Watch, WatchEngine, ignor
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
 from qserve.handling import DEFAULT, Handling
+from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 
 # An engine that has lived so long was no failed attempt: the count of restarts begins again.
@@ -108,6 +109,10 @@ class EngineSupervisor:
     def reset_prefix_cache(self) -> None:
         """Let requests that come after this find no KV pages of earlier ones."""
         self._client.reset_prefix_cache()
+
+    async def profile(self, config: ProfilerConfig | None) -> str:
+        """Record steps, or end that with None. Returns when it is done: empty, or why not."""
+        return await self._client.profile(config)
 
     async def close(self) -> None:
         """End the engine and start none again."""

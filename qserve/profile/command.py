@@ -31,7 +31,6 @@ def _run(config: EngineConfig, settings: ProfileSettings) -> None:
     from qserve.bench.step_timer import StepTimer
     from qserve.engine.engine import Engine
     from qserve.profile.floors import floors_us
-    from qserve.profile.recorder import Recorder
 
     cases = [StepCase.parse(each) for each in settings.case]
     engine = Engine(config)
@@ -40,7 +39,7 @@ def _run(config: EngineConfig, settings: ProfileSettings) -> None:
         run, graph = timer.replayed(timer.step_of(case))
         quiet_us = timer.sample_us(run, settings.iters)
         trace = Path(settings.profile_dir) / f"{case.name}.rank0.trace.json.gz"
-        recorder = Recorder(engine)
+        recorder = engine.profiler.recorder
         recorder.start(trace, with_stack=settings.with_stack, kind=settings.profiler)
         try:
             for _ in range(settings.iters):

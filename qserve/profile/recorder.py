@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from formats.errors import InputError
-from qserve.engine.engine import Engine
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.step_ranges import StepRanges
 
 KINDS = ("torch", "cuda")
 
@@ -21,8 +22,8 @@ KINDS = ("torch", "cuda")
 class Recorder:
     """One recording of one engine at a time."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runner: ModelRunner, ranges: StepRanges) -> None:
+        self._runner, self._ranges = runner, ranges
         self._profiler: torch.profiler.profile | None = None
         self._stack = contextlib.ExitStack()
         self._path: Path | None = None
@@ -34,7 +35,7 @@ class Recorder:
             raise InputError("profiler", "is recording already", "stop it first")
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        on_gpu = self._engine.runner.device.type == "cuda"
+        on_gpu = self._runner.device.type == "cuda"
         if kind == "cuda":
             if not on_gpu:
                 raise InputError("profiler cuda", "expected a GPU, found none", "use torch")
@@ -48,17 +49,16 @@ class Recorder:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(activities=activities, with_stack=with_stack)
             self._profiler.start()
-        self._stack.enter_context(_named_layers(self._engine))
-        ranges = self._engine.step_ranges
-        ranges.recording, ranges.num_steps = True, 0
+        self._stack.enter_context(_named_layers(self._runner))
+        self._ranges.recording, self._ranges.num_steps = True, 0
         self.is_recording = True
 
     def stop(self) -> Path | None:
         """End it. Returns the trace's file; None where nothing was recording, or nsys has it."""
         if not self.is_recording:
             return None
-        self.is_recording = self._engine.step_ranges.recording = False
-        on_gpu = self._engine.runner.device.type == "cuda"
+        self.is_recording = self._ranges.recording = False
+        on_gpu = self._runner.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()
         self._stack.close()
@@ -72,13 +72,12 @@ class Recorder:
 
     @property
     def num_steps(self) -> int:
-        return self._engine.step_ranges.num_steps
+        return self._ranges.num_steps
 
 
 @contextlib.contextmanager
-def recorded(engine: Engine, path: Path, *, with_stack: bool = False) -> Iterator[None]:
+def recorded(recorder: Recorder, path: Path, *, with_stack: bool = False) -> Iterator[None]:
     """Record what the block does."""
-    recorder = Recorder(engine)
     recorder.start(path, with_stack=with_stack)
     try:
         yield
@@ -87,7 +86,7 @@ def recorded(engine: Engine, path: Path, *, with_stack: bool = False) -> Iterato
 
 
 @contextlib.contextmanager
-def _named_layers(engine: Engine) -> Iterator[None]:
+def _named_layers(runner: ModelRunner) -> Iterator[None]:
     """Each layer and its parts as a range of the trace."""
     open_ranges: list[torch.profiler.record_function] = []
     handles = []
@@ -103,7 +102,7 @@ def _named_layers(engine: Engine) -> Iterator[None]:
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave))
 
-    for index, layer in enumerate(engine.runner.decoder.layers):
+    for index, layer in enumerate(runner.decoder.layers):
         add(layer, f"layer {index}")
         for part, module in layer.named_children():
             add(module, f"layer {index} {part}")

@@ -39,6 +39,7 @@ from qserve.server.http_protocol import (
 from qserve.server.listener import address, address_error, bind, check_tls, remove
 from qserve.server.metrics import Metrics
 from qserve.server.preparation import Preparation
+from qserve.server.profile_routes import profile_router
 from qserve.server.rate_limit import LimitRate
 from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
@@ -104,6 +105,8 @@ def build_app(
     )
     for topic in (status_routes, page_routes, token_routes, routes, pooling_routes):
         app.include_router(topic.router)
+    if config.profiler is not None:
+        app.include_router(profile_router(config.profiler))
     add_error_handlers(app)
     keys = load_keys(config)
     # The last one added comes first.

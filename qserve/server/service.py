@@ -10,6 +10,7 @@ from fastapi import Request
 
 from qserve.engine.request import RequestEvent
 from qserve.handling import Handling
+from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 from qserve.server.admission import Admission
 from qserve.server.budget import Budget
@@ -44,6 +45,8 @@ class Client(Protocol):
     ) -> AsyncIterator[RequestEvent]: ...
 
     def reset_prefix_cache(self) -> None: ...
+
+    async def profile(self, config: ProfilerConfig | None) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

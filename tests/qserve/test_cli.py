@@ -82,7 +82,7 @@ FLAGS = {
         *("--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
         *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
         *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
-        *("--log-level", "--log-format", "--metrics-prefix"),
+        *("--log-level", "--log-format", "--metrics-prefix", "--profiler-config"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"),
     },
     "chat": TALK_FLAGS,
@@ -93,6 +93,11 @@ FLAGS = {
     "convert": {"--format", "--max-shard-size"},
     "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
+    "profile": ENGINE_FLAGS
+    | {
+        *("--model", "--case", "--iters", "--with-stack", "--profile-dir", "--profiler"),
+        *("--trace", "--with-trace"),
+    },
     "bench": set(),  # its commands' flags: tests/qserve/bench/test_commands.py
 }
 

@@ -1,11 +1,8 @@
-"""Time and memory of GPTQ on a few layers of Llama-3-8B's shape, with random weights.
-
-    python examples/bench_quantize.py --layers 4 --device cuda
+"""`qserve bench quantize`: time and memory of a few layers of Llama-3-8B's shape, random weights.
 
 The projection to 32 layers multiplies the measured seconds of the layers, and says so.
 """
 
-import argparse
 import json
 import resource
 import tempfile
@@ -78,42 +75,59 @@ def write_model(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--sequence-length", type=int, default=2048)
-    parser.add_argument("--recipe", default="gptq")
-    parser.add_argument("--device", default="cuda")
-    arguments = parser.parse_args()
+def bench_quantize(
+    *,
+    layers: int,
+    samples: int,
+    sequence_length: int,
+    recipe: str,
+    scheme: str,
+    device: str,
+    output_json: str | None,
+) -> int:
+    """Quantize so many layers and print what it took."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as work:
         source = Path(work) / "source"
         source.mkdir()
-        write_model(source, arguments.layers)
-        shape = (arguments.samples, arguments.sequence_length)
+        write_model(source, layers)
+        shape = (samples, sequence_length)
         ids = torch.randint(0, CONFIG["vocab_size"], shape, generator=torch.Generator())
         report = quantize_checkpoint(
             source,
             Path(work) / "out",
-            scheme=Scheme.parse("w4a16-sym"),
-            recipe=arguments.recipe,
+            scheme=Scheme.parse(scheme),
+            recipe=recipe,
             calibration=CalibrationData(ids_WS=ids, source="random token ids", seed=0),
-            device=arguments.device,
+            device=device,
         )
     stages = report.seconds_by_stage
     print({name: round(seconds, 2) for name, seconds in stages.items()})
-    solving = sum(stages[name] for name in ("statistics", "solving", "next inputs"))
+    solving = sum(stages.get(name, 0.0) for name in ("statistics", "solving", "next inputs"))
     print(
-        f"{arguments.layers} layers, {arguments.recipe}, {shape[0]} x {shape[1]} tokens on"
-        f" {arguments.device}: {solving:.1f} s for statistics, solving and next inputs;"
-        f" projected to {WHOLE} layers (not measured): {solving * WHOLE / arguments.layers:.0f} s"
+        f"{layers} layers, {recipe}, {shape[0]} x {shape[1]} tokens on"
+        f" {device}: {solving:.1f} s for statistics, solving and next inputs;"
+        f" projected to {WHOLE} layers (not measured): {solving * WHOLE / layers:.0f} s"
     )
-    if arguments.device.startswith("cuda"):
+    if device.startswith("cuda"):
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
         print(f"GPU memory, largest: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"host memory, largest (with the making of the random model): {peak:.2f} GB")
-
-
-if __name__ == "__main__":
-    main()
+    if output_json is not None:
+        result = {
+            "layers": layers,
+            "recipe": recipe,
+            "scheme": scheme,
+            "seconds_by_stage": stages,
+            "seconds_per_layer": solving / layers,
+            "projected_seconds": solving * WHOLE / layers,
+            "peak_host_gb": peak,
+            "torch": torch.__version__,
+        }
+        if device.startswith("cuda"):
+            result["device"] = torch.cuda.get_device_name()
+            result["peak_gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        Path(output_json).write_text(json.dumps(result, indent=4) + "\n")
+    return 0

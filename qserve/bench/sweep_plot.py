@@ -1,0 +1,118 @@
+"""`qserve bench sweep plot | plot_pareto`: results of `bench serve` as curves. Loads no torch."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from formats.errors import InputError
+from qserve.bench.sweep_settings import PlotSettings
+
+DEFAULT_Y = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms")
+
+
+def bench_plot(results: str, settings: PlotSettings) -> int:
+    """Each of --y over --x."""
+    rows, pyplot = read_results(results), _pyplot()
+    keys = settings.y or DEFAULT_Y
+    keys = [key for key in keys if any(key in row for row in rows)]
+    if not keys:
+        raise InputError("--y", "expected a key of the results, found none of them")
+    figure, axes = pyplot.subplots(1, len(keys), figsize=(6 * len(keys), 4), squeeze=False)
+    for axis, key in zip(axes[0], keys, strict=True):
+        for name, points in curves(rows, settings.by, settings.x, key).items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set_xlabel(settings.x)
+        axis.set_ylabel(key)
+        axis.legend()
+    return _save(pyplot, figure, settings.output)
+
+
+def bench_plot_pareto(results: str, settings: PlotSettings) -> int:
+    """Output tokens/s of a GPU over those of one user, and their frontier."""
+    rows, pyplot = read_results(results), _pyplot()
+    points = pareto_points(rows, settings.gpus)
+    if not points:
+        raise InputError(results, "expected median_tpot_ms and output_throughput, found neither")
+    figure, axis = pyplot.subplots(figsize=(7, 5))
+    axis.scatter(*zip(*points, strict=True))
+    axis.plot(*zip(*frontier(points), strict=True), label="Pareto frontier")
+    axis.set_xlabel("output tokens/s of a user (1 / median TPOT)")
+    axis.set_ylabel("output tokens/s of a GPU")
+    axis.legend()
+    return _save(pyplot, figure, settings.output)
+
+
+def read_results(path: str) -> list[dict[str, Any]]:
+    """Of a sweep's folder, its summary.json, or a folder of results. Raises InputError."""
+    place = Path(path)
+    if place.is_dir():
+        whole = place / "summary.json"
+        files = [whole] if whole.is_file() else sorted(place.glob("*.json"))
+    else:
+        files = [place]
+    rows: list[dict[str, Any]] = []
+    try:
+        for file in files:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            rows += found if isinstance(found, list) else [found]
+    except (OSError, ValueError) as error:
+        raise InputError(path, f"cannot be read: {error}") from None
+    if not rows:
+        raise InputError(path, "holds no result")
+    return rows
+
+
+def curves(
+    rows: Sequence[Mapping[str, Any]], by: str, x: str, y: str
+) -> dict[str, list[tuple[float, float]]]:
+    """A line for each value of `by`, in order of x. Rows without a number of both are left out."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        try:
+            point = float(row[x]), float(row[y])
+        except (KeyError, TypeError, ValueError):
+            continue
+        if point[0] != float("inf"):
+            found[str(row.get(by) or row.get("backend") or "")].append(point)
+    if not found:
+        raise InputError(f"--x {x}", f"no result has a number of it and of {y}")
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def pareto_points(rows: Sequence[Mapping[str, Any]], gpus: int) -> list[tuple[float, float]]:
+    """(tokens/s of a user, tokens/s of a GPU) of each result that has both."""
+    return [
+        (1000 / row["median_tpot_ms"], row["output_throughput"] / gpus)
+        for row in rows
+        if row.get("median_tpot_ms") and row.get("output_throughput")
+    ]
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other is better than in both, by the first."""
+    found: list[tuple[float, float]] = []
+    for point in sorted(points, reverse=True):
+        if not found or point[1] > found[-1][1]:
+            found.append(point)
+    return found[::-1]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise InputError("plots", "need matplotlib", "pip install matplotlib") from None
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, path: str) -> int:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"Wrote {path}")
+    return 0

@@ -1,0 +1,82 @@
+"""ProfilerConfig: what --profiler-config allows clients to record. Names are vLLM's. No torch."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.errors import InputError
+
+FLAG = "--profiler-config"
+KINDS = ("torch", "cuda")
+# vLLM's names -> ours
+NAMES = {
+    "profiler": "kind",
+    "torch_profiler_dir": "folder",
+    "torch_profiler_with_stack": "with_stack",
+    "delay_iterations": "delay",
+    "max_iterations": "most",
+}
+# What vLLM takes too and what makes no difference here.
+IGNORED = {"torch_profiler_use_gzip", "ignore_frontend", "torch_profiler_dump_cuda_time_total"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerConfig:
+    """One recording."""
+
+    kind: str = "torch"
+    folder: str = ""
+    with_stack: bool = True
+    delay: int = 0  # steps before it begins
+    most: int = 0  # steps after which it ends by itself; 0: only when it is told to
+    prefix: str = ""  # of the file's name
+
+    @classmethod
+    def parse(cls, text: str) -> "ProfilerConfig":
+        """Raises InputError."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise InputError(FLAG, f"expected a JSON object, found {text!r}")
+        config = cls(**_known(FLAG, found))
+        if config.kind not in KINDS:
+            raise InputError(FLAG, f"expected profiler {' or '.join(KINDS)}, found {config.kind!r}")
+        if config.kind == "torch" and not config.folder:
+            raise InputError(FLAG, "expected torch_profiler_dir: where traces are written")
+        return config
+
+    def asked(self, body: dict[str, Any]) -> "ProfilerConfig":
+        """With what a client asks for. Raises InputError: a prefix must not leave the folder."""
+        wanted = {k: v for k, v in body.items() if k in ("delay_iterations", "max_iterations")}
+        prefix = body.get("profile_prefix") or ""
+        others = body.keys() - {"delay_iterations", "max_iterations", "profile_prefix"}
+        if others:
+            raise InputError("body", f"has unknown fields: {', '.join(sorted(others))}")
+        if not isinstance(prefix, str) or not all(c.isalnum() or c in "-_." for c in prefix):
+            raise InputError("profile_prefix", "expected letters, digits, - _ and . alone")
+        return dataclasses.replace(self, prefix=prefix, **_known("body", wanted))
+
+    def path(self, number: int) -> Path:
+        """The trace's file."""
+        name = f"{self.prefix}-" if self.prefix else ""
+        return Path(self.folder) / f"{name}rank0.{number}.pt.trace.json.gz"
+
+
+def _known(source: str, values: dict[str, Any]) -> dict[str, Any]:
+    unknown = values.keys() - NAMES.keys() - IGNORED
+    if unknown:
+        raise InputError(
+            source,
+            f"has unknown keys: {', '.join(sorted(unknown))}",
+            f"there are {', '.join(NAMES)}",
+        )
+    found = {NAMES[key]: value for key, value in values.items() if key in NAMES}
+    types = {field.name: field.type for field in dataclasses.fields(ProfilerConfig)}
+    for name, value in found.items():
+        if type(value) is not types[name] or (types[name] is int and value < 0):
+            raise InputError(source, f"{name}: expected {types[name].__name__}, found {value!r}")
+    return found
