@@ -16,6 +16,7 @@ from formats.errors import InputError
 from qserve.pooling_params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParams
 
 MODULES = "modules.json"
+TRANSFORMER = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
 # sentence-transformers' names: the newer `pooling_mode`, and the flags of older files
 MODES = {"lasttoken": LAST, "cls": CLS, "mean": MEAN}
@@ -48,6 +49,7 @@ class PoolingConfig:
     score_texts: tuple[str, ...] = ()  # the same, as texts
     hidden_size: int = 0
     is_embedder: bool = False  # the folder says that it makes vectors of texts
+    is_chat: bool = False  # texts are rendered as messages
     problem: str = ""  # why no vectors can be made, if they cannot
 
     @classmethod
@@ -112,6 +114,8 @@ def _from_folder(folder: Path) -> PoolingConfig:
         found["default_prompt"] = stated.get("default_prompt_name")
     if (folder / MODULES).exists():
         found |= _modules(folder)
+    if (folder / TRANSFORMER).exists():
+        found["is_chat"] = "message" in (_object(folder / TRANSFORMER).get("modality_config") or {})
     return PoolingConfig(**found)
 
 
