@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
+from qserve.errors import ParameterError
 from qserve.pooling_params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParams
 
 MODULES = "modules.json"
@@ -78,7 +79,7 @@ class PoolingConfig:
         name = name or self.default_prompt
         if name is not None and name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise InputError("prompt_name", f"expected one of {known}, found {name!r}")
+            raise ParameterError("prompt_name", f"expected one of {known}, found {name!r}")
         return "" if name is None else self.prompts[name]
 
     @property
@@ -88,12 +89,14 @@ class PoolingConfig:
 
     def _check_dimensions(self, dimensions: int) -> None:
         if not 1 <= dimensions <= self.hidden_size:
-            raise InputError("dimensions", f"expected 1 to {self.hidden_size}, found {dimensions}")
+            raise ParameterError(
+                "dimensions", f"expected 1 to {self.hidden_size}, found {dimensions}"
+            )
         if dimensions == self.hidden_size or self.matryoshka is None:
             return
         if dimensions not in self.matryoshka:
             known = ", ".join(map(str, (*self.matryoshka, self.hidden_size)))
-            raise InputError("dimensions", f"expected one of {known}, found {dimensions}")
+            raise ParameterError("dimensions", f"expected one of {known}, found {dimensions}")
 
 
 @functools.lru_cache(maxsize=8)

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from qserve.engine.pooled import Pooled
 from qserve.sampling_params import SamplingParams
 from qserve.structured.constraint import Constraint
-
-if TYPE_CHECKING:
-    from qserve.engine.pooling import Pooled
 
 
 class TokenLogprobs(NamedTuple):
@@ -88,7 +86,7 @@ class Request:
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
     constraint: Constraint | None = None  # the form that its output must have
-    pooled: "Pooled | None" = None  # where vectors of its prompt are asked for
+    pooled: Pooled | None = None  # where vectors of its prompt are asked for
 
     @property
     def flow(self) -> Flow:
