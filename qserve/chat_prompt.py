@@ -17,7 +17,10 @@ from formats.errors import InputError
 # Of private use: no tokenizer gives these characters a meaning.
 BLANK, MARK_START, MARK_END = "\ue000", "\ue001", "\ue002"
 MARK = re.compile(f"{MARK_START}[0-9.]+{MARK_END}")
-NOT_TEXT = ("role", "type")  # keys whose values the template compares with its own
+# Keys of a message, of its parts and calls whose values the template compares or checks; these are
+# names and ids in which no control token fits.
+NOT_TEXT = ("role", "type", "id", "tool_call_id")
+ARGUMENTS = "arguments"  # of a call: all its values are text
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -48,6 +51,7 @@ class ChatPrompt:
         render: Render,
         messages: Messages,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> "ChatPrompt":
         """Run the template. Raises InputError where messages change its control tokens."""
         pattern = encoder.control_pattern
@@ -58,6 +62,11 @@ class ChatPrompt:
                 raise InputError(
                     f"chat_template_kwargs.{name}", "holds the text of a control token"
                 )
+        _check_plain(tools, pattern, "tools")
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                # Of arguments the values alone may hold them: a template may look for keys.
+                _check_plain(_keys(call), pattern, "messages.tool_calls")
         nonce, marks = secrets.randbelow(10**18), {}
 
         def mark(found: re.Match) -> str:
@@ -113,15 +122,41 @@ def control_pattern(texts: set[str]) -> re.Pattern | None:
     return re.compile(f"({'|'.join(escaped)})") if escaped else None
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of messages in which every text that somebody wrote is changed."""
+def _map_texts(value: Any, change: Callable[[str], str], *, is_free: bool = False) -> Any:
+    """A copy of messages in which every text that somebody wrote is changed.
+
+    `is_free`: keys mean nothing, as in the arguments of a call.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_map_texts(each, change) for each in value]
+        return [_map_texts(each, change, is_free=is_free) for each in value]
     if isinstance(value, dict):
         return {
-            key: each if key in NOT_TEXT else _map_texts(each, change)
+            key: each
+            if key in NOT_TEXT and not is_free
+            else _map_texts(each, change, is_free=is_free or key == ARGUMENTS)
             for key, each in value.items()
         }
     return value
+
+
+def _keys(value: Any) -> list[str]:
+    """The keys of all objects within a value."""
+    if isinstance(value, list):
+        return [key for each in value for key in _keys(each)]
+    if isinstance(value, dict):
+        return [*value, *(key for each in value.values() for key in _keys(each))]
+    return []
+
+
+def _check_plain(value: Any, pattern: re.Pattern, name: str) -> None:
+    """Raise InputError if a text or key within the value is, or holds, a control token's text."""
+    if isinstance(value, str):
+        if pattern.search(value):
+            raise InputError(name, "hold the text of a control token", "change the text")
+    elif isinstance(value, list):
+        for each in value:
+            _check_plain(each, pattern, name)
+    elif isinstance(value, dict):
+        _check_plain([*value, *value.values()], pattern, name)

@@ -12,6 +12,8 @@ from formats.errors import InputError
 from formats.names import FORMATS, KV_CACHES, RECIPES
 from qserve.logs import FORMATS as LOG_FORMATS
 from qserve.logs import LEVELS
+from qserve.output_parsing.output_parser import TOOL_PARSERS
+from qserve.output_parsing.reasoning import REASONING_PARSERS
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -273,15 +275,39 @@ class ServerConfig:
         "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
         " clients only",
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model choose whether to call tools (tool_choice: auto)"
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        "how the model writes calls of tools, with --enable-auto-tool-choice",
+        tuple(TOOL_PARSERS),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "how the model marks its reasoning, which chats then answer as reasoning_content",
+        tuple(REASONING_PARSERS),
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
         for key in self.api_key:
             check_key("--api-key", key)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise InputError(
+                "--enable-auto-tool-choice",
+                "expected with --tool-call-parser",
+                f"name how the model writes calls: {', '.join(TOOL_PARSERS)}",
+            )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise InputError(
                 "--root-path", f"expected / at the start alone, found {self.root_path!r}"
             )
+
+    @property
+    def auto_tool_parser(self) -> str | None:
+        """The parser of calls that a model chooses to make; None: it may not."""
+        return self.tool_call_parser if self.enable_auto_tool_choice else None
 
     def model_names(self, folder: str) -> tuple[str, ...]:
         """What clients call the model of a folder."""
@@ -419,27 +445,3 @@ class InspectConfig:
     deep: str | None = setting(
         None, "a float model folder: load both models and compare their logits"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """What `qserve bench` is told; lists are comma-separated."""
-
-    op: str | None = setting(None, "operations, such as w4a16,paged_attention; default: all")
-    shape: str | None = setting(
-        None,
-        "shapes, such as qkv,gate_up or 896x4864 (outputs x inputs; of attention, keys x query"
-        " rows); default: all of each operation",
-    )
-    m: str | None = setting(None, "rows, or requests of attention, such as 1,16; default: a table")
-    baseline: str | None = setting(
-        None, "compare with these, such as cublas,int_mm,gemlite, or none; default: all installed"
-    )
-    json: bool = setting(False, "print one JSON object a line")
-    plot: str | None = setting(None, "also draw the times into this PNG file")
-    tune: bool = setting(
-        False,
-        "measure other tiles on this GPU and write a table of the faster ones, which the"
-        " kernels then read",
-    )
-    tune_seconds: float = setting(600.0, "time limit of --tune")

@@ -254,7 +254,9 @@ class LLM:
                             raise InputError(
                                 f"request {output.request_id}-{completion.index}",
                                 str(completion.stop_reason),
-                                "look at the model with `qserve inspect`",
+                                ""
+                                if completion.is_asked_for
+                                else "look at the model with `qserve inspect`",
                             )
                     num_input += len(output.prompt_token_ids)
                     if use_tqdm:

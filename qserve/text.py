@@ -113,6 +113,10 @@ class Tokenizer:
         at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
         return whole[:at], whole[at + len(plain) :]
 
+    def is_hidden(self, text: str) -> bool:
+        """Whether a text is a special token, which `skip_special_tokens` leaves out of outputs."""
+        return text in self._special_texts
+
     def encode_plain(self, text: str) -> list[int]:
         """Text to token ids of which none is a control token, whatever the text holds."""
         ids = self._encode_plain(text)
@@ -149,14 +153,23 @@ class Tokenizer:
     @functools.cached_property
     def template_settings(self) -> frozenset[str]:
         """Names that the chat template reads and a request may give, such as enable_thinking."""
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        taken |= TEMPLATE_GLOBALS | {*jinja2.Environment().globals}
+        return self._template_names() - taken - {*self._tokenizer.special_tokens_map}
+
+    @functools.cached_property
+    def reads_tools(self) -> bool:
+        """Whether the chat template writes the tools that it is given."""
+        return "tools" in self._template_names([{}])
+
+    def _template_names(self, tools: list[dict] | None = None) -> frozenset[str]:
+        """The names that the chat template reads."""
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
         try:
-            tree = environment.parse(self._tokenizer.get_chat_template())
+            tree = environment.parse(self._tokenizer.get_chat_template(tools=tools))
         except (jinja2.TemplateError, ValueError):
             return frozenset()
-        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters}
-        taken |= TEMPLATE_GLOBALS | {*environment.globals, *self._tokenizer.special_tokens_map}
-        return frozenset(jinja2.meta.find_undeclared_variables(tree) - taken)
+        return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
     def render_chat(
         self,
@@ -164,6 +177,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The conversation as the model's chat template writes it, in transformers' sandbox.
 
@@ -183,6 +197,7 @@ class Tokenizer:
         try:
             return self._tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -200,15 +215,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> ChatPrompt:
         """The rendered conversation, in which no message can make a control token."""
         return ChatPrompt.render(
             self,
             lambda each: self.render_chat(
-                each, add_generation_prompt, continue_final_message, template_kwargs
+                each, add_generation_prompt, continue_final_message, template_kwargs, tools
             ),
             messages,
             template_kwargs,
+            tools,
         )
 
     def encode_chat(
@@ -217,16 +234,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of `chat_prompt`; the template itself writes the special tokens."""
         return self.chat_prompt(
-            messages, add_generation_prompt, continue_final_message, template_kwargs
+            messages, add_generation_prompt, continue_final_message, template_kwargs, tools
         ).encode(self)
 
     def _find_control_tokens(self, added: Iterable[tuple[int, Any]]) -> None:
         """What messages must not make: the special tokens, but the one for unknown characters."""
         texts = {info.content for _, info in added if info.special}
         texts |= {str(text) for text in self._tokenizer.all_special_tokens}
+        self._special_texts = frozenset(texts)
         self.control_ids = self.special_token_ids - {self._tokenizer.unk_token_id}
         self.control_pattern = control_pattern(texts)
         self._plain_backend = None

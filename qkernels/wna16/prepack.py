@@ -1,7 +1,7 @@
 """The prepacked weight: codes in the order of the tensor core's register fragment.
 
-All GPU kernels of this folder read it (README.md has the picture). Legend: K inputs, N outputs, G
-groups; BK inputs of a K step.
+All GPU kernels of this folder read it (notes/layouts.md). Legend: K inputs, N outputs, G groups; BK
+inputs of a K step.
 """
 
 from dataclasses import dataclass

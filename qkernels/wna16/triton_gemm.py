@@ -2,7 +2,7 @@
 
 The weight is operand A of the tensor core (y^T = W x^T): dequantized codes then stay in registers,
 and only x goes through shared memory. Codes are prepacked in the order of the register fragment
-(prepack.py), so unpacking stays within each thread (README.md has the picture). On NVIDIA GPUs
+(prepack.py), so unpacking stays within each thread (notes/layouts.md). On NVIDIA GPUs
 USE_PTX switches two pieces of inline PTX on; the results are the same without them.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +29,13 @@ from qserve.engine.pooling import NO_HEAD, PoolPlan, check_pooling, plan_pool_ro
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_rows import RequestRows
+from qserve.engine.request_rows import RequestRows, dead_end
 from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan
+from qserve.engine.step_ranges import StepRanges
+from qserve.engine.token_filter import TokenFilter, without
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
@@ -108,6 +111,7 @@ class Engine:
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
         )
+        self.step_ranges = StepRanges()
         self._requests: dict[str, Request] = {}
         self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
@@ -173,12 +177,21 @@ class Engine:
         elif self.model_config.instead_of_head:
             raise InputError(subject, NO_HEAD, "ask for vectors: /v1/embeddings, LLM.embed")
         biased = [token for token, _ in params.logit_bias]
-        for name, tokens in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
-            for token in tokens:
-                if token >= self.vocab_size:
-                    raise InputError(
-                        f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
-                    )
+        for name, tokens in (
+            ("logit_bias", biased),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words", tuple(chain.from_iterable(params.bad_words_token_ids))),
+        ):
+            token = max(tokens, default=0)
+            if token >= self.vocab_size:
+                raise InputError(
+                    f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
+                )
+        if params.bad_words and not params.bad_words_token_ids:
+            raise InputError(
+                f"{subject} bad_words", "have no token ids", "give bad_words_token_ids, too"
+            )
         room = self.max_model_len - length
         seed = params.seed
         if seed is None:
@@ -201,8 +214,11 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None
             and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
+            follows_last=params.structured_outputs is not None,
             pooled=None if pooling is None else Pooled(params=pooling),
         )
+        if params.has_filter:
+            self._filter_tokens(request)
         if params.structured_outputs is None:
             self.scheduler.add(request)
         else:
@@ -211,6 +227,18 @@ class Engine:
         self._requests[request_id] = request
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
+
+    def _filter_tokens(self, request: Request) -> None:
+        """Give a request its filter. Raises InputError where that leaves nothing to begin with."""
+        params = request.params
+        made = TokenFilter(self.vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
+        mask = made.mask(request.token_ids, request.num_prompt_tokens)
+        if params.min_tokens:
+            mask = without(mask, request.stop_token_ids | request.eos_token_ids)
+        if not mask.any():
+            raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
+        request.token_filter = made
+        request.follows_last |= made.follows_output
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
@@ -240,7 +268,8 @@ class Engine:
                 step = replace(step, pool_rows=pools.rows)
             launched = self._clock()
             try:
-                handle = self.workers.launch(step)
+                with self.step_ranges.around(plan):
+                    handle = self.workers.launch(step)
             except torch.OutOfMemoryError as error:
                 # What is in flight first: it may hold tokens of the same requests.
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
@@ -258,7 +287,7 @@ class Engine:
             if error is None:
                 self.scheduler.add(request)
             else:
-                events.append(_failure(request, error))
+                events.append(_failure(request, error)._replace(is_asked_for=True))
         return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:

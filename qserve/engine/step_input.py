@@ -117,10 +117,10 @@ class StepInput:
         bias = np.zeros(0, np.int64)
         if has_bias_S.any():
             bias = biases([requests[i] for i in of_S], words[:, POSITION], has_bias_S, words)
-        is_constrained_S = rows.is_constrained_N[rows_S]
-        if is_constrained_S.any():
+        has_mask_S = rows.has_mask_N[rows_S]
+        if has_mask_S.any():
             of_requests = [requests[i] for i in of_S]
-            masks_E = masks(of_requests, words[:, POSITION], is_constrained_S, words, len(bias))
+            masks_E = masks(of_requests, words[:, POSITION], has_mask_S, words, len(bias))
             bias = np.concatenate([bias, masks_E])
         pending_row = rows.sampled_rows(rows_R[pending_R])
         rows.take_sampled(rows_S)

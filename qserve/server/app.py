@@ -89,6 +89,8 @@ def build_app(
         model_names=model_names,
         defaults=load_defaults(tokenizer.folder),
         chat_special_tokens=config.chat_special_tokens,
+        auto_tool_parser=config.auto_tool_parser,
+        reasoning_parser=config.reasoning_parser,
         max_body_bytes=config.max_body_bytes,
         bodies=Budget(NUM_BODIES * config.max_body_bytes),
         admission=admission,
@@ -235,6 +237,8 @@ def _start_worker(
             max_model_len=client.max_model_len,
             vocab_size=client.vocab_size,
             chat_special_tokens=config.chat_special_tokens,
+            auto_tool_parser=config.auto_tool_parser,
+            reasoning_parser=config.reasoning_parser,
         ),
         logs.arguments(config.log_level, config.log_format),
     )

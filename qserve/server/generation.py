@@ -177,6 +177,8 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
 
 
 def _failure(service: Service, job: Job, event: RequestEvent) -> ApiError:
+    if event.is_asked_for:
+        return ApiError(400, f"{event.error}.")
     logger.error("Request %s failed: %s", job.request_id, event.error)
     if not service.client.is_alive:
         return engine_dead(service.client.is_restarting)

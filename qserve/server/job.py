@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qserve.bad_words import with_bad_words
 from qserve.handling import DEFAULT, Handling
+from qserve.output_parsing.output_parser import ParseSettings
 from qserve.sampling_params import SamplingParams
 from qserve.server.errors import ApiError
 from qserve.server.output_form import output_form
@@ -20,7 +22,10 @@ from qserve.server.protocol import (
 )
 from qserve.server.sampling import sampling_params
 from qserve.server.served_model import ServedModel
+from qserve.server.tool_use import AUTO, NONE, REQUIRED, ToolUse, tool_use
+from qserve.structured.params import StructuredOutputsParams
 
+NUM_END_TOKENS = 16  # of the prompt: whether it begins or ends reasoning
 MAX_CHOICES = 1024  # outputs of one request, over all its prompts
 
 
@@ -40,6 +45,7 @@ class Job:
     streams_usage_always: bool = False  # in each chunk
     prompt_logprobs: int | None = None  # alternatives that the reply tells of the prompt's tokens
     returns_token_ids: bool = False
+    parsing: ParseSettings | None = None  # None: all text is content
     tokens_as_ids: bool = False  # log probabilities name tokens by their ids
     ignored: tuple[str, ...] = ()  # fields of the body that change nothing
     repeated: dict[str, Any] = field(default_factory=dict)  # of the body, for the reply
@@ -102,7 +108,9 @@ def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) 
 def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
     request = parse(body, ChatCompletionRequest)
-    return chat_request_job(model, request, arrived, "chatcmpl", ignored=request.ignored)
+    return chat_request_job(
+        model, request, arrived, "chatcmpl", ignored=request.ignored, is_parsed=True
+    )
 
 
 def chat_request_job(
@@ -112,20 +120,55 @@ def chat_request_job(
     prefix: str,
     *,
     ignored: Sequence[str],
+    is_parsed: bool = False,
     repeated: dict[str, Any] | None = None,
 ) -> Job:
-    """The job of a chat's fields. Raises ApiError and InputError."""
+    """The job of a chat's fields. Raises ApiError and InputError.
+
+    `is_parsed`: its reply looks for reasoning and calls of tools.
+    """
     _check(model, request, 1)
-    job = _job(model, prefix, request, [chat_tokens(model, request)], [], arrived)
-    return replace(job, ignored=tuple(ignored), repeated=repeated or {})
+    use = tool_use(request, model)
+    prompt = chat_tokens(model, request, use)
+    job = _job(model, prefix, request, [prompt], [], arrived, use.form())
+    job = replace(job, ignored=(*ignored, *use.ignored(model)), repeated=repeated or {})
+    return _parsed(job, model, use) if is_parsed else job
+
+
+def _parsed(job: Job, model: ServedModel, use: ToolUse) -> Job:
+    """The same job, with what its reply looks for in the text."""
+    parser = model.auto_tool_parser if use.mode == AUTO else None
+    if parser is None and use.mode == NONE and model.reasoning_parser is None:
+        return job
+    (prompt,) = job.prompts
+    parsing = ParseSettings(
+        tool_parser=parser,
+        is_required=use.mode == REQUIRED,
+        named=use.named,
+        tools=use.schemas,
+        is_single=use.is_single,
+        reasoning_parser=model.reasoning_parser,
+        prompt_end=model.tokenizer.decode(prompt[-NUM_END_TOKENS:], skip_special_tokens=False),
+    )
+    params = job.params
+    if any(map(model.tokenizer.is_hidden, parsing.markers)):
+        params = [replace(each, skip_special_tokens=False) for each in params]
+    if (prefix := parsing.grammar_prefix) and (form := params[0].structured_outputs):
+        params = [replace(params[0], structured_outputs=replace(form, prefix=prefix))]
+    return replace(job, parsing=parsing, params=params)
 
 
 def chat_tokens(
-    model: ServedModel, request: ChatCompletionRequest, *, checks_length: bool = True
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    use: ToolUse,
+    *,
+    checks_length: bool = True,
 ) -> list[int]:
     """The tokens of a conversation, before it is cut. Raises ApiError and InputError."""
     continues = bool(request.continue_final_message)
     settings = {
+        "tools": use.for_template,
         "add_generation_prompt": not continues and request.add_generation_prompt is not False,
         "continue_final_message": continues,
         "template_kwargs": request.chat_template_kwargs,
@@ -181,6 +224,7 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
             "n",
         )
     check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
+    check_vocabulary(model, params.allowed_token_ids or (), "allowed_token_ids")
     check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
 
 
@@ -191,8 +235,9 @@ def _job(
     prompts: list[list[int]],
     echoed: list[str],
     arrived: float,
+    form: StructuredOutputsParams | None = None,
 ) -> Job:
-    params, form = [], output_form(request)
+    params, form, bad_words = [], form or output_form(request), None
     prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
@@ -201,7 +246,10 @@ def _job(
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
         check_vocabulary(model, prompt, "prompt")
-        params.append(sampling_params(request, model.defaults, room, form))
+        each = sampling_params(request, model.defaults, room, form)
+        if bad_words is None:
+            bad_words = with_bad_words(each, lambda: model.tokenizer).bad_words_token_ids
+        params.append(replace(each, bad_words_token_ids=bad_words))
     return new_job(
         prefix,
         prompts=prompts,

@@ -10,9 +10,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
-from qserve.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from qserve.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from qserve.server import unsupported
 from qserve.server.errors import ApiError
+from qserve.server.tool_fields import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
@@ -133,17 +140,26 @@ class TextPart(Body):
 
 class Message(Body):
     role: Annotated[str, AfterValidator(check_role)]
-    # None is refused later: in a message with tool calls it is not what is at fault.
+    # Only a message with tool calls may have none.
     content: Annotated[
         list[TextPart] | None, ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
     ] = None
     name: Annotated[str | None, at_most(MAX_NAME_CHARS, "characters")] = None
+    tool_calls: Annotated[list[ToolCall] | None, ONE_ERROR, at_most(MAX_CALLS, "calls")] = None
+    tool_call_id: CallId | None = None  # of the call that a message of role tool answers
+    reasoning_content: str | None = None  # of an earlier answer, for templates that read it
 
     @property
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The form that chat templates read; parts are joined by newlines, as in vLLM."""
-        fields = {"role": self.role, "content": "\n".join(part.text for part in self.content)}
-        return fields if self.name is None else fields | {"name": self.name}
+        texts = [part.text for part in self.content or ()]
+        fields: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                fields[name] = value
+        if self.tool_calls:
+            fields["tool_calls"] = [call.for_template for call in self.tool_calls]
+        return fields
 
 
 class GenerationRequest(Body):
@@ -183,6 +199,14 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[list[int] | None, ONE_ERROR, at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
         None
     )
+    allowed_token_ids: Annotated[
+        list[int] | None, ONE_ERROR, at_most(MAX_ALLOWED_TOKEN_IDS, "ids")
+    ] = None
+    bad_words: Annotated[
+        list[Annotated[str, at_most(MAX_BAD_WORD_CHARS, "characters")]] | None,
+        ONE_ERROR,
+        at_most(MAX_BAD_WORDS, "words"),
+    ] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -234,6 +258,9 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], ONE_ERROR, at_most(MAX_MESSAGES, "messages")]
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool] | None, ONE_ERROR, at_most(MAX_TOOLS, "tools")] = None
+    tool_choice: Any = None  # tool_use.py reads it
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     # numbers, texts and flags alone: a template's own loops are then all that takes time
@@ -301,7 +328,10 @@ def _check(request: GenerationRequest) -> None:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(request.messages):
         unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
-        if message.content is None:
+        if message.tool_calls and message.role != "assistant":
+            name = f"messages.{index}.tool_calls"
+            raise ApiError(400, f"{name}: expected in messages of role assistant alone.", name)
+        if message.content is None and not message.tool_calls:
             name = f"messages.{index}.content"
             raise ApiError(400, f"{name}: expected {CONTENT_FORMS}.", name)
     if request.continue_final_message and request.add_generation_prompt:

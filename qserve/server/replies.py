@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qserve.engine.request import TokenLogprobs
+from qserve.output_parsing.output_parser import Message, OutputParser
+from qserve.server.chat_message import delta_fields, message_fields
 from qserve.server.generation import Output
 from qserve.server.job import Job
 from qserve.server.logprobs import (
@@ -61,6 +63,8 @@ class Reply:
     # of each choice, where log probabilities are told
     offsets: dict[int, TextOffsets] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # choices of which a chunk was sent
+    parsers: dict[int, OutputParser] = field(default_factory=dict)  # of streamed choices
+    called: set[int] = field(default_factory=set)  # streamed choices with calls of tools
     told: set[int] = field(default_factory=set)  # those whose prompt's log probabilities were
 
     prefix = whole_object = chunk_object = ""
@@ -70,9 +74,9 @@ class Reply:
         choices = [
             {
                 "index": index,
-                **self._whole(index, output),
+                **(fields := self._whole(index, output)),
                 "logprobs": self._logprobs(index, output),
-                **_ending(output),
+                **self._ending(fields, index, output),
                 **self._token_ids(index, output.token_ids, opens=True),
                 **self._of_choice_prompt(index, output),
             }
@@ -94,7 +98,7 @@ class Reply:
         return self._chunk(index, fields, empty, so_far)
 
     def chunk(self, index: int, delta: TextDelta, so_far: Counts) -> dict:
-        return self._chunk(index, self._delta(delta), delta, so_far)
+        return self._chunk(index, self._delta(index, delta), delta, so_far)
 
     def usage_chunk(self, counts: Counts) -> dict:
         """The chunk after all choices, for stream_options.include_usage."""
@@ -112,7 +116,7 @@ class Reply:
             "index": index,
             **fields,
             "logprobs": logprobs,
-            **_ending(delta),
+            **self._ending(fields, index, delta),
             **token_ids,
         }
         chunk = self._envelope(self.chunk_object, [choice])
@@ -154,6 +158,10 @@ class Reply:
         """What the reply tells of its prompt."""
         return {}
 
+    def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
+        """How a choice ended; `fields`: what its reply or chunk has of it."""
+        return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
         return {
             "id": self.job.request_id,
@@ -175,7 +183,7 @@ class CompletionReply(Reply):
         echo = self.job.echo(index)
         return {"text": echo} if echo else None
 
-    def _delta(self, delta: TextDelta) -> dict:
+    def _delta(self, index: int, delta: TextDelta) -> dict:
         return {"text": delta.text}
 
     def _of_choice_prompt(self, index: int, output: Output) -> dict:
@@ -210,14 +218,41 @@ class ChatReply(Reply):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def _whole(self, index: int, output: Output) -> dict:
-        return {"message": {"role": "assistant", "content": output.text, "refusal": None}}
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        parsing = self.job.parsing
+        if parsing is None:
+            return {"message": message}
+        is_cut = output.finish_reason == "length"
+        found = Message.of(OutputParser(parsing).parse(output.text), is_cut=is_cut)
+        return {"message": message | message_fields(found, parsing)}
 
     def _opening(self, index: int) -> dict | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def _delta(self, delta: TextDelta) -> dict:
+    def _delta(self, index: int, delta: TextDelta) -> dict:
+        if self.job.parsing is not None:
+            return {"delta": self._parsed(index, delta)}
         is_bare_end = not delta.text and delta.finish_reason is not None
         return {"delta": {} if is_bare_end else {"content": delta.text}}
+
+    def _parsed(self, index: int, delta: TextDelta) -> dict:
+        """The delta's fields where its text is parsed."""
+        if index not in self.parsers:
+            self.parsers[index] = OutputParser(self.job.parsing)
+        pieces = self.parsers[index].push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += self.parsers[index].finish()
+        fields = delta_fields(pieces, self.job.parsing)
+        if "tool_calls" in fields:
+            self.called.add(index)
+        return fields or ({} if delta.finish_reason is not None else {"content": ""})
+
+    def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
+        ending = super()._ending(fields, index, part)
+        calls = index in self.called or fields.get("message", {}).get("tool_calls")
+        if calls and part.finish_reason == "stop":
+            return ending | {"finish_reason": "tool_calls"}
+        return ending
 
     def _of_prompt(self, outputs: list[Output]) -> dict:
         told = self._told_of_prompt(0, outputs[0])
@@ -231,7 +266,3 @@ class ChatReply(Reply):
             for entry, (token, _) in zip(formatted["content"], tokens, strict=True):
                 entry["token"] = f"token_id:{token}"
         return formatted
-
-
-def _ending(part: Output | TextDelta) -> dict:
-    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}

@@ -14,6 +14,8 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     chat_special_tokens: bool = False  # messages may make control tokens
+    auto_tool_parser: str | None = None  # one of TOOL_PARSERS, where models may choose to call
+    reasoning_parser: str | None = None  # one of REASONING_PARSERS
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError(404) for a model that is not served; no name means the one that is."""

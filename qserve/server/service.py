@@ -55,6 +55,8 @@ class Service:
     model_names: tuple[str, ...]  # that clients may use; replies state the first
     defaults: dict[str, float]  # sampling fields that the model's folder sets
     chat_special_tokens: bool
+    auto_tool_parser: str | None
+    reasoning_parser: str | None
     max_body_bytes: int
     bodies: Budget  # bytes of bodies that are being received or prepared
     admission: Admission
@@ -81,6 +83,8 @@ class Service:
             max_model_len=self.client.max_model_len,
             vocab_size=self.client.vocab_size,
             chat_special_tokens=self.chat_special_tokens,
+            auto_tool_parser=self.auto_tool_parser,
+            reasoning_parser=self.reasoning_parser,
         )
 
 

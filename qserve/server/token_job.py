@@ -6,6 +6,7 @@ from qserve.server.errors import ApiError
 from qserve.server.job import Job, chat_tokens, check_vocabulary, new_job
 from qserve.server.protocol import ONE_ERROR, Body, ChatCompletionRequest, parse, read
 from qserve.server.served_model import ServedModel
+from qserve.server.tool_use import tool_use
 
 
 class TokenizeRequest(Body):
@@ -35,7 +36,8 @@ def tokenize_job(model: ServedModel, body: bytes | bytearray, arrived: float) ->
         special = request.add_special_tokens is not False
         tokens = model.tokenizer.encode(request.prompt, special)
     else:
-        tokens = chat_tokens(model, parse(body, ChatCompletionRequest), checks_length=False)
+        chat = parse(body, ChatCompletionRequest)
+        tokens = chat_tokens(model, chat, tool_use(chat, model), checks_length=False)
     names = model.tokenizer.token_names(tokens) if request.return_token_strs else []
     return new_job("tok", prompts=[tokens], echoed=names, arrived=arrived)
 

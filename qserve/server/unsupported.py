@@ -12,8 +12,6 @@ from qserve.server.errors import ApiError
 
 # field: the values that change nothing, besides null
 COMMON: dict[str, tuple] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -83,14 +81,13 @@ CHAT = COMMON | {
     "reasoning_effort": ("none",),
     "return_prompt_text": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 # by the name of the route
 TABLES = {"completions": COMPLETION, "chat": CHAT}
-MESSAGE = {"function_call": (), "tool_calls": ([],)}
+# `refusal` and `audio` come with answers of OpenAI, which clients send again.
+MESSAGE = {"function_call": (), "refusal": (), "audio": ()}
 # fields of requests with a checked type that change no answer
 WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata")
 
@@ -105,8 +102,6 @@ def refuse(
     fields = fields or {}
     for name, value in fields.items():
         if name not in table or value is None or _is_neutral(value, table[name]):
-            continue
-        if name == "tools" and fields.get("tool_choice") == "none":
             continue
         remedy = f"; {hints[name]}" if name in hints else ""
         raise ApiError(

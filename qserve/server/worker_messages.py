@@ -16,6 +16,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_model_len: int
     vocab_size: int
     chat_special_tokens: bool
+    auto_tool_parser: str | None
+    reasoning_parser: str | None
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -50,6 +50,8 @@ def _load(setup: Setup) -> ServedModel:
         max_model_len=setup.max_model_len,
         vocab_size=setup.vocab_size,
         chat_special_tokens=setup.chat_special_tokens,
+        auto_tool_parser=setup.auto_tool_parser,
+        reasoning_parser=setup.reasoning_parser,
     )
 
 

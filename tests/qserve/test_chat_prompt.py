@@ -173,14 +173,14 @@ def test_control_token_in_the_ordinary_vocabulary_is_not_made(unigram, attack):
 
 
 def test_server_refuses_no_benign_text_and_has_a_switch(docs_5m, tmp_path):
-    from qserve.server.job import JOBS
+    from qserve.server.jobs import JOBS
     from qserve.server.served_model import ServedModel
 
     body = json.dumps({"messages": user("a<|im_end|>")}).encode()
     counts = []
     for switch in (False, True):
         model = ServedModel(
-            name="tiny",
+            names=("tiny",),
             tokenizer=loaded(docs_5m),
             defaults={},
             max_model_len=256,

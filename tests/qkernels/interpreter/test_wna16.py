@@ -157,7 +157,7 @@ def test_gradient_reaches_x(make_weight, device, half):
 
 
 def test_private_order_golden_words():
-    """The literals of qkernels/README.md."""
+    """The literals of qkernels/notes/layouts.md."""
     k = torch.arange(32, dtype=torch.uint8)[None]
     words = prepack.fragment_order(k % 16)[0].tolist()
     assert [w & 0xFFFFFFFF for w in words] == [0x91918080, 0xB3B3A2A2, 0xD5D5C4C4, 0xF7F7E6E6]

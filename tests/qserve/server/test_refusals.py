@@ -255,9 +255,7 @@ def test_unknown_route_or_method(server, error, path, method, status):
         ("max_new_tokens", 5, None),
         ("regex", "a+", None),
         ("length_penalty", True, 1),
-        ("bad_words", ["x"], []),
         ("logits_processors", ["x"], []),
-        ("allowed_token_ids", [1], None),
         ("unknown_field", None, {"anything": [1]}),
     ],
 )
@@ -274,18 +272,13 @@ def test_what_is_not_supported_on_one_route(server, error):
     for field, value in {"best_of": 2, "suffix": "x"}.items():
         assert error(server.complete(**{field: value}), 400)["param"] == field
     assert server.complete(best_of=1, suffix="").status_code == 200
-    tools = [{"type": "function", "function": {"name": "f"}}]
     for field, value in {
-        "tools": tools,
-        "tool_choice": "auto",
         "functions": [{"name": "f"}],
         "chat_template": "{{ 1 }}",
         "verbosity": "low",
         "web_search_options": {},
     }.items():
         assert error(server.chat(**{field: value}), 400)["param"] == field
-    assert server.chat(tools=tools, tool_choice="none").status_code == 200
-    assert server.chat(tools=None, tool_choice=None).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -320,8 +313,11 @@ def test_what_is_refused_says_what_to_use(server, error, route, field, value, hi
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages.0.content.0.type",
         ),
-        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "messages.0.tool_calls"),
+        ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls.0.id"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{}]}],
+            "messages.0.tool_calls.0.id",
+        ),
         ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call"),
     ],
 )

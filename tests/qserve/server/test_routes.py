@@ -205,7 +205,7 @@ def test_failing_stream_of_a_response_ends_with_an_error(server):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"temperature": 9}, "temperature"),
         ({"guided_json": {}}, "guided_json"),
-        ({"bad_words": ["a"]}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"n": 2}, "n"),
     ],

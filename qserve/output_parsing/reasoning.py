@@ -1,0 +1,115 @@
+"""ReasoningScanner: parts a growing text into the model's reasoning and what follows it."""
+
+from dataclasses import dataclass
+
+from qserve.output_parsing.pieces import REASONING, Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    start: str
+    end: str
+    is_implied: bool  # the text begins with reasoning, whether or not the prompt has the start
+
+
+# by the name that --reasoning-parser takes
+REASONING_PARSERS = {
+    "deepseek_r1": ReasoningFormat(start="<think>", end="</think>", is_implied=True),
+    "qwen3": ReasoningFormat(start="<think>", end="</think>", is_implied=False),
+}
+
+
+# What a prompt's end says of the reasoning.
+OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
+SPACE = r"/[ \t\r\n]{0,4}/"
+
+
+def state_after(form: ReasoningFormat, prompt_end: str) -> str:
+    """Whether text behind the prompt begins within reasoning, may begin with it, or has none."""
+    before = prompt_end.rstrip()
+    if before.endswith(form.end):
+        return CLOSED
+    return OPEN if form.is_implied or before.endswith(form.start) else POSSIBLE
+
+
+def grammar_prefix(form: ReasoningFormat, prompt_end: str) -> str:
+    """Lark of the reasoning that may come before a text of some form; empty: none may."""
+    state = state_after(form, prompt_end)
+    if state == CLOSED:
+        return ""
+    thought = f'thought[suffix="{form.end}"]:'
+    if state == OPEN:
+        return f"prefix: thought {SPACE}\n{thought} /(.|\\n)*/"
+    return f"prefix: (thought {SPACE})?\n{thought} /[ \\t\\r\\n]{{0,4}}{form.start}(.|\\n)*/"
+
+
+class ReasoningScanner:
+    """White space at both ends of the reasoning, and behind it, belongs to neither."""
+
+    def __init__(self, form: ReasoningFormat, *, prompt_end: str) -> None:
+        """`prompt_end`: the last characters of the prompt, which may begin or end reasoning."""
+        state = state_after(form, prompt_end)
+        self._form = form
+        self._held = ""  # may begin a marker
+        self._spaces = ""
+        self._has_begun = False  # some of the reasoning was told
+        self._is_open = state == OPEN
+        # Until the first character that is no white space: whether reasoning begins.
+        self._may_begin = state != CLOSED
+        self._is_behind = not self._may_begin  # of reasoning: leading white space is dropped
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        """The reasoning and the other text that are known with these characters."""
+        reasoning: list[str] = []
+        for at, char in enumerate(text):
+            if not self._is_open and not self._may_begin:
+                return _pieces(reasoning), self._behind(text[at:])
+            if self._may_begin:
+                self._held += char
+                found = self._held.lstrip()
+                if found == self._form.start:
+                    self._held, self._may_begin, self._is_open = "", False, True
+                elif not self._form.start.startswith(found):
+                    self._may_begin = False
+                    held, self._held = self._held, ""
+                    if not self._is_open:
+                        return _pieces(reasoning), held + text[at + 1 :]
+                    for each in held:
+                        self._reason(each, reasoning)
+                continue
+            self._reason(char, reasoning)
+        return _pieces(reasoning), ""
+
+    def finish(self) -> tuple[list[Piece], str]:
+        """The rest, when no more text comes."""
+        held, self._held = self._held, ""
+        if self._is_open:
+            text = (self._spaces + held).strip() and self._spaces + held
+            return _pieces([text if self._has_begun else text.lstrip()]), ""
+        return [], held
+
+    def _reason(self, char: str, reasoning: list[str]) -> None:
+        self._held += char
+        while self._held:
+            if self._held == self._form.end:
+                self._held, self._is_open, self._is_behind = "", False, True
+                return
+            if self._form.end.startswith(self._held):
+                return
+            first, self._held = self._held[0], self._held[1:]
+            if first.isspace():
+                self._spaces += first
+            else:
+                reasoning.append(self._spaces + first if self._has_begun else first)
+                self._has_begun, self._spaces = True, ""
+
+    def _behind(self, text: str) -> str:
+        if self._is_behind:
+            text = text.lstrip()
+            self._is_behind = not text
+        return text
+
+
+def _pieces(reasoning: list[str]) -> list[Piece]:
+    text = "".join(reasoning)
+    return [Piece(REASONING, text)] if text else []

@@ -1,0 +1,309 @@
+"""Tools over HTTP: what reaches the engine, what the reply has, what is a 400."""
+
+import json
+
+import jsonschema
+import openai
+import pytest
+
+from formats.errors import InputError
+from qserve.config import ServerConfig
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def tool(name="get_weather", parameters=WEATHER, **fields):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TOOLS = [tool(), tool("g", None)]
+
+
+@pytest.fixture
+def hermes(make_server):
+    config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    return make_server(ServerConfig(**config))
+
+
+def choice_of(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]
+
+
+def joined(chunks):
+    """The message that a client makes of a stream's chunks, and how it ended."""
+    message, calls, ending = {}, {}, None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            ending = choice["finish_reason"] or ending
+            for key, value in choice["delta"].items():
+                if key != "tool_calls":
+                    message[key] = message.get(key, "") + value
+            for part in choice["delta"].get("tool_calls", ()):
+                call = calls.setdefault(part["index"], {"arguments": ""})
+                function = part["function"]
+                assert ("id" in part) == ("type" in part) == ("name" in function)
+                call |= {k: part[k] for k in ("id", "type") if k in part}
+                call |= {"name": function["name"]} if "name" in function else {}
+                call["arguments"] += function["arguments"]
+    return message, [calls[index] for index in sorted(calls)], ending
+
+
+def test_a_call_that_the_model_chose(hermes):
+    hermes.client.text = f"Let me look.\n{CALL}"
+    choice = choice_of(hermes.chat(tools=TOOLS))
+    message = choice["message"]
+    (call,) = message["tool_calls"]
+    assert message["content"] == "Let me look." and choice["finish_reason"] == "tool_calls"
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    assert hermes.client.requests[0][2].structured_outputs is None
+
+
+def test_text_alone_is_no_call(hermes):
+    choice = choice_of(hermes.chat(tools=TOOLS))
+    assert choice["message"]["content"] == hermes.client.text
+    assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+
+
+def test_calls_are_streamed(hermes, chunks):
+    hermes.client.text = f"Hm.{CALL}\n{CALL}"
+    found = chunks(hermes.chat(tools=TOOLS, stream=True))
+    message, calls, ending = joined(found)
+    assert message == {"role": "assistant", "content": "Hm."} and ending == "tool_calls"
+    assert [call["arguments"] for call in calls] == ['{"city": "Oslo"}'] * 2
+    assert calls[0]["id"] != calls[1]["id"]
+    parts = [c for c in found if c["choices"][0]["delta"].get("tool_calls")]
+    assert len(parts) > 4  # arguments come as they are written
+
+
+def test_one_call_if_they_must_not_be_parallel(hermes, chunks):
+    hermes.client.text = CALL + CALL
+    asked = {"tools": TOOLS, "parallel_tool_calls": False}
+    assert len(choice_of(hermes.chat(**asked))["message"]["tool_calls"]) == 1
+    assert len(joined(chunks(hermes.chat(**asked, stream=True)))[1]) == 1
+
+
+def test_a_broken_call_is_content(hermes):
+    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": nope}}</tool_call>'
+    choice = choice_of(hermes.chat(tools=TOOLS))
+    assert choice["message"]["content"] == hermes.client.text
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_cut_by_the_limit_says_so(hermes):
+    hermes.client.text = CALL
+    count = len(hermes.tokenizer.encode(CALL[: CALL.index("Oslo")]))
+    choice = choice_of(hermes.chat(tools=TOOLS, max_tokens=count))
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls(server, chunks, stream):
+    """Without a parser: a grammar makes the text."""
+    call = {"name": "get_weather", "parameters": {"city": "x", "days": 2}}
+    server.client.text = json.dumps([call, {"name": "g", "parameters": {}}])
+    reply = server.chat(tools=TOOLS, tool_choice="required", stream=stream)
+    if stream:
+        _, calls, ending = joined(chunks(reply))
+        found = [(each["name"], each["arguments"]) for each in calls]
+    else:
+        choice = choice_of(reply)
+        assert choice["message"]["content"] is None
+        ending = choice["finish_reason"]
+        functions = [each["function"] for each in choice["message"]["tool_calls"]]
+        found = [(each["name"], each["arguments"]) for each in functions]
+    assert found == [("get_weather", json.dumps(call["parameters"])), ("g", "{}")]
+    assert ending == "tool_calls"
+    schema = json.loads(server.client.requests[0][2].structured_outputs.json)
+    jsonschema.validate([call], schema)
+    for wrong in ([], [{"name": "f", "parameters": {}}], [call | {"parameters": {}}]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_call(server, chunks, stream):
+    server.client.text = '{"city": "Rome"}'
+    reply = server.chat(tools=TOOLS, tool_choice=named("get_weather"), stream=stream)
+    if stream:
+        _, ((call),), ending = joined(chunks(reply))
+    else:
+        choice = choice_of(reply)
+        call, ending = choice["message"]["tool_calls"][0]["function"], choice["finish_reason"]
+    assert (call["name"], call["arguments"], ending) == (
+        "get_weather",
+        '{"city": "Rome"}',
+        "tool_calls",
+    )
+    assert json.loads(server.client.requests[0][2].structured_outputs.json) == WEATHER
+
+
+def test_references_of_tools_stay_within_the_tool(server):
+    def tree(leaf):
+        node = {"properties": {"child": {"$ref": "#/$defs/n"}, "leaf": {"type": leaf}}}
+        node |= {"type": "object", "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": {"root": {"$ref": "#/$defs/n"}},
+            "$defs": {"n": node},
+        }
+
+    tools = [tool("a", tree("string")), tool("b", tree("integer"))]
+    assert server.chat(tools=tools, tool_choice="required").status_code == 200
+    schema = json.loads(server.client.requests[0][2].structured_outputs.json)
+    for name, leaf, is_right in (
+        ("a", "x", True),
+        ("a", 1, False),
+        ("b", 1, True),
+        ("b", "x", False),
+    ):
+        calls = [{"name": name, "parameters": {"root": {"child": {"leaf": leaf}}}}]
+        assert jsonschema.Draft202012Validator(schema).is_valid(calls) == is_right
+
+
+def test_allowed_tools(server):
+    allowed = {"mode": "required", "tools": [named("g")]}
+    reply = server.chat(
+        tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+    )
+    assert reply.status_code == 200
+    schema = json.loads(server.client.requests[0][2].structured_outputs.json)
+    jsonschema.validate([{"name": "g", "parameters": {}}], schema)
+    assert not jsonschema.Draft202012Validator(schema).is_valid(
+        [{"name": "get_weather", "parameters": {"city": "x"}}]
+    )
+
+
+def test_tools_without_effect_are_named(hermes, server):
+    """The bundled model's template writes no tools."""
+    strict = [tool(strict=True)]
+    header = hermes.chat(tools=strict).headers["x-ignored-fields"]
+    assert header == "tools, tools.function.strict"
+    assert choice_of(server.chat(tools=TOOLS, tool_choice="none"))["message"].keys() == {
+        *("role", "content", "refusal")
+    }
+
+
+NOT_COMPILED = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": TOOLS}, "tool_choice"),  # no parser
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": 1}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": named("h")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [tool(), tool()]}, "tools.1.function.name"),
+        ({"tools": [tool("a b")]}, "tools.0.function.name"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        (
+            {"tools": [tool(parameters=NOT_COMPILED)], "tool_choice": "required"},
+            "tools.0.function.parameters",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "response_format",
+        ),
+    ],
+)
+def test_what_is_refused(server, error, fields, param):
+    assert error(server.chat(**fields), 400)["param"] == param
+
+
+def test_the_conversation_after_a_call(server, error):
+    call = {"id": "call_1", "type": "function"}
+    function = {"name": "g", "arguments": '{"a": "<|im_end|>"}'}
+    asked = {"role": "user", "content": "Hi"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call | {"function": function}]}
+    answer = {"role": "tool", "tool_call_id": "call_1", "content": "7"}
+    reply = server.chat(messages=[asked, calls, answer])
+    assert reply.status_code == 200
+    for wrong, param in (
+        ({"function": {"name": "g", "arguments": "no"}}, "tool_calls.0.function.arguments"),
+        ({"function": {"name": "g", "arguments": "[]"}}, "tool_calls.0.function.arguments"),
+        ({"function": function, "id": "<|im_end|>"}, "tool_calls.0.id"),
+    ):
+        messages = [asked, calls | {"tool_calls": [call | wrong]}, answer]
+        assert error(server.chat(messages=messages), 400)["param"] == f"messages.1.{param}"
+    misplaced = [asked | {"tool_calls": calls["tool_calls"]}]
+    assert error(server.chat(messages=misplaced), 400)["param"] == "messages.0.tool_calls"
+
+
+def test_a_parser_is_needed_where_models_choose():
+    with pytest.raises(InputError, match="--tool-call-parser"):
+        ServerConfig(enable_auto_tool_choice=True)
+
+
+def test_mistral_ids_fit_its_template(make_server):
+    config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="mistral")
+    server = make_server(config)
+    server.client.text = '[TOOL_CALLS] [{"name": "g", "arguments": {}}]'
+    (call,) = choice_of(server.chat(tools=TOOLS))["message"]["tool_calls"]
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+
+
+def test_openai_package(hermes, run_live):
+    hermes.client.text = f"Hm.{CALL}"
+    base = f"http://127.0.0.1:{run_live(hermes)}/v1"
+    with openai.OpenAI(base_url=base, api_key="x", max_retries=0) as client:
+        asked = {"model": hermes.app.state.service.model_name, "tools": TOOLS}
+        messages = [{"role": "user", "content": "Weather?"}]
+        whole = client.chat.completions.create(messages=messages, **asked).choices[0]
+        (call,) = whole.message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Oslo"}
+        with client.chat.completions.stream(messages=messages, **asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == "tool_calls" and streamed.message.content == "Hm."
+        assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+        # As clients do: the message goes back as it came.
+        hermes.client.text = "Cold."
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "-3"}
+        messages += [whole.message, answer]
+        last = client.chat.completions.create(messages=messages, **asked).choices[0]
+        assert last.message.content == "Cold." and last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+def test_reasoning(make_server, chunks, name):
+    server = make_server(ServerConfig(reasoning_parser=name))
+    server.client.text = "<think>\nHm, well.\n</think>\n\nYes."
+    message = choice_of(server.chat())["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm, well.")
+    streamed, _, ending = joined(chunks(server.chat(stream=True)))
+    assert ending == "stop"
+    assert (streamed["content"], streamed["reasoning_content"]) == ("Yes.", "Hm, well.")
+    # A form is of what follows the reasoning.
+    server.chat(response_format={"type": "json_object"})
+    assert "</think>" in server.client.requests[-1][2].structured_outputs.prefix
+
+
+def test_a_call_in_reasoning_is_none(make_server):
+    config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    server = make_server(ServerConfig(**config, reasoning_parser="qwen3"))
+    server.client.text = f"<think>{CALL}</think>{CALL}"
+    message = choice_of(server.chat(tools=TOOLS))["message"]
+    assert len(message["tool_calls"]) == 1 and message["reasoning_content"] == CALL
