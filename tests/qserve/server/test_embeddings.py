@@ -149,6 +149,9 @@ def test_pooling_of_each_token(embedder):
     reply = server.post("/pooling", {"input": TEXTS[0], "task": "token_embed"}).json()
     (want,) = llm.encode(TEXTS[0], use_tqdm=False)
     np.testing.assert_allclose(reply["data"][0]["data"], want.outputs.data, atol=1e-6)
+    metrics = server.get("/metrics").text
+    (count,) = (line for line in metrics.splitlines() if "prompt_tokens_total{" in line)
+    assert float(count.split()[-1]) >= len(llm.get_tokenizer().encode(TEXTS[0]))
     refused = server.post("/pooling", {"input": "a", "task": "classify"})
     assert refused.status_code == 400 and "score.weight" in refused.text
 
