@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import InputError
+from formats.inspect import inspect_checkpoint
 from qserve import LLM, PoolingParams, SamplingParams, scoring
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
@@ -153,6 +154,7 @@ def test_tasks_of_encode(qwen):
 def test_checkpoint_without_prefix_and_head_pools_and_generates_nothing(tiny_model, tmp_path):
     folder = tiny_model("llama")
     made = bare(folder, tmp_path / "bare", architectures=["LlamaModel"])
+    assert not inspect_checkpoint(made).problems
     llm, hidden = load(made), hidden_states(made)
     check(states(llm, "mean"), hidden, "mean")
     with pytest.raises(InputError, match="no output head"):
