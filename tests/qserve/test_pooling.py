@@ -63,7 +63,7 @@ def bare(folder, target, **config):
     shutil.copytree(folder, target)
     tensors = load_file(folder / "model.safetensors")
     kept = {n.removeprefix("model."): t for n, t in tensors.items() if n != "lm_head.weight"}
-    save_file(kept, target / "model.safetensors")
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
     path = target / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return target
