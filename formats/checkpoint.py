@@ -207,8 +207,8 @@ def find_side_files(folder: Path) -> list[Path]:
 class CheckpointReader:
     """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
-    Of a model that also sees pictures it has the text model (text_part.py), and of one without a
-    head the names that it would have with one (bare_model.py).
+    Of a model that also sees pictures it has the text model (text_part.py), of one without a head
+    the names that it would have with one (bare_model.py).
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -237,8 +237,7 @@ class CheckpointReader:
             self.config = text_config(self.config, kept)
             self.num_other_parts = len(self.entries) - len(kept)
             self.entries = kept
-        renamed = bare_names(self.entries)
-        if renamed:
+        if renamed := bare_names(self.entries):
             self.entries = {own: self.entries[name] for name, own in renamed.items()}
         self.config = with_head(self.config, self.entries, is_bare=bool(renamed))
 

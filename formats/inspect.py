@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.bare_model import bare_names, with_head
 from formats.checkpoint import CONFIG, find_side_files, read_json
 from formats.errors import CheckpointError, InputError
 from formats.findings import Findings, Problem
@@ -128,6 +129,10 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     if has_text_part(config):
         shards.keep_text_part()
         config = text_config(config, shards.entries)
+    renamed = bare_names(shards.entries)
+    if renamed:
+        shards.entries = {own: shards.entries[name] for name, own in renamed.items()}
+    config = with_head(config, shards.entries, is_bare=bool(renamed))
     block = _find_block(folder, config, findings)
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]

@@ -22,6 +22,7 @@ from qserve.llm_pooling import (
 from qserve.outputs import Prompt, RequestOutput, as_batch
 from qserve.pooling_config import PoolingConfig
 from qserve.pooling_params import LABELS, PoolingParams
+from qserve.pooling_text import input_tokens
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
@@ -136,8 +137,7 @@ class LLM:
         `prompt_name`: of the folder's texts, such as "query", the one that goes before each text
         of `prompts`; unless given, the folder's default. Raises InputError.
         """
-        before = self._pooling_config().prompt(prompt_name)
-        batch = [before + each if isinstance(each, str) else each for each in as_batch(prompts)]
+        batch = self._input_tokens(as_batch(prompts), prompt_name)
         found = self._pool(batch, pooling_params, use_tqdm)
         return [
             each.output(EmbeddingOutput(embedding=each.values.reshape(-1).tolist()))
@@ -192,7 +192,8 @@ class LLM:
                 each.output(ScoringOutput(score=scoring.of_logits(each.values))) for each in found
             ]
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        of = dict(zip(texts, self._pool(texts, params, use_tqdm), strict=True))
+        vectors = self._pool(self._input_tokens(texts), params, use_tqdm)
+        of = dict(zip(texts, vectors, strict=True))
         return [
             of[second].output(
                 ScoringOutput(score=scoring.of_vectors(of[first].values, of[second].values))
@@ -210,6 +211,16 @@ class LLM:
 
     def _pooling_config(self) -> PoolingConfig:
         return PoolingConfig.from_folder(self.engine.config.model)
+
+    def _input_tokens(self, batch: list[Prompt], prompt_name: str | None = None) -> list[Prompt]:
+        """The same, with the tokens of texts."""
+        config = self._pooling_config()
+        return [
+            input_tokens(config, self.get_tokenizer(), each, prompt_name)
+            if isinstance(each, str)
+            else each
+            for each in batch
+        ]
 
     def _pool(
         self,

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
+from qserve.errors import ParameterError
 from qserve.pooling_params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParams
 
 MODULES = "modules.json"
+TRANSFORMER = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
 # sentence-transformers' names: the newer `pooling_mode`, and the flags of older files
 MODES = {"lasttoken": LAST, "cls": CLS, "mean": MEAN}
@@ -48,6 +50,7 @@ class PoolingConfig:
     score_texts: tuple[str, ...] = ()  # the same, as texts
     hidden_size: int = 0
     is_embedder: bool = False  # the folder says that it makes vectors of texts
+    is_chat: bool = False  # texts are rendered as messages
     problem: str = ""  # why no vectors can be made, if they cannot
 
     @classmethod
@@ -76,7 +79,7 @@ class PoolingConfig:
         name = name or self.default_prompt
         if name is not None and name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise InputError("prompt_name", f"expected one of {known}, found {name!r}")
+            raise ParameterError("prompt_name", f"expected one of {known}, found {name!r}")
         return "" if name is None else self.prompts[name]
 
     @property
@@ -86,12 +89,14 @@ class PoolingConfig:
 
     def _check_dimensions(self, dimensions: int) -> None:
         if not 1 <= dimensions <= self.hidden_size:
-            raise InputError("dimensions", f"expected 1 to {self.hidden_size}, found {dimensions}")
+            raise ParameterError(
+                "dimensions", f"expected 1 to {self.hidden_size}, found {dimensions}"
+            )
         if dimensions == self.hidden_size or self.matryoshka is None:
             return
         if dimensions not in self.matryoshka:
             known = ", ".join(map(str, (*self.matryoshka, self.hidden_size)))
-            raise InputError("dimensions", f"expected one of {known}, found {dimensions}")
+            raise ParameterError("dimensions", f"expected one of {known}, found {dimensions}")
 
 
 @functools.lru_cache(maxsize=8)
@@ -112,6 +117,8 @@ def _from_folder(folder: Path) -> PoolingConfig:
         found["default_prompt"] = stated.get("default_prompt_name")
     if (folder / MODULES).exists():
         found |= _modules(folder)
+    if (folder / TRANSFORMER).exists():
+        found["is_chat"] = "message" in (_object(folder / TRANSFORMER).get("modality_config") or {})
     return PoolingConfig(**found)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from formats.errors import InputError
+from qserve.errors import ParameterError
 from qserve.pooling_config import PoolingConfig
 from qserve.pooling_params import PoolingParams
 from qserve.text import Tokenizer
@@ -30,17 +31,17 @@ def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tupl
     if len(first) == 1:
         first *= len(second)
     if not first or len(first) != len(second):
-        raise InputError(
+        raise ParameterError(
             "text_2", f"expected as many texts as in text_1, {len(first)}, found {len(second)}"
         )
     return list(zip(first, second, strict=True))
 
 
 def pair_tokens(tokenizer: Tokenizer, query: str, document: str, instruction: str) -> list[int]:
-    """The prompt of a reranker. What the texts hold makes no control tokens of the frame."""
+    """The prompt of a reranker. Nothing that the texts hold makes a control token."""
     pair = _PAIR.format(instruction=instruction, query=query, document=document)
     before, after = (tokenizer.encode(text, False) for text in (_BEFORE, _AFTER))
-    return [*before, *tokenizer.encode(pair, False), *after]
+    return [*before, *tokenizer.encode_plain(pair), *after]
 
 
 def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:

@@ -24,7 +24,8 @@ from qserve.engine.kv_pages import PagePool
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.policies import make_policy
-from qserve.engine.pooling import NO_HEAD, Pooled, PoolPlan, check_pooling, plan_pool_rows
+from qserve.engine.pooled import Pooled
+from qserve.engine.pooling import NO_HEAD, PoolPlan, check_pooling, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status

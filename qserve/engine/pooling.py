@@ -5,12 +5,13 @@ that it computes, so chunks do not matter; a request that is computed again adds
 Legend: P rows, Q vectors of the step, C hidden size, L rows whose logits are read.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from formats.errors import InputError
+from qserve.engine.pooled import Pooled
 from qserve.engine.request import Request
 from qserve.engine.step_input import PoolRows
 from qserve.engine.step_plan import StepPlan
@@ -20,37 +21,6 @@ from qserve.model.model_config import ModelConfig
 from qserve.pooling_params import ALL, CLS, KINDS_OF_LOGITS, LABELS, MEAN, TOKENS, PoolingParams
 
 NO_HEAD = "needs logits of tokens, and this model's checkpoint has no output head"
-
-
-@dataclass(slots=True, kw_only=True)
-class Pooled:
-    """What steps have told of one request's prompt so far."""
-
-    params: PoolingParams
-    num_rows: int = 0  # of the prompt that are taken or under way; from there on they are not
-    parts: list[np.ndarray] = field(default_factory=list)  # float32: sums, rows, or logits
-
-    def result(self, num_prompt_tokens: int) -> bytes:
-        """The vector, or all of them, as little-endian float32."""
-        params = self.params
-        if params.kind in KINDS_OF_LOGITS:
-            return self.parts[0].astype("<f4").tobytes()
-        if params.kind == ALL:
-            found = np.concatenate(self.parts)
-        else:
-            found = np.sum(self.parts, axis=0, dtype=np.float32)
-            if params.kind == MEAN:
-                found /= np.float32(num_prompt_tokens)
-        return finish(found, params).astype("<f4").tobytes()
-
-
-def finish(vectors: np.ndarray, params: PoolingParams) -> np.ndarray:
-    """Vectors [..., C], cut and then normalized as the parameters say. One of zeros stays so."""
-    vectors = vectors[..., : params.dimensions]
-    if params.normalize:
-        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-        vectors = vectors / np.maximum(lengths, np.float32(1e-12))
-    return vectors
 
 
 def check_pooling(subject: str, params: PoolingParams, model: ModelConfig) -> None:

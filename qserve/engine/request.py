@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from qserve.engine.pooled import Pooled
 from qserve.engine.token_filter import TokenFilter
 from qserve.sampling_params import SamplingParams
 from qserve.structured.constraint import Constraint
-
-if TYPE_CHECKING:
-    from qserve.engine.pooling import Pooled
 
 
 class TokenLogprobs(NamedTuple):
@@ -94,7 +92,7 @@ class Request:
     # What may be sampled next follows from its last token: no step without it.
     follows_last: bool = False
     dead_end: str = ""  # why nothing may be sampled next
-    pooled: "Pooled | None" = None  # where vectors of its prompt are asked for
+    pooled: Pooled | None = None  # where vectors of its prompt are asked for
 
     @property
     def flow(self) -> Flow:

@@ -247,6 +247,8 @@ class OutputMeter:
         """Take an event of the engine, when it arrives."""
         count = len(event.token_ids)
         if not count:
+            if event.pooled:  # no token will come to count its prompt with
+                self._metrics._counters["prompt_tokens"].inc(self._num_prompt_tokens)
             return
         now, metrics = time.perf_counter(), self._metrics
         metrics._counters["generation_tokens"].inc(count)

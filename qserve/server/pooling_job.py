@@ -7,6 +7,7 @@ from qserve import scoring
 from qserve.handling import Handling
 from qserve.pooling_config import PoolingConfig
 from qserve.pooling_params import ALL, LABELS, PoolingParams
+from qserve.pooling_text import input_tokens
 from qserve.sampling_params import SamplingParams
 from qserve.server import unsupported
 from qserve.server.errors import ApiError
@@ -83,10 +84,11 @@ def _vectors_job(
 ) -> Job:
     params = PoolingParams(kind=kind, dimensions=request.dimensions, normalize=request.normalize)
     params = config.complete(params)
-    before = config.prompt(request.prompt_name)
-    special = request.add_special_tokens is not False
+    name, special = request.prompt_name, request.add_special_tokens is not False
     prompts = [
-        model.tokenizer.encode(before + item, special) if isinstance(item, str) else item
+        input_tokens(config, model.tokenizer, item, name, add_special_tokens=special)
+        if isinstance(item, str)
+        else item
         for item in request.input
     ]
     repeated = {"encoding_format": request.encoding_format or "float"}
@@ -120,7 +122,7 @@ def _pairs_job(
             )
         texts = {text: None for pair in pairs for text in pair}
         places = {text: place for place, text in enumerate(texts)}
-        prompts = [model.tokenizer.encode(text) for text in texts]
+        prompts = [input_tokens(config, model.tokenizer, text) for text in texts]
         repeated["pairs"] = [[places[first], places[second]] for first, second in pairs]
     return _job(model, request, prompts, params, prefix, arrived, repeated)
 

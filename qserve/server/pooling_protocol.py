@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from qserve.server.protocol import (
@@ -51,6 +51,18 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _some(value: list[str]) -> list[str]:
+    if not value:
+        raise PydanticCustomError("texts", "expected at least one text")
+    return value
+
+
+def _top_n(value: int | None) -> int | None:
+    if value is not None and value < 0:
+        raise PydanticCustomError("top_n", "expected 0, for all, or more")
+    return value
+
+
 Text = Annotated[str, BeforeValidator(_text_of), AfterValidator(_not_empty)]
 Texts = Annotated[list[Text], ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(_as_list)]
 
@@ -95,15 +107,7 @@ class RerankRequest(PooledRequest):
     """The body of POST /rerank."""
 
     query: Text
-    documents: Texts
-    top_n: int | None = None
+    documents: Annotated[Texts, AfterValidator(_some)]
+    top_n: Annotated[int | None, AfterValidator(_top_n)] = None
     return_documents: bool | None = None
     instruction: str | None = None
-
-    @model_validator(mode="after")
-    def _some(self) -> "RerankRequest":
-        if not self.documents:
-            raise PydanticCustomError("documents", "expected at least one document")
-        if self.top_n is not None and self.top_n < 0:
-            raise PydanticCustomError("top_n", "expected top_n of 0, for all, or more")
-        return self

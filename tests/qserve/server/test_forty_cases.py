@@ -75,6 +75,19 @@ def test_04_text_and_token_ids_are_the_same_prompt(api):
     assert api.text(prompt=tokens, max_tokens=12) == api.text(max_tokens=12)
 
 
+def test_04_hidden_states_of_a_prompt(api):
+    """Through the engine process, and of a large body through the worker process."""
+    many = [[5, 6, 7 + i % 3] for i in range(90)]
+    for inputs, user in ((many[:3], "a"), (many, "a" * 40_000)):
+        body = {"input": inputs, "dimensions": 4, "user": user}
+        reply = api.http.post("/pooling", json=body).json()
+        assert reply["usage"]["prompt_tokens"] == 3 * len(inputs)
+        first, again = reply["data"][0], reply["data"][-3]
+        assert first["data"] == pytest.approx(again["data"], abs=1e-4)
+        assert len(first["data"]) == 4
+        assert abs(sum(value**2 for value in first["data"]) - 1) < 1e-5
+
+
 def test_05_choices_are_grouped_by_prompt(api):
     reply = api.complete(prompt=["A trait", "The borrow checker"], n=2).json()
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]

@@ -1,0 +1,38 @@
+"""Pooled: what steps have told of one prompt, and the vectors that it makes. Knows no requests."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qserve.pooling_params import ALL, KINDS_OF_LOGITS, MEAN, PoolingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class Pooled:
+    """What steps have told of one request's prompt so far."""
+
+    params: PoolingParams
+    num_rows: int = 0  # of the prompt that are taken or under way; from there on they are not
+    parts: list[np.ndarray] = field(default_factory=list)  # float32: sums, rows, or logits
+
+    def result(self, num_prompt_tokens: int) -> bytes:
+        """The vector, or all of them, as little-endian float32."""
+        params = self.params
+        if params.kind in KINDS_OF_LOGITS:
+            return self.parts[0].astype("<f4").tobytes()
+        if params.kind == ALL:
+            found = np.concatenate(self.parts)
+        else:
+            found = np.sum(self.parts, axis=0, dtype=np.float32)
+            if params.kind == MEAN:
+                found /= np.float32(num_prompt_tokens)
+        return finish(found, params).astype("<f4").tobytes()
+
+
+def finish(vectors: np.ndarray, params: PoolingParams) -> np.ndarray:
+    """Vectors [..., C], cut and then normalized as the parameters say. One of zeros stays so."""
+    vectors = vectors[..., : params.dimensions]
+    if params.normalize:
+        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        vectors = vectors / np.maximum(lengths, np.float32(1e-12))
+    return vectors

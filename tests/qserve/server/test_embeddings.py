@@ -1,0 +1,203 @@
+"""The routes of vectors and scores, over a real engine of the bundled model in this process."""
+
+import asyncio
+import base64
+import json
+import shutil
+
+import numpy as np
+import openai
+import pytest
+
+from formats.errors import InputError
+from qserve import LLM
+from qserve.config import ServerConfig
+from qserve.engine.client import RefusedError
+from qserve.server.app import build_app
+from qserve.text import Tokenizer
+from tests.qserve.server.conftest import ScriptedClient, Server
+
+TEXTS = ["A process is", "The standard library has it. " * 3, "x"]
+
+
+class PoolingClient(ScriptedClient):
+    """An engine without a process: it takes a step whenever somebody waits."""
+
+    def __init__(self, tokenizer, llm):
+        super().__init__(tokenizer)
+        self.engine = llm.engine
+        self.events = {}
+
+    async def generate(
+        self, request_id, prompt_token_ids, params, watch, client, *, group, handling
+    ):
+        self.handlings.append(handling)
+        try:
+            self.engine.add_request(request_id, prompt_token_ids, params, handling=handling)
+        except InputError as error:
+            raise RefusedError(error.subject, error.problem, error.remedy) from error
+        while request_id not in self.events:
+            self.events |= {event.request_id: event for event in self.engine.step()}
+            await asyncio.sleep(0)
+        watch(self.events[request_id])
+        yield self.events.pop(request_id)
+
+
+@pytest.fixture(scope="module")
+def make(docs_5m, tmp_path_factory):
+    """make(files, **config) -> a server of the bundled model with such files, and its LLM."""
+
+    def start(files, **stated):
+        folder = tmp_path_factory.mktemp("embedder") / "model"
+        shutil.copytree(docs_5m, folder)
+        config = json.loads((folder / "config.json").read_text()) | stated
+        for name, value in {**files, "config.json": config}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(value))
+        llm = LLM(folder, device="cpu", dtype="float32", max_num_batched_tokens=32, max_num_seqs=4)
+        tokenizer = Tokenizer(folder)
+        server = Server(tokenizer, ServerConfig(served_model_name=["tiny"]))
+        server.client = PoolingClient(tokenizer, llm)
+        config = ServerConfig(served_model_name=["tiny"])
+        server.app = build_app(server.client, tokenizer, config, max_num_seqs=64)
+        return server, llm
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def embedder(make):
+    kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    modules = [{"type": f"sentence_transformers.models.{k}", "path": path} for k, path in kinds]
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True},
+        "config_sentence_transformers.json": {"prompts": {"query": "Query: "}},
+    }
+    return make(files, matryoshka_dimensions=[64])
+
+
+@pytest.fixture(scope="module")
+def expected(embedder):
+    return [each.outputs.embedding for each in embedder[1].embed(TEXTS, use_tqdm=False)]
+
+
+def test_openai_client_gets_vectors_in_order(embedder, expected, run_live):
+    server, llm = embedder
+    port = run_live(server)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k") as client:
+        packed = client.embeddings.create(model="tiny", input=TEXTS)  # the client asks for base64
+        plain = client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
+        short = client.embeddings.create(model="tiny", input="x", dimensions=64)
+    for reply in (packed, plain):
+        assert [each.index for each in reply.data] == [0, 1, 2]
+        np.testing.assert_allclose([each.embedding for each in reply.data], expected, atol=1e-6)
+        count = sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS)
+        assert reply.usage.prompt_tokens == reply.usage.total_tokens == count
+    assert len(short.data[0].embedding) == 64
+    assert np.linalg.norm(short.data[0].embedding) == pytest.approx(1, abs=1e-6)
+
+
+def test_token_ids_base64_and_prompt_names(embedder, expected):
+    server, llm = embedder
+    ids = [llm.get_tokenizer().encode(text) for text in TEXTS]
+    reply = server.post("/v1/embeddings", {"input": ids, "encoding_format": "base64"}).json()
+    for each, vector in zip(reply["data"], expected, strict=True):
+        found = np.frombuffer(base64.b64decode(each["embedding"]), "<f4")
+        np.testing.assert_allclose(found, vector, atol=1e-6)
+    assert reply["object"] == "list" and reply["model"] == "tiny"
+    named = server.post("/v1/embeddings", {"input": "a", "prompt_name": "query", "user": "u"})
+    whole = server.post("/v1/embeddings", {"input": "Query: a"})
+    assert named.json()["data"] == whole.json()["data"]
+    assert named.headers["x-ignored-fields"] == "user"
+
+
+def test_long_inputs_are_refused_or_cut(embedder, error):
+    server, _ = embedder
+    ids = [5] * 300
+    body = error(server.post("/v1/embeddings", {"input": ids}), 400)
+    assert "255 tokens" in body["message"] and "300" in body["message"]
+    cut = server.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": 9}).json()
+    assert cut["usage"]["prompt_tokens"] == 9
+    most = server.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": -1}).json()
+    assert most["usage"]["prompt_tokens"] == 255
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [["a"]]}, "input"),
+        ({"input": [8192]}, "input"),
+        ({"input": {"a": 1}}, "input"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "prompt_name": "passage"}, "prompt_name"),
+        ({"input": "a", "messages": [{}]}, "messages"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({}, "input"),
+    ],
+)
+def test_inputs_that_are_refused(embedder, error, fields, param):
+    assert error(embedder[0].post("/v1/embeddings", fields), 400)["param"] == param
+
+
+def test_pooling_of_each_token(embedder):
+    server, llm = embedder
+    reply = server.post("/pooling", {"input": TEXTS[0], "task": "token_embed"}).json()
+    (want,) = llm.encode(TEXTS[0], use_tqdm=False)
+    np.testing.assert_allclose(reply["data"][0]["data"], want.outputs.data, atol=1e-6)
+    metrics = server.get("/metrics").text
+    (count,) = (line for line in metrics.splitlines() if "prompt_tokens_total{" in line)
+    assert float(count.split()[-1]) >= len(llm.get_tokenizer().encode(TEXTS[0]))
+    refused = server.post("/pooling", {"input": "a", "task": "classify"})
+    assert refused.status_code == 400 and "score.weight" in refused.text
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_scores_are_cosines(embedder, expected, path):
+    reply = embedder[0].post(path, {"text_1": TEXTS[0], "text_2": TEXTS}).json()
+    found = [each["score"] for each in reply["data"]]
+    assert found == pytest.approx([float(np.dot(expected[0], each)) for each in expected])
+    assert found[0] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_ranking_puts_the_best_first(embedder, path):
+    server, _ = embedder
+    body = {"query": TEXTS[2], "documents": [TEXTS[0], {"text": TEXTS[2]}, TEXTS[1]]}
+    results = server.post(path, body).json()["results"]
+    scores = [each["relevance_score"] for each in results]
+    assert scores == sorted(scores, reverse=True)
+    assert results[0]["index"] == 1 and results[0]["document"] == {"text": TEXTS[2]}
+    best = server.post(path, {**body, "top_n": 1, "return_documents": False}).json()["results"]
+    assert [each["index"] for each in best] == [1] and "document" not in best[0]
+
+
+def test_reranker_answers_with_probabilities(make, error):
+    server, llm = make({}, classifier_from_token=["no", "is"])
+    body = {"query": "q", "documents": ["first", "second"], "instruction": "Judge"}
+    results = server.post("/rerank", body).json()["results"]
+    want = llm.score("q", ["first", "second"], use_tqdm=False, instruction="Judge")
+    scores = [each.outputs.score for each in want]
+    assert {each["index"]: each["relevance_score"] for each in results} == pytest.approx(
+        dict(enumerate(scores))
+    )
+    assert "modules.json" in error(server.post("/v1/embeddings", {"input": "a"}), 404)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents.0"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    ],
+)
+def test_pairs_that_are_refused(embedder, error, path, body, param):
+    assert error(embedder[0].post(path, body), 400)["param"] == param
