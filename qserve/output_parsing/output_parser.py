@@ -24,7 +24,7 @@ TOOL_PARSERS = {
     ),
 }
 # What a grammar makes any model write where calls are required.
-REQUIRED = ToolFormat(read=json_calls.call_list, starts=("[",))
+REQUIRED = ToolFormat(read=json_calls.call_list, starts=("[",), is_forced=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
