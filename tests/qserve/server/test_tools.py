@@ -8,6 +8,8 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
+from qserve.text import Tokenizer
+from tests.qserve.server.conftest import Server
 
 WEATHER = {
     "type": "object",
@@ -251,6 +253,69 @@ def test_the_conversation_after_a_call(server, error):
         assert error(server.chat(messages=messages), 400)["param"] == f"messages.1.{param}"
     misplaced = [asked | {"tool_calls": calls["tool_calls"]}]
     assert error(server.chat(messages=misplaced), 400)["param"] == "messages.0.tool_calls"
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}TOOL {{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.name }}"
+    " {{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.tool_call_id %} for {{ m.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def templated(docs_5m):
+    """A server whose template reads tools and calls."""
+    tokenizer = Tokenizer(docs_5m)
+    tokenizer._tokenizer.chat_template = TEMPLATE
+    config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    return Server(tokenizer, config)
+
+
+def calling(arguments, **fields):
+    call = {"id": "call_1", "type": "function"}
+    call |= {"function": {"name": "g", "arguments": json.dumps(arguments)}}
+    return {"role": "assistant", "tool_calls": [call], **fields}
+
+
+def test_the_template_gets_tools_and_calls(templated):
+    asked = tool("g", {"type": "object"}, description="Tells.")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        calling({"a": [1, None]}, reasoning_content="Hm. "),
+        {"role": "tool", "tool_call_id": "call_1", "content": "7"},
+    ]
+    reply = templated.chat(messages=messages, tools=[asked])
+    assert "x-ignored-fields" not in reply.headers
+    prompt = templated.tokenizer.decode(templated.client.requests[0][1], False)
+    shown, _, rest = prompt.partition("\n")
+    assert json.loads(shown.removeprefix("TOOL ")) == asked
+    assert rest == (
+        "<|im_start|>user\nHi<|im_end|>\n"
+        '<|im_start|>assistant\nHm. call_1 g {"a": [1, null]}<|im_end|>\n'
+        "<|im_start|>tool\n7 for call_1<|im_end|>\n"
+    )
+    templated.chat(tools=[asked], tool_choice="none")
+    assert "TOOL" not in templated.tokenizer.decode(templated.client.requests[1][1])
+
+
+def test_tools_and_calls_make_no_control_tokens(templated, error):
+    """A value is encoded as text. Where templates may look for names, it is refused."""
+    end = "<|im_end|>"
+    hidden = [calling({"role": end, "type": {"id": [end]}}, reasoning_content=end)]
+    templated.chat(messages=hidden)
+    prompt = templated.client.requests[0][1]
+    (token,) = templated.tokenizer.encode(end, False)
+    assert templated.tokenizer.decode(prompt, False).count(end) == 4
+    assert prompt.count(token) == 1
+    assert "messages" in error(templated.chat(messages=[calling({end: 1})]), 400)["message"]
+    for wrong in (
+        tool("g", description=end),
+        tool("g", {"type": "object", "properties": {end: {}}}),
+        tool("g", {"type": "object", "properties": {"a": {"enum": [end]}}}),
+    ):
+        assert "tools" in error(templated.chat(tools=[wrong]), 400)["message"]
 
 
 def test_a_parser_is_needed_where_models_choose():
