@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from formats.bare_model import bare_names, with_head
 from formats.errors import CheckpointError, DiskError
 from formats.text_part import has_text_part, text_config, text_name
 
@@ -206,7 +207,8 @@ def find_side_files(folder: Path) -> list[Path]:
 class CheckpointReader:
     """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
-    Of a model that also sees pictures it has the text model (text_part.py).
+    Of a model that also sees pictures it has the text model (text_part.py), and of one without a
+    head the names that it would have with one (bare_model.py).
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -235,6 +237,10 @@ class CheckpointReader:
             self.config = text_config(self.config, kept)
             self.num_other_parts = len(self.entries) - len(kept)
             self.entries = kept
+        renamed = bare_names(self.entries)
+        if renamed:
+            self.entries = {own: self.entries[name] for name, own in renamed.items()}
+        self.config = with_head(self.config, self.entries, is_bare=bool(renamed))
 
     def _explain_missing_file(self) -> None:
         """Raise CheckpointError where the weights are there under another name, or in a form that

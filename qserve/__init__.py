@@ -16,6 +16,7 @@ _LAZY = {
     "AsyncLLM": "qserve.async_llm",
     "EngineConfig": "qserve.config",
     "SamplingParams": "qserve.sampling_params",
+    "PoolingParams": "qserve.pooling_params",
     "RequestOutput": "qserve.outputs",
     "CompletionOutput": "qserve.outputs",
     "EngineDeadError": "qserve.outputs",

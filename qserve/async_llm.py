@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from formats.errors import InputError
+from qserve.bad_words import with_bad_words
 from qserve.config import EngineConfig
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
@@ -88,6 +89,7 @@ class AsyncLLM:
         # Tokenizing a long text takes long enough to hold up the loop.
         text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
         params = sampling_params or SamplingParams()
+        params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         handling = handling_of(prompt, priority)
         builder = OutputBuilder(name, text, ids, params, tokenizer)
@@ -191,4 +193,5 @@ async def _feed(
 def _failure(client: EngineSupervisor, name: str, event: RequestEvent) -> Exception:
     if not client.is_alive:
         return EngineDeadError(event.error)
-    return InputError(f"request {name}", event.error, "look at the model with `qserve inspect`")
+    remedy = "" if event.is_asked_for else "look at the model with `qserve inspect`"
+    return InputError(f"request {name}", event.error, remedy)

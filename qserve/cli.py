@@ -10,15 +10,15 @@ import logging
 import sys
 import types
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import qserve
 from formats.errors import InputError
 from qserve import config_file
+from qserve.bench.commands import BENCH_COMMANDS, PROFILE
+from qserve.command import Command
 from qserve.config import (
     BatchConfig,
-    BenchConfig,
     ConvertConfig,
     EngineConfig,
     EvalConfig,
@@ -30,23 +30,6 @@ from qserve.config import (
 )
 
 SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One subcommand: `run` gets its argument and its settings, and returns the exit code."""
-
-    help: str
-    settings: tuple[type, ...]
-    run: Callable[..., int]
-    argument: str | None = "model"  # None: there is none
-    argument_help: str = "model folder"
-    argument_choices: tuple[str, ...] | None = None
-
-    @property
-    def has_config_file(self) -> bool:
-        """Whether --config FILE stands for flags: where there are many."""
-        return EngineConfig in self.settings
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
@@ -245,40 +228,6 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
     return 0
 
 
-def bench(what: str, config: BenchConfig) -> int:
-    from qkernels.bench.measure import HEADER, format_result, plot
-    from qkernels.bench.table import run, run_tune, versions
-    from qkernels.bench.tune import format_tuned
-
-    if config.tune:
-        path = run_tune(
-            op=config.op,
-            shape=config.shape,
-            m=config.m,
-            seconds=config.tune_seconds,
-            show=lambda tuned: print(
-                json.dumps(tuned.to_dict()) if config.json else format_tuned(tuned), flush=True
-            ),
-        )
-        print(f"Wrote {path}; the kernels read it from now on", file=sys.stderr)
-        return 0
-    shown = []
-
-    def show(result) -> None:
-        if config.json:
-            print(json.dumps(result.to_dict()), flush=True)
-            return
-        if not shown:
-            print(f"{versions()}\n{HEADER}  error")
-        shown.append(result)
-        print(format_result(result), flush=True)
-
-    results = run(op=config.op, shape=config.shape, m=config.m, baseline=config.baseline, show=show)
-    if config.plot:
-        plot(results, config.plot)
-    return 0
-
-
 COMMANDS: dict[str, Command] = {
     "quantize": Command(
         help="write a quantized copy of a float model",
@@ -328,13 +277,10 @@ COMMANDS: dict[str, Command] = {
         run=evaluate,
     ),
     "bench": Command(
-        help="measure the kernels against their floors and other kernels",
-        settings=(BenchConfig,),
-        run=bench,
-        argument="what",
-        argument_help="what to measure",
-        argument_choices=("kernels",),
+        help="measure latency, throughput, a server, steps and kernels; simulate a server",
+        commands=BENCH_COMMANDS,
     ),
+    "profile": PROFILE,
 }
 
 
@@ -349,10 +295,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"qserve {argv[0]}: {error}", file=sys.stderr)
         return 1
     arguments = build_parser().parse_args(argv)
-    command = COMMANDS[arguments.command]
+    name, command = arguments.command, COMMANDS[arguments.command]
+    while command.commands:
+        inner = getattr(arguments, f"{name} command")
+        name, command = f"{name} {inner}", command.commands[inner]
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     settings = []
     try:
+        _check_argument(command, arguments)
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
@@ -360,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
             settings.insert(0, getattr(arguments, command.argument))
         return command.run(*settings)
     except (InputError, OSError) as error:
-        print(f"qserve {arguments.command}: {error}", file=sys.stderr)
+        print(f"qserve {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -372,16 +322,25 @@ def build_parser() -> argparse.ArgumentParser:
         prog="qserve", description="Quantize a language model, prove the file right, serve it."
     )
     parser.add_argument("--version", action="version", version=qserve.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=command.help.capitalize())
+    _add_commands(parser, COMMANDS, "")
+    return parser
+
+
+def _add_commands(
+    parser: argparse.ArgumentParser, commands: Mapping[str, Command], path: str
+) -> None:
+    """The rows of a table as subcommands; `path` names the commands above them."""
+    dest = f"{path} command".strip()
+    subparsers = parser.add_subparsers(
+        dest=dest, required=True, metavar="COMMAND", help="one of the following"
+    )
+    for name, command in commands.items():
+        sub = subparsers.add_parser(name, help=command.help, description=command.help.capitalize())
+        if command.commands:
+            _add_commands(sub, command.commands, f"{path} {name}".strip())
+            continue
         if command.argument is not None:
-            sub.add_argument(
-                command.argument,
-                metavar=None if command.argument_choices else command.argument.upper(),
-                choices=command.argument_choices,
-                help=command.argument_help,
-            )
+            _add_argument(sub, command)
         if command.has_config_file:
             sub.add_argument(
                 config_file.FLAG,
@@ -393,7 +352,24 @@ def build_parser() -> argparse.ArgumentParser:
             for field in dataclasses.fields(cls):
                 if field.name != "model":
                     _add_flag(sub, field, hints[field.name])
-    return parser
+
+
+def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
+    name, help_text = command.argument, command.argument_help
+    if not command.argument_is_flag_too:
+        parser.add_argument(name, metavar=name.upper(), help=help_text)
+        return
+    parser.add_argument(
+        name, metavar=name.upper(), nargs="?", default=argparse.SUPPRESS, help=help_text
+    )
+    parser.add_argument(f"--{name}", help=f"the same as {name.upper()}")
+
+
+def _check_argument(command: Command, arguments: argparse.Namespace) -> None:
+    name = command.argument
+    if name is None or command.argument_optional or getattr(arguments, name) is not None:
+        return
+    raise InputError(name.upper(), f"expected a {command.argument_help}", f"give it, or --{name}")
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: object) -> None:
@@ -444,10 +420,13 @@ def _with_dashes(argument: str) -> str:
 
 def _with_config_file(argv: list[str]) -> list[str]:
     """The arguments with those of the file that --config names. Raises InputError."""
-    command = COMMANDS.get(argv[0]) if argv else None
+    command, depth = COMMANDS.get(argv[0]) if argv else None, 1
+    while command is not None and command.commands:
+        command = command.commands.get(argv[depth]) if depth < len(argv) else None
+        depth += 1
     if command is None or not command.has_config_file:
         return argv
-    path, others = config_file.find(argv[1:])
+    path, others = config_file.find(argv[depth:])
     if path is None:
         return argv
     settings = config_file.read(path)
@@ -464,7 +443,7 @@ def _with_config_file(argv: list[str]) -> list[str]:
     has_argument = bool(others) and not others[0].startswith("-")
     if argument is not None and not has_argument:
         others = [str(argument), *others]
-    return [argv[0], *others[:1], *arguments, *others[1:]]
+    return [*argv[:depth], *others[:1], *arguments, *others[1:]]
 
 
 def _device(name: str) -> str:

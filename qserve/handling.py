@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from qserve.sampling_params import ParameterError
+from qserve.errors import ParameterError
+from qserve.pooling_params import PoolingParams
 
 MAX_SALT_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
@@ -10,11 +11,12 @@ MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
-    """When a request is computed, and with whom it shares. Raises ParameterError."""
+    """When a request is computed, with whom it shares, what it pools. Raises ParameterError."""
 
     priority: int = 0  # lower goes first, under --scheduling-policy priority
     cache_salt: str = ""  # it shares KV pages with requests of the same salt alone
     timeout: float | None = None  # seconds from its arrival, then it ends with an error
+    pooling: PoolingParams | None = None  # make vectors of the prompt, and generate nothing
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:

@@ -2,15 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
+from qserve import llm_pooling, scoring
 from qserve.engine.engine import Engine
 from qserve.llm_engine import LLMEngine, engine_config
+from qserve.llm_pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    Vectors,
+)
 from qserve.outputs import Prompt, RequestOutput, as_batch
+from qserve.pooling_config import PoolingConfig
+from qserve.pooling_params import LABELS, PoolingParams
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
 
@@ -105,13 +116,81 @@ class LLM:
         """Forget the KV pages of earlier prompts: those that come find none."""
         self.engine.reset_prefix_cache()
 
-    def encode(self, *arguments: Any, **settings: Any) -> NoReturn:
-        """vLLM's name for pooled hidden states, which this engine does not give."""
-        raise InputError(
-            "LLM.encode",
-            "this engine serves models that generate text; it pools no hidden states",
-            "use LLM.get_tokenizer().encode for token ids, LLM.logits for logits",
-        )
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """A vector of each prompt, made as the model's folder says where the parameters do not.
+
+        `prompt_name`: of the folder's texts, such as "query", the one that goes before each text
+        of `prompts`; unless given, the folder's default. Raises InputError.
+        """
+        before = self._pooling_config().prompt(prompt_name)
+        batch = [before + each if isinstance(each, str) else each for each in as_batch(prompts)]
+        found = self._pool(batch, pooling_params, use_tqdm)
+        return [
+            each.output(EmbeddingOutput(embedding=each.values.reshape(-1).tolist()))
+            for each in found
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        pooling_task: str = "token_embed",
+    ) -> list[PoolingRequestOutput]:
+        """Hidden states after the last norm, as tensors: of each token, or of one vector.
+
+        `pooling_task`: "token_embed", "embed" or "classify", where the parameters say no kind.
+        For token ids use `get_tokenizer().encode`. Raises InputError.
+        """
+        kind = llm_pooling.kind_of(pooling_task)
+        found = self._pool(prompts, pooling_params, use_tqdm, kind)
+        return [each.output(PoolingOutput(data=torch.tensor(each.values))) for each in found]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """The probabilities of a classifier's labels. Raises InputError where it has none."""
+        found = self._pool(prompts, PoolingParams(kind=LABELS), use_tqdm)
+        return [
+            each.output(ClassificationOutput(probs=scoring.probabilities(each.values)))
+            for each in found
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        instruction: str = scoring.INSTRUCTION,
+    ) -> list[PoolingRequestOutput]:
+        """How well texts belong together: one with each of several, or pair by pair.
+
+        A reranker's probability of yes, for which it reads `instruction`; else the cosine of the
+        two embeddings. Raises InputError.
+        """
+        pairs = scoring.pairs(text_1, text_2)
+        config, tokenizer = self._pooling_config(), self.get_tokenizer()
+        params = scoring.score_params(config, tokenizer)
+        if config.is_reranker:
+            prompts = [scoring.pair_tokens(tokenizer, *pair, instruction) for pair in pairs]
+            found = self._pool(prompts, params, use_tqdm)
+            return [
+                each.output(ScoringOutput(score=scoring.of_logits(each.values))) for each in found
+            ]
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        of = dict(zip(texts, self._pool(texts, params, use_tqdm), strict=True))
+        return [
+            of[second].output(
+                ScoringOutput(score=scoring.of_vectors(of[first].values, of[second].values))
+            )
+            for first, second in pairs
+        ]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """The model's logits [S, V] after each of S tokens, float32. Needs an idle engine."""
@@ -120,6 +199,27 @@ class LLM:
     def check_health(self) -> None:
         """Raises EngineDeadError where a step has failed."""
         self.llm_engine.check_health()
+
+    def _pooling_config(self) -> PoolingConfig:
+        return PoolingConfig.from_folder(self.engine.config.model)
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        use_tqdm: bool,
+        kind: str | None = None,
+    ) -> list[Vectors]:
+        batch, config = as_batch(prompts), self._pooling_config()
+        if not isinstance(params, Sequence):
+            params = [params or PoolingParams()] * len(batch)
+        if len(params) != len(batch):
+            raise InputError("pooling_params", f"expected one or {len(batch)}, found {len(params)}")
+        params = [replace(each, kind=each.kind or kind) for each in params]
+        names = [str(self._num_requests + i) for i in range(len(batch))]
+        self._num_requests += len(batch)
+        complete = [config.complete(each) for each in params]
+        return llm_pooling.run(self.llm_engine, batch, complete, names, use_tqdm)
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         """Step until every request is done. Raises InputError where one fails."""
@@ -143,7 +243,9 @@ class LLM:
                             raise InputError(
                                 f"request {output.request_id}-{completion.index}",
                                 str(completion.stop_reason),
-                                "look at the model with `qserve inspect`",
+                                ""
+                                if completion.is_asked_for
+                                else "look at the model with `qserve inspect`",
                             )
                     num_input += len(output.prompt_token_ids)
                     if use_tqdm:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from formats.errors import InputError
+from qserve.bad_words import with_bad_words
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.outputs import (
@@ -73,6 +74,7 @@ class LLMEngine:
             )
         text, ids = read_prompt(prompt, self.get_tokenizer)
         handling = handling_of(prompt, priority)
+        params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if detokenize else None
         builder = OutputBuilder(request_id, text, ids, params, tokenizer)
         self._builders[request_id] = builder

@@ -34,6 +34,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length" or "error"
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
     logprobs: list[TokenLogprobs] | None = None  # of each of token_ids, where asked for
+    is_asked_for: bool = False  # an error that lies in what was asked, not in the model
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -115,6 +116,7 @@ class OutputBuilder:
             completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
         if event.finish_reason == "error":
             completion.finish_reason, completion.stop_reason = "error", event.error
+            completion.is_asked_for = event.is_asked_for
         elif stream is None:
             completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_token
         else:

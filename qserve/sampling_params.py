@@ -11,6 +11,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
+MAX_ALLOWED_TOKEN_IDS = 2**14
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256  # of one
 # What the sampler holds: 64-bit integers, and factors that keep float32 logits finite.
 MAX_INTEGER = 2**63 - 1
 SEEDS = 2**64
@@ -47,6 +50,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None  # the form of the text, or a dict
+    allowed_token_ids: tuple[int, ...] | None = None  # no others; name an end token to allow an end
+    bad_words: tuple[str, ...] = ()  # texts that the output must not have
+    # what they are to the engine, sequences of which none comes to its end; Tokenizer fills it
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -56,6 +63,13 @@ class SamplingParams:
         bias = self.logit_bias or ()
         entries = bias.items() if isinstance(bias, dict) else bias
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in entries))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if isinstance(self.bad_words, str):
+            object.__setattr__(self, "bad_words", (self.bad_words,))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        sequences = tuple(map(tuple, self.bad_words_token_ids or ()))
+        object.__setattr__(self, "bad_words_token_ids", sequences)
         form = as_structured_outputs(self.structured_outputs)
         object.__setattr__(self, "structured_outputs", form)
         self._require("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
@@ -105,10 +119,16 @@ class SamplingParams:
         self._require(
             "stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "ids of 0 or more"
         )
+        self._check_filter()
 
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether some tokens are forbidden, beside what the form forbids."""
+        return self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
     def choice(self, index: int) -> "SamplingParams":
         """The parameters of output `index` of `n` alone. The first tells of the prompt, too."""
@@ -118,6 +138,23 @@ class SamplingParams:
             # Beyond the largest 64-bit seed comes the smallest.
             seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
         return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+    def _check_filter(self) -> None:
+        if self.allowed_token_ids is not None:
+            self._require_at_most("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, "ids")
+            self._require("allowed_token_ids", len(self.allowed_token_ids) > 0, "one id or more")
+            self._require("allowed_token_ids", min(self.allowed_token_ids) >= 0, "ids of 0 or more")
+        self._require_at_most("bad_words", MAX_BAD_WORDS, "words")
+        self._require("bad_words", all(map(str.strip, self.bad_words)), "no empty word")
+        longest = max(map(len, self.bad_words), default=0)
+        if longest > MAX_BAD_WORD_CHARS:
+            problem = f"expected words of at most {MAX_BAD_WORD_CHARS} characters, found {longest}"
+            raise ParameterError("bad_words", problem)
+        if self.bad_words_token_ids:
+            self._require_at_most("bad_words_token_ids", 2 * MAX_BAD_WORDS, "sequences")
+            self._require("bad_words_token_ids", all(self.bad_words_token_ids), "no empty sequence")
+            least = min(map(min, self.bad_words_token_ids))
+            self._require("bad_words_token_ids", least >= 0, "ids of 0 or more")
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

@@ -337,6 +337,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: of token_ids, less a hidden end
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # where asked for, the first
     num_cached: int = 0  # tokens of the prompt that were not computed
+    pooled: bytes = b""  # vectors of the prompt, where asked for
 
 
 class TextStream:

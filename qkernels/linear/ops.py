@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from formats.fp4 import Fp4Weight
 from formats.weights import Weight
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor
@@ -32,6 +33,8 @@ def prepare_weight(
     one of its variants instead of the best one, or with a leading minus some to leave out
     (`explain("linear", ...)` lists them). Raises KernelError where it cannot run.
     """
+    if isinstance(packed, Fp4Weight):
+        packed = packed.as_codes()  # no kernel has these numbers; the 8-bit codes are the same
     device = packed.device if device is None else torch.device(device)
     if dtype not in FLOAT_DTYPES:
         raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")

@@ -64,8 +64,9 @@ def adjust(x, token, valid, settings, bias_ptr, history_ptr, V):
         x = tl.where(token == (entry >> 32).to(tl.int32), x + value, x)
     x = tl.where(x != x, float("-inf"), x)
     if mask >= 0:
-        word = tl.load(bias_ptr + mask + (token >> 6), mask=valid, other=0)
-        x = tl.where(((word >> (token & 63).to(tl.int64)) & 1) != 0, x, float("-inf"))
+        halves_ptr = bias_ptr.to(tl.pointer_type(tl.int32)) + 2 * mask
+        half = tl.load(halves_ptr + (token >> 5), mask=valid, other=0)
+        x = tl.where(((half >> (token & 31)) & 1) != 0, x, float("-inf"))
     if row >= 0:
         history = tl.load(history_ptr + row * V + token, mask=valid, other=0)
         repeated = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)

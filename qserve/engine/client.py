@@ -110,6 +110,8 @@ class _Output:
             logprobs=logprobs,
             num_cached=last.num_cached,
             prompt_logprobs=prompt_logprobs,
+            is_asked_for=last.is_asked_for,
+            pooled=last.pooled,
         )
 
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +24,21 @@ from qserve.engine.kv_pages import PagePool
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.policies import make_policy
+from qserve.engine.pooling import NO_HEAD, Pooled, PoolPlan, check_pooling, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_rows import RequestRows
+from qserve.engine.request_rows import RequestRows, dead_end
 from qserve.engine.scheduler import Scheduler, load_of
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan
+from qserve.engine.step_ranges import StepRanges
+from qserve.engine.token_filter import TokenFilter, without
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
 from qserve.model.model_config import ModelConfig
+from qserve.pooling_params import KINDS_OF_LAST_ROW
 from qserve.sampling_params import SamplingParams
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
@@ -50,6 +55,7 @@ class _Flight(NamedTuple):
 
     plan: StepPlan
     prompts: PromptPlan | None  # whose log probabilities it tells
+    pools: PoolPlan | None  # of whose prompts it makes vectors
     handle: StepHandle
     launched: float
 
@@ -104,6 +110,7 @@ class Engine:
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
         )
+        self.step_ranges = StepRanges()
         self._requests: dict[str, Request] = {}
         self._constrained = Constrained(config.model, self.model_config)
         self._rows = RequestRows(config.max_num_seqs)
@@ -162,13 +169,28 @@ class Engine:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
             wrong = next(token for token in prompt_token_ids if not 0 <= token < self.vocab_size)
             raise InputError(subject, f"token id {wrong} is not in 0..{self.vocab_size - 1}")
+        pooling = handling.pooling
+        if pooling is not None:
+            check_pooling(subject, pooling, self.model_config)
+            params = SamplingParams(max_tokens=1, temperature=0)
+        elif self.model_config.instead_of_head:
+            raise InputError(subject, NO_HEAD, "ask for vectors: /v1/embeddings, LLM.embed")
         biased = [token for token, _ in params.logit_bias]
-        for name, tokens in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
-            for token in tokens:
-                if token >= self.vocab_size:
-                    raise InputError(
-                        f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
-                    )
+        for name, tokens in (
+            ("logit_bias", biased),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words", tuple(chain.from_iterable(params.bad_words_token_ids))),
+        ):
+            token = max(tokens, default=0)
+            if token >= self.vocab_size:
+                raise InputError(
+                    f"{subject} {name}", f"token id {token} is not in 0..{self.vocab_size - 1}"
+                )
+        if params.bad_words and not params.bad_words_token_ids:
+            raise InputError(
+                f"{subject} bad_words", "have no token ids", "give bad_words_token_ids, too"
+            )
         room = self.max_model_len - length
         seed = params.seed
         if seed is None:
@@ -189,8 +211,13 @@ class Engine:
             cache_salt=handling.cache_salt,
             arrived=self._clock() if arrived is None else arrived,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
-            reads_cache=params.prompt_logprobs is None,
+            reads_cache=params.prompt_logprobs is None
+            and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
+            follows_last=params.structured_outputs is not None,
+            pooled=None if pooling is None else Pooled(params=pooling),
         )
+        if params.has_filter:
+            self._filter_tokens(request)
         if params.structured_outputs is None:
             self.scheduler.add(request)
         else:
@@ -199,6 +226,18 @@ class Engine:
         self._requests[request_id] = request
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
+
+    def _filter_tokens(self, request: Request) -> None:
+        """Give a request its filter. Raises InputError where that leaves nothing to begin with."""
+        params = request.params
+        made = TokenFilter(self.vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
+        mask = made.mask(request.token_ids, request.num_prompt_tokens)
+        if params.min_tokens:
+            mask = without(mask, request.stop_token_ids | request.eos_token_ids)
+        if not mask.any():
+            raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
+        request.token_filter = made
+        request.follows_last |= made.follows_output
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
@@ -223,13 +262,17 @@ class Engine:
             prompts = plan_prompt_rows(plan)
             if prompts is not None:
                 step = replace(step, prompt_rows=prompts.rows)
+            pools = plan_pool_rows(plan)
+            if pools is not None:
+                step = replace(step, pool_rows=pools.rows)
             launched = self._clock()
             try:
-                handle = self.workers.launch(step)
+                with self.step_ranges.around(plan):
+                    handle = self.workers.launch(step)
             except torch.OutOfMemoryError as error:
                 # What is in flight first: it may hold tokens of the same requests.
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
-            self._in_flight.append(_Flight(plan, prompts, handle, launched))
+            self._in_flight.append(_Flight(plan, prompts, pools, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
         return self._ended(events)
 
@@ -243,7 +286,7 @@ class Engine:
             if error is None:
                 self.scheduler.add(request)
             else:
-                events.append(_failure(request, error))
+                events.append(_failure(request, error)._replace(is_asked_for=True))
         return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:
@@ -253,6 +296,8 @@ class Engine:
             flight = self._in_flight.popleft()
             if flight.prompts is not None:
                 flight.handle.prompts.give_to(flight.prompts)
+            if flight.pools is not None:
+                flight.handle.pools.give_to(flight.pools)
             sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
             self._measure(flight, has_waited=bool(sampled))
             events += self.scheduler.update(flight.plan, sampled, logprobs)

@@ -16,6 +16,7 @@ from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.page_copies import PageCopies
+from qserve.engine.pooling import PoolHandle, launch_pooling
 from qserve.engine.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
@@ -36,6 +37,7 @@ class StepHandle:
     # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
     log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
     prompts: PromptHandle | None = None  # log probabilities of prompts, where the step tells them
+    pools: PoolHandle | None = None  # what makes vectors of prompts, where any are asked for
 
     def result(self) -> list[int | str]:
         """Wait; then one token for each sampled row, or the reason why there is none."""
@@ -138,8 +140,9 @@ class ModelRunner:
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
         self._move_pages(step)
-        key = prompts = None
-        if self.graphs is not None and step.prompt_rows is None:
+        key = prompts = pools = None
+        needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
+        if self.graphs is not None and not needs_hidden:
             key = self.graphs.key_for(step)
         if key is not None:
             self._fill_pending(step, self.graphs.fill_(key, step))
@@ -154,9 +157,11 @@ class ModelRunner:
             logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
             if step.prompt_rows is not None:
                 prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
+            if step.pool_rows is not None:
+                pools = launch_pooling(self.decoder, hidden_TC, step.pool_rows)
         if not step.num_sampled:
             self._last_samples = None
-            return StepHandle(prompts=prompts)
+            return StepHandle(prompts=prompts, pools=pools)
         for fill in step.history_fills:
             self._history.fill_(fill)
         settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
@@ -175,6 +180,7 @@ class ModelRunner:
             num_logprobs=() if log_probabilities is None else step.num_logprobs,
             log_probabilities=log_probabilities,
             prompts=prompts,
+            pools=pools,
         )
 
     def offload_pages(self, num_slots: int) -> None:

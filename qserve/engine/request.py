@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qserve.engine.token_filter import TokenFilter
 from qserve.sampling_params import SamplingParams
 from qserve.structured.constraint import Constraint
+
+if TYPE_CHECKING:
+    from qserve.engine.pooling import Pooled
 
 
 class TokenLogprobs(NamedTuple):
@@ -35,6 +39,8 @@ class RequestEvent(NamedTuple):
     # one for each token of the prompt, None for its first: with the first event, where asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     queue_seconds: float = 0.0  # from its arrival to its first step
+    is_asked_for: bool = False  # the error lies in what was asked: its client may read it
+    pooled: bytes = b""  # vectors of the prompt, little-endian float32, where asked for
 
 
 Flow = tuple[str, str]  # client, group
@@ -84,6 +90,11 @@ class Request:
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
     constraint: Constraint | None = None  # the form that its output must have
+    token_filter: TokenFilter | None = None  # the tokens that it may have
+    # What may be sampled next follows from its last token: no step without it.
+    follows_last: bool = False
+    dead_end: str = ""  # why nothing may be sampled next
+    pooled: "Pooled | None" = None  # where vectors of its prompt are asked for
 
     @property
     def flow(self) -> Flow:
@@ -139,15 +150,20 @@ class Request:
                 reason = "length"
             if reason is not None:
                 break
-        if self.params.max_tokens == 0:  # it was sampled to have an end, and nobody wants it
+        # It was sampled to have an end, and nobody wants it.
+        if self.params.max_tokens == 0 or self.pooled is not None:
             count, reason, stop_token, by_token = 0, "length", None, False
+        error = self.dead_end
+        if error:  # what was drawn follows no rule
+            count, reason, stop_token, by_token = 0, "error", None, False
+        elif self.pooled is not None:
+            reason = "stop"
         taken = tuple(sampled[:count])
         self.token_ids += taken
-        error = ""
         if self.constraint is not None:
             for token in taken[:-1] if by_token else taken:
                 self.constraint.take(token)
-            if self.constraint.error:
+            if self.constraint.error and not error:
                 reason, error = "error", f"structured_outputs: {self.constraint.error}"
             elif reason is None and self.constraint.is_complete:
                 reason = "stop"
@@ -164,4 +180,6 @@ class Request:
             self.num_cached,
             prompt_logprobs,
             self.queue_seconds,
+            bool(error),
+            b"" if self.pooled is None else self.pooled.result(self.num_prompt_tokens),
         )

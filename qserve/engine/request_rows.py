@@ -16,6 +16,7 @@ from qkernels.sampling.settings import (
     pack_row,
 )
 from qserve.engine.request import Request, Status
+from qserve.engine.token_filter import without
 
 
 class RequestRows:
@@ -28,7 +29,7 @@ class RequestRows:
         self.tables_NX = np.zeros((num_rows, table_width(1)), np.int32)
         self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
         self.has_bias_N = np.zeros(num_rows, bool)  # it has to be packed in each step
-        self.is_constrained_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
+        self.has_mask_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
         self.needs_history_N = np.zeros(num_rows, bool)  # penalties, and its counts are not filled
         self._num_pages_N = np.zeros(num_rows, np.int64)
         self._sampled_N = np.zeros(num_rows, np.int64)
@@ -66,7 +67,7 @@ class RequestRows:
         self.words_NP[row, :-2] = pack_row(sampling)
         self.words_NP[row, -2:] = 0
         self.has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
-        self.is_constrained_N[row] = request.constraint is not None
+        self.has_mask_N[row] = not (request.constraint is None and request.token_filter is None)
         self.needs_history_N[row] = request.params.has_penalties
 
     def _reclaim(self) -> None:
@@ -134,16 +135,45 @@ def biases(
 def masks(
     requests: list[Request],
     positions: np.ndarray,
-    is_constrained_S: np.ndarray,
+    has_mask_S: np.ndarray,
     words_SP: np.ndarray,
     first: int,
 ) -> np.ndarray:
     """The masks of a step's samples, whose places from `first` on `words_SP` notes. int64 [E]."""
     found: list[np.ndarray] = []
-    for index in np.flatnonzero(is_constrained_S):
-        request = requests[index]
-        may_end = request.may_end_after(int(positions[index]) - request.num_prompt_tokens)
-        mask = request.constraint.mask(request.stop_token_ids | request.eos_token_ids, may_end)
+    for index in np.flatnonzero(has_mask_S):
+        mask = _mask(requests[index], int(positions[index]))
         words_SP[index, MASK_START] = first + len(found) * len(mask)
         found.append(mask)
     return np.concatenate(found)
+
+
+def _mask(request: Request, position: int) -> np.ndarray:
+    """What the grammar and the filter of tokens both allow. Where that is nothing: all, and why."""
+    constraint, token_filter = request.constraint, request.token_filter
+    ends = request.stop_token_ids | request.eos_token_ids
+    may_end = request.may_end_after(position - request.num_prompt_tokens)
+    mask = None if constraint is None else constraint.mask(ends, may_end)
+    if token_filter is None:
+        return mask
+    own = token_filter.mask(request.token_ids, request.num_prompt_tokens)
+    mask = own if mask is None else mask & own
+    # The sampler's bias forbids the ends then.
+    if not (mask if may_end else without(mask, ends)).any():
+        request.dead_end = dead_end(request)
+        return np.full_like(mask, -1)
+    return mask
+
+
+def dead_end(request: Request) -> str:
+    """Names the parameters that leave no token."""
+    params = request.params
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words_token_ids),
+        "structured_outputs": request.constraint is not None,
+        "min_tokens": params.min_tokens > 0,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    count = len(request.token_ids) - request.num_prompt_tokens
+    return f"{', '.join(names)}: after {count} tokens of output no token is allowed"

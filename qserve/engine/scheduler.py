@@ -275,7 +275,7 @@ class Scheduler:
             end, start = num_known + request.num_pending, request.num_computed
             if end - start != 1 or end - request.num_prompt_tokens >= request.max_tokens:
                 continue
-            if request.constraint is not None and request.num_pending:
+            if request.follows_last and request.num_pending:
                 continue  # what it may sample next follows from the token in flight
             if end > len(request.block_table) * page_size and not self._make_room(
                 request, index, step

@@ -36,6 +36,16 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRows:
+    """Rows of a step whose hidden states make vectors (pooling.py)."""
+
+    rows: np.ndarray  # int64, of T: those of one vector stand together
+    counts: np.ndarray  # int64: of each vector, how many of these rows it is the sum of
+    logit_rows: np.ndarray  # int64, of T: rows some of whose logits are asked for
+    logit_tokens: tuple[tuple[int, ...], ...]  # of each, which tokens'; (): a classifier's labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step, on the host."""
 
@@ -55,6 +65,7 @@ class StepInput:
     history_fills: tuple[HistoryFill, ...] = ()
     page_moves: PageMoves | None = None  # copies of KV pages that come before all else
     prompt_rows: PromptRows | None = None
+    pool_rows: PoolRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -106,10 +117,10 @@ class StepInput:
         bias = np.zeros(0, np.int64)
         if has_bias_S.any():
             bias = biases([requests[i] for i in of_S], words[:, POSITION], has_bias_S, words)
-        is_constrained_S = rows.is_constrained_N[rows_S]
-        if is_constrained_S.any():
+        has_mask_S = rows.has_mask_N[rows_S]
+        if has_mask_S.any():
             of_requests = [requests[i] for i in of_S]
-            masks_E = masks(of_requests, words[:, POSITION], is_constrained_S, words, len(bias))
+            masks_E = masks(of_requests, words[:, POSITION], has_mask_S, words, len(bias))
             bias = np.concatenate([bias, masks_E])
         pending_row = rows.sampled_rows(rows_R[pending_R])
         rows.take_sampled(rows_S)

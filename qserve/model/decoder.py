@@ -37,6 +37,7 @@ class Decoder(torch.nn.Module):
         self.norm = norm
         self.head = head
         self.logits_divisor, self.logits_cap = logits_divisor, logits_cap
+        self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,6 +59,10 @@ class Decoder(torch.nn.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache)
         return self.norm(x_TC, residual_TC, None)[0]
+
+    def labels(self, hidden_SC: torch.Tensor) -> torch.Tensor:
+        """A classifier's logits [S, labels], in float32."""
+        return (hidden_SC @ self.classifier.T).float()
 
     def logits(self, hidden_SC: torch.Tensor) -> torch.Tensor:
         """Logits [S, V] of hidden states [S, C]."""

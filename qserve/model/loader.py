@@ -47,5 +47,6 @@ def load(
         kernels=kernels,
     )
     decoder = families.build(config, weights)
+    decoder.classifier = weights.classifier()
     weights.audit()
     return decoder

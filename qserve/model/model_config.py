@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from formats.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
@@ -40,6 +41,8 @@ class ModelConfig:
     dtype: torch.dtype  # that the checkpoint states
     quant: QuantConfig | None  # None: a float checkpoint
     eos_token_ids: frozenset[int]
+    instead_of_head: str = ""  # what the checkpoint has: a classifier's matrix, or nothing
+    labels: tuple[str, ...] = ()  # of a classifier
 
     def check_length(self, max_model_len: int) -> None:
         """Raise InputError for positions that the rotation of some layer cannot have."""
@@ -61,7 +64,9 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError."""
         raw = read_json(Path(folder) / CONFIG)
-        if has_text_part(raw):
+        # Only the tensors tell what there is in place of a head.
+        may_lack_head = is_headless(raw) or (Path(folder) / "modules.json").exists()
+        if has_text_part(raw) or may_lack_head:
             raw = CheckpointReader(folder).config
         check_num_layers(raw)
         block = find_block(Path(folder), raw)
@@ -119,6 +124,8 @@ class ModelConfig:
             dtype=_dtype(config.dtype),
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),
+            instead_of_head=raw.get(INSTEAD_OF_HEAD, ""),
+            labels=_labels(config) if raw.get(INSTEAD_OF_HEAD) == SCORE else (),
         )
 
 
@@ -133,6 +140,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
         f"expected one of {', '.join(served)}, found {names!r:.200}",
         "a new family is a row of formats/families.py and a module of qserve/model/families",
     )
+
+
+def _labels(config: Any) -> tuple[str, ...]:
+    """A classifier's labels, in the order of their rows."""
+    named = getattr(config, "id2label", None) or {}
+    return tuple(str(named[key]) for key in sorted(named, key=int))
 
 
 def _dtype(name: str | None) -> torch.dtype:

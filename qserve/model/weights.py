@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from tqdm import tqdm
 
+from formats.bare_model import SCORE
 from formats.errors import CheckpointError, InputError
 from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
@@ -65,6 +66,12 @@ class Weights:
         if self.config.tied_head and not self.source.is_quantized(name):
             return FloatLinear(embedding_VC)
         return self.linear([name], [self.config.vocab_size], self.config.hidden_size)
+
+    def classifier(self) -> torch.Tensor | None:
+        """A classifier's matrix [labels, C], where the checkpoint has one."""
+        if self.config.instead_of_head != SCORE:
+            return None
+        return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
 
     def layers(self) -> Iterator["LayerWeights"]:
         """Those of each layer in turn."""

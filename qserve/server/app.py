@@ -22,7 +22,7 @@ from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.log_limit import limit_logging
-from qserve.server import page_routes, routes, status_routes, token_routes
+from qserve.server import page_routes, pooling_routes, routes, status_routes, token_routes
 from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey, load_keys
 from qserve.server.budget import Budget
@@ -102,7 +102,7 @@ def build_app(
         salt_by_key=config.cache_salt_by_key,
         resets_cache=config.enable_cache_reset,
     )
-    for topic in (status_routes, page_routes, token_routes, routes):
+    for topic in (status_routes, page_routes, token_routes, routes, pooling_routes):
         app.include_router(topic.router)
     add_error_handlers(app)
     keys = load_keys(config)

@@ -35,6 +35,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)  # hidden ones included
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
+    pooled: bytes = b""  # vectors of the prompt, where asked for
 
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
@@ -42,6 +43,7 @@ class Output:
         self.num_cached = delta.num_cached
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.pooled = delta.pooled
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
@@ -164,6 +166,8 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
                 delta = stream.push(event)
                 if event.prompt_logprobs is not None:
                     delta = replace(delta, prompt_logprobs=event.prompt_logprobs)
+                if event.pooled:
+                    delta = replace(delta, pooled=event.pooled)
                 if stream.finished:
                     meter.reason = delta.finish_reason
                     break
@@ -173,6 +177,8 @@ async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas
 
 
 def _failure(service: Service, job: Job, event: RequestEvent) -> ApiError:
+    if event.is_asked_for:
+        return ApiError(400, f"{event.error}.")
     logger.error("Request %s failed: %s", job.request_id, event.error)
     if not service.client.is_alive:
         return engine_dead(service.client.is_restarting)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qserve.bad_words import with_bad_words
 from qserve.handling import DEFAULT, Handling
 from qserve.output_parsing.output_parser import ParseSettings
 from qserve.sampling_params import SamplingParams
@@ -223,6 +224,7 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
             "n",
         )
     check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
+    check_vocabulary(model, params.allowed_token_ids or (), "allowed_token_ids")
     check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
 
 
@@ -235,7 +237,7 @@ def _job(
     arrived: float,
     form: StructuredOutputsParams | None = None,
 ) -> Job:
-    params, form = [], form or output_form(request)
+    params, form, bad_words = [], form or output_form(request), None
     prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
@@ -244,7 +246,10 @@ def _job(
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
         check_vocabulary(model, prompt, "prompt")
-        params.append(sampling_params(request, model.defaults, room, form))
+        each = sampling_params(request, model.defaults, room, form)
+        if bad_words is None:
+            bad_words = with_bad_words(each, lambda: model.tokenizer).bad_words_token_ids
+        params.append(replace(each, bad_words_token_ids=bad_words))
     return new_job(
         prefix,
         prompts=prompts,

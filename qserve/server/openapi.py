@@ -16,6 +16,13 @@ from qserve.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from qserve.server.pooling_protocol import (
+    MAX_INPUTS,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from qserve.server.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -156,8 +163,25 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     }
 
 
+_TEXT = {"type": "string", "minLength": 1}
+_DOCUMENT = {
+    "anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]
+}
+_TEXTS = {"anyOf": [_TEXT, _array(_DOCUMENT, 1, MAX_INPUTS)]}
+_IDS = {"type": "array", "items": _integer(0), "minItems": 1}
+_INPUT = {"anyOf": [_TEXT, _IDS, _array({"anyOf": [_TEXT, _IDS]}, 1, MAX_INPUTS)]}
+
 # forms that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
+    (EmbeddingRequest, "dimensions"): _integer(1),
+    (EmbeddingRequest, "input"): _INPUT,
+    (PoolingRequest, "dimensions"): _integer(1),
+    (PoolingRequest, "input"): _INPUT,
+    (RerankRequest, "documents"): _TEXTS,
+    (RerankRequest, "query"): _DOCUMENT,
+    (RerankRequest, "top_n"): _integer(0),
+    (ScoreRequest, "text_1"): _TEXTS,
+    (ScoreRequest, "text_2"): _TEXTS,
     (CompletionRequest, "logprobs"): _integer(0, MAX_LOGPROBS),
     (CompletionRequest, "max_tokens"): _integer(0),
     (TokenizeRequest, "prompt"): {"type": "string"},
@@ -174,7 +198,7 @@ ALTERNATIVES: dict[type[Body], dict] = {
         ]
     }
 }
-REQUIRED = {"input", "messages", "prompt", "tokens"}
+REQUIRED = {"documents", "query", "text_1", "text_2", "input", "messages", "prompt", "tokens"}
 
 ERROR = {
     "type": "object",
@@ -222,6 +246,16 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
         True,
         OF_BODIES,
     ),
+    ("/v1/embeddings", "post"): ("Vectors of texts.", EmbeddingRequest, False, OF_BODIES),
+    ("/pooling", "post"): ("Hidden states of texts.", PoolingRequest, False, OF_BODIES),
+    **{
+        (path, "post"): ("How well pairs of texts match.", ScoreRequest, False, OF_BODIES)
+        for path in ("/score", "/v1/score")
+    },
+    **{
+        (path, "post"): ("Documents, the best first.", RerankRequest, False, OF_BODIES)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    },
     ("/tokenize", "post"): ("The tokens of a prompt or chat.", TokenizeRequest, False, OF_BODIES),
     ("/detokenize", "post"): ("The text of tokens.", DetokenizeRequest, False, OF_BODIES),
     ("/reset_prefix_cache", "post"): (

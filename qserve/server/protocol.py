@@ -10,7 +10,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
-from qserve.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from qserve.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from qserve.server import unsupported
 from qserve.server.errors import ApiError
 from qserve.server.tool_fields import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall
@@ -96,7 +102,7 @@ def check_role(role: str) -> str:
     return role
 
 
-def _request_id(value: str | None) -> str | None:
+def check_request_id(value: str | None) -> str | None:
     if value is not None and not REQUEST_ID.fullmatch(value):
         raise PydanticCustomError(
             "request_id", "expected 1 to 128 letters, digits and the signs . _ : / + = - @"
@@ -160,7 +166,7 @@ class GenerationRequest(Body):
     """What both routes take. None is a field that is not set."""
 
     model: str | None = None
-    request_id: Annotated[str | None, AfterValidator(_request_id)] = None
+    request_id: Annotated[str | None, AfterValidator(check_request_id)] = None
     user: str | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -193,6 +199,14 @@ class GenerationRequest(Body):
     stop_token_ids: Annotated[list[int] | None, ONE_ERROR, at_most(MAX_STOP_TOKEN_IDS, "ids")] = (
         None
     )
+    allowed_token_ids: Annotated[
+        list[int] | None, ONE_ERROR, at_most(MAX_ALLOWED_TOKEN_IDS, "ids")
+    ] = None
+    bad_words: Annotated[
+        list[Annotated[str, at_most(MAX_BAD_WORD_CHARS, "characters")]] | None,
+        ONE_ERROR,
+        at_most(MAX_BAD_WORDS, "words"),
+    ] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -27,6 +27,7 @@ PASSED_ON = (
     *("model", "request_id", "user", "service_tier", "temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"),
     *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
     *("chat_template_kwargs", "priority", "stream", "structured_outputs"),
 )

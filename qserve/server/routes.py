@@ -19,13 +19,6 @@ from qserve.server.service import Service, service_of
 
 router = APIRouter()
 
-# routes of other models: what is said to who asks for them here
-OTHER_MODELS = {
-    "/v1/embeddings": "This server has a language model, which makes no embeddings.",
-    "/v1/score": "This server has a language model, which scores no pairs of texts.",
-    "/v1/rerank": "This server has a language model, which ranks no texts.",
-}
-
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
@@ -39,22 +32,13 @@ async def chat_completions(request: Request) -> Response:
 
 @router.post("/v1/responses")
 async def responses(request: Request) -> Response:
-    service, client, job, headers = await _job(request, "responses", ResponseReply.prefix)
+    service, client, job, headers = await job_of(request, "responses", ResponseReply.prefix)
     reply = ResponseReply(job=job, model=service.model_name)
     if job.streams:
         events = _events(service, client, job, reply)
         return EventStream(events, headers, are_named=True)
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     return json_response(reply.whole(outputs), headers=headers)
-
-
-async def other_model(request: Request) -> Response:
-    path = request.scope["route"].path
-    raise ApiError(404, f"{OTHER_MODELS[path]} Ask a server of such a model.")
-
-
-for path in OTHER_MODELS:
-    router.add_api_route(path, other_model, methods=["POST"])
 
 
 @router.post("/reset_prefix_cache")
@@ -70,7 +54,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
-    service, client, job, headers = await _job(request, route, kind.prefix)
+    service, client, job, headers = await job_of(request, route, kind.prefix)
     reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, client, job, reply), headers)
@@ -81,7 +65,7 @@ async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     )
 
 
-async def _job(
+async def job_of(
     request: Request, route: str, prefix: str
 ) -> tuple[Service, str, Job, dict[str, str]]:
     """The service, the client's name, the job of the request's body, headers of the reply."""

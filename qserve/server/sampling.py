@@ -71,6 +71,8 @@ def sampling_params(
             "min_tokens",
             "stop",
             "stop_token_ids",
+            "allowed_token_ids",
+            "bad_words",
             "ignore_eos",
             "include_stop_str_in_output",
             "skip_special_tokens",

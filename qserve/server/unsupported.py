@@ -12,8 +12,6 @@ from qserve.server.errors import ApiError
 
 # field: the values that change nothing, besides null
 COMMON: dict[str, tuple] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),

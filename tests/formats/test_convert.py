@@ -104,7 +104,7 @@ def weights_of(folder):
 
 
 def files(folder):
-    reports = ("quantization_report.json", "quantization_report.html")
+    reports = ("quantization_report.json", "quantization_report.html", "README.md")
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in reports}
 
 

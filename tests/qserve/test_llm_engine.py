@@ -97,12 +97,6 @@ def test_an_id_is_used_once_at_a_time(engine):
     run_out(engine)
 
 
-def test_encode_says_why_not(docs_5m, engine):
-    llm = object.__new__(LLM)
-    with pytest.raises(InputError, match="pools no hidden states"):
-        llm.encode(["a"])
-
-
 def test_a_failed_step_is_the_end(docs_5m, monkeypatch):
     config = EngineConfig(model=str(docs_5m), device="cpu")
     engine = LLMEngine(config)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from formats.activation import quantize_input
+from formats.fp4 import is_fp4
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
 from formats.scheme import FIXED_SCHEMES, ActivationSpec, Scheme
@@ -322,11 +323,13 @@ def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M,
 
 
 def test_every_fixed_scheme_has_a_row_on_a_gpu():
-    """The one that has none yet: float8 weights alone."""
+    """The one that has none yet: float8 weights alone. 4-bit numbers become 8-bit codes before."""
     from qkernels.dispatch import explain
 
     taken = {}
     for name, scheme in FIXED_SCHEMES.items():
+        if is_fp4(scheme.weight):
+            continue
         rows = explain(
             "linear",
             device="cuda",

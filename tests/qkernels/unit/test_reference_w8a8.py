@@ -110,7 +110,7 @@ def test_quant_linear_stores_w8a8_and_refuses_what_gptq_cannot():
     assert (layer.state_dict()["qzeros"] == 0x7F7F7F7F).all()
     layer(torch.ones(2, 96))
     assert str(layer.packed().scheme) == "w8a8"
-    with pytest.raises(ValueError, match="float8"):
+    with pytest.raises(ValueError, match="floating point"):
         QuantLinear.from_float(linear, "w8a8-fp8")
     weight = with_activation(
         Fp8Weight.from_float(linear.weight.detach(), FIXED_SCHEMES["w8a8-fp8"].weight),

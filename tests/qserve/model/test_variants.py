@@ -82,7 +82,12 @@ def test_act_order_computes_what_its_group_index_says(written, transformers_mode
         for name in names:
             reorder(state, f"model.layers.1.{name}")
 
-    folder = edited(written("w4a16-sym-g32", "gptq"), tmp_path / "x", shuffle)
+    folder = edited(
+        written("w4a16-sym-g32", "gptq"),
+        tmp_path / "x",
+        shuffle,
+        config=lambda c: c[BLOCK].update(desc_act=True),
+    )
     with torch.no_grad():
         want = transformers_model(folder)(torch.tensor([TOKENS])).logits[0]
     assert not torch.allclose(want, logits(written("w4a16-sym-g32", "gptq")), atol=0.1)

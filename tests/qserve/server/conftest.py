@@ -54,6 +54,7 @@ class ScriptedClient:
         self.delay = 0.0  # seconds before each token
         self.gate: threading.Semaphore | None = None  # each token waits for it
         self.fails_at: int | None = None  # the token before which the request fails
+        self.fails_as_asked = False  # the failure lies in what the request asks for
         self.dies_at: int | None = None  # the same, and the engine with it
         self.breaks_at: int | None = None  # the same, by an exception of the client's own
         self.refuses = False
@@ -101,6 +102,7 @@ class ScriptedClient:
                         token_ids=(),
                         finish_reason="error",
                         error="secret detail at 0xdeadbeef",
+                        is_asked_for=self.fails_as_asked,
                     )
                     watch(event)
                     yield event

@@ -5,78 +5,30 @@ The numbers order them by topic. Those that end the engine or the server stand l
 
 import json
 import os
-import re
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.qserve.server.real_server import (
+    GUARD,
+    HI,
+    Api,
+    children,
+    engine_of,
+    events,
+    refused,
+    until,
+)
+
 ORIGIN = "https://a.example"
 KEY = "s3cret"
-GUARD = 60.0  # seconds, against hanging
 NUM_SEQS, NUM_QUEUED, NUM_PAGES, PAGE = 8, 40, 48, 16
 CONTEXT = 256
-HI = [{"role": "user", "content": "What is a trait?"}]
-
-
-class Api:
-    """Requests to the server."""
-
-    def __init__(self, url: str) -> None:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        limits = httpx.Limits(max_connections=100)
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=GUARD, limits=limits)
-        self.port = httpx.URL(url).port
-
-    def complete(self, **fields) -> httpx.Response:
-        body = {"prompt": "A trait is", "temperature": 0, "max_tokens": 5, **fields}
-        return self.http.post("/v1/completions", json=body)
-
-    def chat(self, **fields) -> httpx.Response:
-        body = {"messages": HI, "temperature": 0, "max_tokens": 5, **fields}
-        return self.http.post("/v1/chat/completions", json=body)
-
-    def text(self, **fields) -> str:
-        return self.complete(**fields).json()["choices"][0]["text"]
-
-    def raw(self, content: bytes, kind: str = "application/json") -> httpx.Response:
-        headers = {"content-type": kind}
-        return self.http.post("/v1/completions", content=content, headers=headers)
-
-    def metric(self, name: str) -> float:
-        page = self.http.get("/metrics").text
-        return float(re.search(rf"^qserve:{name}(?:\{{.*\}})? ([\d.e+-]+)$", page, re.M)[1])
-
-    def until_idle(self) -> None:
-        until(lambda: self.metric("num_requests_running") == 0)
-        until(lambda: self.metric("num_requests_admitted") == 0)
-
-
-def until(holds) -> None:
-    deadline = time.monotonic() + GUARD
-    while not holds():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def events(reply: httpx.Response) -> list[dict]:
-    assert reply.status_code == 200, reply.text
-    *blocks, done, rest = reply.text.split("\n\n")
-    assert done == "data: [DONE]" and rest == ""
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
-
-
-def refused(reply: httpx.Response, status: int = 400) -> dict:
-    assert reply.status_code == status, reply.text
-    assert len(reply.content) < 4096
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
-    return error
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +44,7 @@ def running(start_server, docs_5m):
 
 @pytest.fixture(scope="module")
 def api(running):
-    return Api(running.url)
+    return Api(running.url, KEY)
 
 
 def test_01_health_is_200(api):
@@ -253,6 +205,20 @@ def test_18_logit_bias(api):
     error = refused(api.complete(logit_bias={"8192": 1}))
     assert "8192" in error["message"] and "8191" in error["message"]
     refused(api.complete(logit_bias={"a": 1}))
+
+
+def test_18_tokens_that_may_come(api):
+    ids = list(range(300, 340))
+    for call in (api.complete, api.chat):
+        reply = call(allowed_token_ids=ids, temperature=1, max_tokens=8, return_token_ids=True)
+        found = reply.json()["choices"][0]["token_ids"]
+        assert len(found) == 8 and set(found) <= set(ids)
+    word = api.text().split()[0]
+    assert word not in api.text(bad_words=[word]).split()
+    form = {"structured_outputs": {"regex": "[0-9]+"}, "allowed_token_ids": ids}
+    for stream in (False, True):
+        message = refused(api.complete(**form, stream=stream))["message"]
+        assert "allowed_token_ids, structured_outputs" in message and "no token" in message
 
 
 @pytest.mark.parametrize("n", [0, 10**9, 10**30])
@@ -481,19 +447,6 @@ def test_40_row_without_probabilities(server, error):
     server.client.fails_at = None
     assert server.complete().status_code == 200
     assert 'request_success_total{finished_reason="error"' in server.get("/metrics").text
-
-
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def engine_of(pid: int) -> int:
-    (found,) = (
-        child
-        for child in children(pid)
-        if b"qserve.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
-    return found
 
 
 @pytest.mark.exhaustive  # a second start of the engine; test_serve.py has it with a scripted one

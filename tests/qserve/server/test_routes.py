@@ -6,9 +6,8 @@ import re
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server import page_routes, routes, status_routes, token_routes
+from qserve.server import page_routes, pooling_routes, routes, status_routes, token_routes
 from qserve.server.openapi import ROUTES, document
-from qserve.server.routes import OTHER_MODELS
 
 TEXT = "Hello there, general reader."
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -91,9 +90,16 @@ def test_head_is_get_without_a_body(server, path):
     assert server.request("HEAD", path).status_code == server.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", OTHER_MODELS)
-def test_routes_of_other_models_say_why_not(server, error, path):
-    body = error(server.post(path, {"input": "a", "model": "tiny"}), 404)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_routes_of_other_models_say_why_not(server, error, path, body):
+    body = error(server.post(path, {**body, "model": "tiny"}), 404)
     assert "language model" in body["message"]
 
 
@@ -199,7 +205,7 @@ def test_failing_stream_of_a_response_ends_with_an_error(server):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"temperature": 9}, "temperature"),
         ({"guided_json": {}}, "guided_json"),
-        ({"bad_words": ["a"]}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"n": 2}, "n"),
     ],
@@ -222,12 +228,12 @@ def test_fields_of_a_response_that_change_nothing_are_named(server):
 def test_description_names_every_route_and_nothing_else(server):
     known = {
         (route.path.replace(":path", ""), method.lower())
-        for topic in (routes, status_routes, token_routes, page_routes)
+        for topic in (routes, status_routes, token_routes, pooling_routes, page_routes)
         for route in topic.router.routes
         for method in route.methods - {"HEAD"}
     }
     pages = {("/openapi.json", "get"), ("/docs", "get"), ("/", "get")}
-    assert {*ROUTES} == known - pages - {(path, "post") for path in OTHER_MODELS}
+    assert {*ROUTES} == known - pages
     assert server.get("/openapi.json").json() == document(256, 8192)
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks, profiles and simulation: a file a noun. What drives servers loads no torch."""

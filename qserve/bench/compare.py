@@ -1,0 +1,69 @@
+"""`qserve bench compare`: two results of a benchmark side by side, as ratios. Loads no torch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from formats.errors import InputError
+from qserve.bench.forward_settings import CompareSettings
+
+# What says how a run was made, not how it went.
+SETTINGS = {"machine", "engine", "requests", "date", "num_requests", "num_tokens", "samples_us"}
+IDENTITY = ("model_id", "num_prompts", "request_rate", "max_concurrency")
+
+
+def bench_compare(a: str, settings: CompareSettings) -> int:
+    """The command. Names what the runs were not equal in."""
+    first, second = _read(a), _read(settings.b)
+    for key in IDENTITY:
+        if first.get(key) != second.get(key):
+            print(f"not the same {key}: {first.get(key)} and {second.get(key)}")
+    for key in ("machine", "engine"):
+        for name in sorted((first.get(key) or {}).keys() & (second.get(key) or {}).keys()):
+            if first[key][name] != second[key][name]:
+                print(f"not the same {name}: {first[key][name]} and {second[key][name]}")
+    before, after = dict(_numbers(first)), dict(_numbers(second))
+    shared = [key for key in before if key in after]
+    if not shared:
+        raise InputError(settings.b, f"has no number in common with {a}")
+    print(f"{'':<44}{'A':>14}{'B':>14}{'B / A':>9}")
+    for key in shared:
+        ratio = f"{after[key] / before[key]:.3f}" if before[key] else "-"
+        within = _within_spread(key, before, after)
+        print(f"{key:<44}{before[key]:>14.2f}{after[key]:>14.2f}{ratio:>9}{within}")
+    return 0
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(path, f"expected a result's JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(path, f"expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _numbers(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a result, by its path; a case of `forward` by its name."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key not in SETTINGS:
+                yield from _numbers(value, f"{path}.{key}" if path else key)
+    elif isinstance(content, list):
+        for value in content:
+            if isinstance(value, dict) and "case" in value:
+                yield from _numbers(value, value["case"])
+    elif isinstance(content, int | float) and not isinstance(content, bool):
+        yield path, float(content)
+
+
+def _within_spread(key: str, before: dict[str, float], after: dict[str, float]) -> str:
+    """A mark where the difference of two medians is no more than their samples differ."""
+    case, _, name = key.rpartition(".")
+    spread = f"{case}.spread_pct"
+    if name != "median_us" or spread not in before or not before[key]:
+        return ""
+    percent = 100 * abs(after[key] / before[key] - 1)
+    return "  within the spread" if percent <= max(before[spread], after[spread]) else ""

@@ -1,0 +1,92 @@
+"""`qserve bench forward`: exact steps of a model, in microseconds. Random weights do."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from qserve.bench.forward_settings import ForwardSettings, numbers
+from qserve.bench.machine import engine_settings, machine, write_json
+from qserve.bench.statistics import median, spread_percent
+from qserve.bench.step_case import StepCase
+from qserve.bench.step_timer import StepTimer
+from qserve.config import EngineConfig
+from qserve.engine.engine import Engine
+from qserve.profile.floors import floors_us
+from qserve.profile.recorder import recorded
+from qserve.profile.report import write_report
+
+MOST_SPREAD = 0.5  # percent; beyond, something else ran, or the clock changed
+
+
+def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -> int:
+    """The command."""
+    engine = Engine(config)
+    timer = StepTimer(engine)
+    found = []
+    for case in settings.cases:
+        found.append(measure(timer, case, settings))
+        print(_line(found[-1]), flush=True)
+        if found[-1]["spread_pct"] > MOST_SPREAD:
+            print(f"  the samples differ by more than {MOST_SPREAD} %", flush=True)
+        if settings.profile_dir is not None:
+            print(profile_case(engine, timer, case, settings), flush=True)
+    result = {
+        "model_id": model,
+        "cases": found,
+        "machine": machine(),
+        "engine": engine_settings(config),
+    }
+    write_json(settings.output_json, result)
+    if settings.plot is not None:
+        from qserve.bench.heat_map import draw_heat_maps
+
+        draw_heat_maps(
+            found,
+            settings.plot,
+            decode=(numbers(settings.decode_batches or "0"), numbers(settings.decode_contexts)),
+            prefill=(numbers(settings.prefill_tokens or "0"), numbers(settings.prefill_contexts)),
+        )
+    return 0
+
+
+def measure(timer: StepTimer, case: StepCase, settings: ForwardSettings) -> dict[str, Any]:
+    """The median and the samples of one case."""
+    step = timer.step_of(case)
+    run, graph = timer.replayed(step)
+    timer.sample_us(run, max(3, settings.iters // 4))  # a first sample of the same shape
+    samples = [timer.sample_us(run, settings.iters) for _ in range(settings.samples)]
+    timer.launch_us(step, 2)
+    launches = [timer.launch_us(step, settings.iters) for _ in range(settings.samples)]
+    return {
+        "case": case.name,
+        "requests": [dataclasses.asdict(each) for each in case.requests],
+        "num_requests": case.num_requests,
+        "num_tokens": case.num_tokens,
+        "median_us": median(samples),
+        "spread_pct": spread_percent(samples),
+        "samples_us": samples,
+        "step_us": median(launches),  # with inputs to the device and sampling
+        "graph": graph,
+    }
+
+
+def profile_case(
+    engine: Engine, timer: StepTimer, case: StepCase, settings: ForwardSettings
+) -> str:
+    """A trace of some replays, and its text."""
+    run, _ = timer.replayed(timer.step_of(case))
+    timer.sample_us(run, 2)
+    trace = Path(settings.profile_dir) / f"{case.name}.rank0.trace.json.gz"
+    with recorded(engine, trace):
+        for _ in range(settings.iters):
+            with engine.step_ranges.named(case.name):
+                run()
+    return write_report(trace, floors_us(engine, case))
+
+
+def _line(found: dict[str, Any]) -> str:
+    return (
+        f"[forward] {found['case']}: {found['num_requests']} reqs, {found['num_tokens']} tokens,"
+        f" median {found['median_us']:.1f} us, sample spread {found['spread_pct']:.2f}%,"
+        f" whole step {found['step_us']:.1f} us, graph {found['graph']}"
+    )

@@ -1,0 +1,83 @@
+"""Settings of `qserve bench forward` and `qserve bench compare`. Loads no torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.errors import InputError
+from qserve.bench.step_case import CaseRequests, StepCase, decode_cases, prefill_cases
+from qserve.config import check_settings, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSettings:
+    """Which steps, and how often."""
+
+    case: list[str] = setting(
+        [],
+        "NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],...: N requests of so many new tokens on so many"
+        " that are there; c: no end of a prompt; such as decode=32*1@8192 mix=2048,32*1@4096",
+        many=True,
+    )
+    shapes: str | None = setting(
+        None,
+        'file of cases: {"cases": [{"name", "requests": [{"query_len", "kv_len", "count",'
+        ' "chunked", "num_draft_tokens"}]}]}',
+    )
+    decode_batches: str | None = setting(None, "also decode steps of so many requests, as 1,8,32")
+    decode_contexts: str = setting("512", "of these, the tokens of each request, as 512,4096")
+    prefill_tokens: str | None = setting(None, "also prompts of so many tokens, as 128,2048")
+    prefill_contexts: str = setting("0", "of these, the tokens that are there already")
+    iters: int = setting(20, "replays of one sample", low=1)
+    samples: int = setting(5, "samples, of which the median counts", low=1)
+    profile_dir: str | None = setting(
+        None, "folder for a trace of each case; prints its time by operator class"
+    )
+    plot: str | None = setting(None, "PNG file of a heat map of the decode and prefill steps")
+    output_json: str | None = setting(None, "file for the result; `bench simulate` reads it")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not self.cases:
+            raise InputError("--case", "expected at least one case", "such as decode=32*1@8192")
+
+    @property
+    def cases(self) -> list[StepCase]:
+        """Raises InputError."""
+        found = [StepCase.parse(each) for each in self.case]
+        if self.shapes is not None:
+            found += _read_shapes(self.shapes)
+        if self.decode_batches is not None:
+            found += decode_cases(numbers(self.decode_batches), numbers(self.decode_contexts))
+        if self.prefill_tokens is not None:
+            found += prefill_cases(numbers(self.prefill_tokens), numbers(self.prefill_contexts))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSettings:
+    """Two results of the same benchmark."""
+
+    b: str = setting("", "the result to compare with it", positional=True)
+
+
+def numbers(text: str) -> list[int]:
+    """Of 1,8,32. Raises InputError."""
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise InputError("numbers", f"expected such as 1,8,32, found {text!r}") from None
+
+
+def _read_shapes(path: str) -> list[StepCase]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        return [
+            StepCase(
+                name=case["name"],
+                requests=tuple(CaseRequests(**each) for each in case["requests"]),
+            )
+            for case in content["cases"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(path, f"expected cases: {type(error).__name__}: {error}") from None

@@ -1,0 +1,44 @@
+"""Heat maps of `bench forward`: microseconds over batch and context, tokens and context."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from formats.errors import InputError
+
+
+def draw_heat_maps(
+    cases: Sequence[dict[str, Any]], path: str, **grids: tuple[list[int], list[int]]
+) -> None:
+    """`grids`: "decode" or "prefill" -> (batches or tokens, contexts); those with no case are left
+    out. Raises InputError without matplotlib, or where there is nothing to draw."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise InputError("--plot", "needs matplotlib", "pip install matplotlib") from None
+    times = {case["case"]: case["median_us"] for case in cases}
+    maps = {
+        kind: np.array([[times.get(f"{kind}-{x}x{y}", np.nan) for x in xs] for y in ys])
+        for kind, (xs, ys) in grids.items()
+    }
+    maps = {kind: values for kind, values in maps.items() if not np.isnan(values).all()}
+    if not maps:
+        raise InputError("--plot", "expected --decode-batches or --prefill-tokens, found neither")
+    figure, axes = pyplot.subplots(1, len(maps), figsize=(7 * len(maps), 5), squeeze=False)
+    for axis, (kind, values) in zip(axes[0], maps.items(), strict=True):
+        xs, ys = grids[kind]
+        axis.imshow(np.log(values), aspect="auto", origin="lower")
+        axis.set_xticks(range(len(xs)), xs)
+        axis.set_yticks(range(len(ys)), ys)
+        axis.set_xlabel("requests" if kind == "decode" else "new tokens")
+        axis.set_ylabel("tokens that are there")
+        axis.set_title(f"{kind}, microseconds")
+        for (y, x), value in np.ndenumerate(values):
+            axis.text(x, y, f"{value:.0f}", ha="center", va="center", color="white", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,40 @@
+"""What a measurement was made on: the device, the versions, the settings. Part of each result."""
+
+import dataclasses
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qserve
+from qserve.config import EngineConfig
+
+
+def machine() -> dict[str, Any]:
+    """The device and the versions that decide a speed."""
+    found = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
+    found |= {"python": platform.python_version(), "qserve": qserve.__version__}
+    if torch.cuda.is_available():
+        import triton
+
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+        }
+    return found
+
+
+def engine_settings(config: EngineConfig) -> dict[str, Any]:
+    """The engine's settings as values."""
+    return dataclasses.asdict(config)
+
+
+def write_json(path: str | None, result: object) -> None:
+    """Write a result where one asked for it; folders are made."""
+    if path is None:
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=4) + "\n", encoding="utf-8")

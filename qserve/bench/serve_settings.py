@@ -1,0 +1,197 @@
+"""Settings of `qserve bench serve`: whom to ask, how fast, what to report. Loads no torch."""
+
+import math
+from dataclasses import dataclass
+
+from formats.errors import InputError
+from qserve.config import check_settings, setting
+
+BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "qserve")
+RAMP_UPS = ("linear", "exponential")
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBenchSettings:
+    """Names and defaults are vLLM's unless the help says more."""
+
+    model: str | None = None  # an argument, or --model; default: the first of /v1/models
+    backend: str = setting(
+        "openai", "kind of server; -chat: /v1/chat/completions, else /v1/completions", BACKENDS
+    )
+    base_url: str | None = setting(None, "the server, such as http://host:8000; or --host, --port")
+    host: str = setting("127.0.0.1", "the server's address")
+    port: int = setting(8000, "the server's port", low=0, high=2**16 - 1)
+    endpoint: str | None = setting(None, "path of the route; default: by --backend")
+    header: list[str] = setting([], "KEY=VALUE of a header to send", many=True)
+    api_key: str | None = setting(
+        None, "sent as a Bearer token; default: OPENAI_API_KEY of the environment"
+    )
+    insecure: bool = setting(False, "do not check the certificate of an https server")
+    served_model_name: str | None = setting(
+        None, "the name that requests give; default: the model as given"
+    )
+    request_rate: float = setting(
+        math.inf, "requests a second; inf: all at once, or as --max-concurrency allows", low=0
+    )
+    burstiness: float = setting(
+        1.0,
+        "shape of the gamma distribution of the times between requests: 1 Poisson, below burstier,"
+        " inf evenly spaced",
+        low=0,
+    )
+    ramp_up_strategy: str | None = setting(
+        None, "how the rate goes from --ramp-up-start-rps to --ramp-up-end-rps", RAMP_UPS
+    )
+    ramp_up_start_rps: float | None = setting(None, "requests a second at the start", low=0)
+    ramp_up_end_rps: float | None = setting(None, "requests a second at the end", low=0)
+    max_concurrency: int | None = setting(
+        None,
+        "most requests under way; times of others begin when they are sent",
+        low=1,
+    )
+    num_warmups: int = setting(0, "requests that are sent before and not counted", low=0)
+    ready_check_timeout_sec: float = setting(
+        0.0, "seconds to wait until the server answers one request; 0: do not ask", low=0
+    )
+    request_timeout: float = setting(
+        6 * 3600.0, "seconds after which a request counts as failed", low=0
+    )
+    seed: int = setting(0, "of prompts, lengths and times", low=0)
+    ignore_eos: bool = setting(
+        False, "ask for all output tokens; on by itself for data sets that are made up"
+    )
+    disable_ignore_eos: bool = setting(False, "let made-up data sets end early, too")
+    logprobs: int | None = setting(None, "alternatives to ask for with each token", low=0)
+    temperature: float = setting(0.0, "of sampling", low=0)
+    top_p: float | None = setting(None, "of sampling; default: the server's")
+    top_k: int | None = setting(None, "of sampling; default: the server's")
+    min_p: float | None = setting(None, "of sampling; default: the server's")
+    frequency_penalty: float | None = setting(None, "of sampling; default: the server's")
+    presence_penalty: float | None = setting(None, "of sampling; default: the server's")
+    repetition_penalty: float | None = setting(None, "of sampling; default: the server's")
+    extra_body: str | None = setting(None, "JSON object of fields to add to each request")
+    percentile_metrics: str = setting(
+        "ttft,tpot,itl", "which of ttft,tpot,itl,e2el the table and the JSON report"
+    )
+    metric_percentiles: str = setting("99", "percentiles of them, such as 50,90,99")
+    goodput: list[str] = setting(
+        [],
+        "limits in milliseconds, such as ttft:500 tpot:30 e2el:5000; counts requests that meet all",
+        many=True,
+    )
+    save_result: bool = setting(False, "write the result as JSON")
+    save_detailed: bool = setting(False, "with every request's numbers and texts")
+    append_result: bool = setting(False, "add a line to the file in place of writing it anew")
+    result_dir: str | None = setting(None, "folder of the result; default: this one")
+    result_filename: str | None = setting(
+        None, "name of the result; default: from label, rate, concurrency, model and date"
+    )
+    label: str | None = setting(None, "name of this run in the result; default: the backend")
+    metadata: list[str] = setting([], "KEY=VALUE to add to the result", many=True)
+    profile: bool = setting(
+        False,
+        "POST /start_profile before and /stop_profile after (a server with --profiler-config)",
+    )
+    disable_tqdm: bool = setting(False, "no progress bar")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        _ = self.metrics, self.percentiles, self.limits_ms, self.headers
+        ramp = (self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if self.ramp_up_strategy is None and ramp != (None, None):
+            raise InputError("--ramp-up-start-rps", "expected only with --ramp-up-strategy")
+        if self.ramp_up_strategy is not None:
+            if None in ramp or math.isfinite(self.request_rate):
+                raise InputError(
+                    "--ramp-up-strategy",
+                    "expected --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate",
+                )
+            if ramp[0] > ramp[1] or (self.ramp_up_strategy == "exponential" and ramp[0] <= 0):
+                raise InputError(
+                    "--ramp-up-start-rps",
+                    "expected less than --ramp-up-end-rps, above 0 if exponential,"
+                    f" found {ramp[0]}",
+                )
+        for name in ("request_rate", "burstiness"):
+            if not getattr(self, name) > 0:
+                raise InputError(
+                    f"--{name.replace('_', '-')}", "expected a number above 0, found 0"
+                )
+
+    @property
+    def url(self) -> str:
+        """Scheme, host and port."""
+        return (self.base_url or f"http://{self.host}:{self.port}").rstrip("/")
+
+    @property
+    def is_chat(self) -> bool:
+        return self.backend.endswith("-chat")
+
+    @property
+    def path(self) -> str:
+        if self.endpoint is not None:
+            return self.endpoint
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Of METRICS, those to report, in the table's order."""
+        asked = [name for name in self.percentile_metrics.split(",") if name]
+        for name in asked:
+            if name not in METRICS:
+                raise InputError(
+                    "--percentile-metrics", f"expected some of {', '.join(METRICS)}, found {name!r}"
+                )
+        return tuple(name for name in METRICS if name in asked)
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        return read_percentiles(self.metric_percentiles)
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """Metric -> the longest that counts as good."""
+        return read_limits("--goodput", self.goodput)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return read_pairs("--header", self.header)
+
+
+def read_percentiles(text: str) -> tuple[float, ...]:
+    """Numbers such as 50,99.9. Raises InputError."""
+    try:
+        found = tuple(float(each) for each in text.split(",") if each)
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= each <= 100 for each in found):
+        raise InputError("--metric-percentiles", f"expected numbers from 0 to 100, found {text!r}")
+    return found
+
+
+def read_limits(flag: str, texts: list[str]) -> dict[str, float]:
+    """Limits such as ttft:500. Raises InputError."""
+    limits = {}
+    for text in (each for entry in texts for each in entry.split(",")):
+        name, _, value = text.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2el"):
+            raise InputError(
+                flag, f"expected ttft:MS, tpot:MS or e2el:MS, found {text!r}", "such as ttft:500"
+            )
+    return limits
+
+
+def read_pairs(flag: str, texts: list[str]) -> dict[str, str]:
+    """KEY=VALUE each. Raises InputError."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise InputError(flag, f"expected KEY=VALUE, found {text!r}")
+        pairs[name] = value
+    return pairs

@@ -1,0 +1,124 @@
+"""StepTimer: exact steps on an engine's model, replayed and timed. Knows no schedule.
+
+A decode or a short chunk runs in the engine's own CUDA graph, with its padding, as serving does;
+a longer one in a graph that is captured for it, or kernel by kernel with --enforce-eager. KV pages
+hold zeros. Weights and keys of a small model stay in the L2 cache between replays: its times are
+too good.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from formats.errors import InputError
+from qserve.bench.step_case import StepCase
+from qserve.engine.batch import Batch
+from qserve.engine.engine import Engine
+from qserve.engine.request import Request
+from qserve.engine.request_rows import RequestRows
+from qserve.engine.step_input import StepInput
+from qserve.engine.step_plan import Chunk, StepPlan
+from qserve.sampling_params import SamplingParams
+
+
+class StepTimer:
+    """Runs cases on an idle engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._runner = engine.runner
+        self._on_gpu = engine.runner.device.type == "cuda"
+
+    def step_of(self, case: StepCase) -> StepInput:
+        """The step of a case. Raises InputError where the engine cannot hold it."""
+        engine = self._engine
+        limits = (
+            ("--max-num-seqs", case.num_requests, engine.config.max_num_seqs),
+            ("--max-num-batched-tokens", case.num_tokens, engine.config.max_num_batched_tokens),
+            ("--max-model-len", case.longest, engine.max_model_len),
+        )
+        for flag, needed, limit in limits:
+            if needed > limit:
+                raise InputError(
+                    f"case {case.name}", f"needs {needed}, and {flag} is {limit}", "raise it"
+                )
+        pool, page_size = engine.scheduler.pool, engine.config.block_size
+        if case.num_pages(page_size) > pool.num_free:
+            raise InputError(
+                f"case {case.name}",
+                f"needs {case.num_pages(page_size)} KV pages, and there are {pool.num_free}",
+                "give the engine more memory",
+            )
+        chunks, tables = [], []
+        for kind in case.requests:
+            for _ in range(kind.count):
+                table: list[int] = []
+                pool.grow_(table, kind.kv_len + kind.query_len)
+                tables.append(table)
+                request = _request(len(chunks), kind.kv_len + kind.query_len, table)
+                chunks.append(Chunk(request, kind.kv_len, kind.query_len, kind.num_sampled))
+        step = StepInput.build(
+            StepPlan(chunks=tuple(chunks)), page_size=page_size, rows=RequestRows(len(chunks))
+        )
+        for table in tables:
+            pool.release_(table)  # nothing else runs, so the pages stay what they are
+        return replace(step, page_moves=pool.take_moves())
+
+    @torch.inference_mode()
+    def replayed(self, step: StepInput) -> tuple[Callable[[], object], str]:
+        """What runs the model on a step once more, and how: "engine", "captured" or "none"."""
+        runner = self._runner
+        key = None if runner.graphs is None else runner.graphs.key_for(step)
+        if key is not None:
+            runner.graphs.fill_(key, step)
+            return lambda: runner.graphs.replay(key), "engine"
+        batch = Batch.of(step, runner.device)
+
+        @torch.inference_mode()
+        def run() -> torch.Tensor:
+            return runner.decoder.logits(runner.forward(batch)[batch.logits_rows_S])
+
+        if not self._on_gpu or self._engine.config.enforce_eager:
+            return run, "none"
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay, "captured"
+
+    @torch.inference_mode()
+    def sample_us(self, run: Callable[[], object], iters: int) -> float:
+        """Microseconds of one run, back to back."""
+        if not self._on_gpu:
+            started = time.perf_counter()
+            for _ in range(iters):
+                run()
+            return 1e6 * (time.perf_counter() - started) / iters
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(iters):
+            run()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / iters
+
+    def launch_us(self, step: StepInput, iters: int) -> float:
+        """Microseconds of a whole step: its inputs to the device, the model, sampling."""
+        return self.sample_us(lambda: self._runner.launch(step), iters)
+
+
+def _request(index: int, length: int, table: list[int]) -> Request:
+    return Request(
+        request_id=f"case-{index}",
+        token_ids=[7 + index % 1000] * length,
+        num_prompt_tokens=length,
+        max_tokens=8,
+        params=SamplingParams(temperature=0),
+        seed=0,
+        stop_token_ids=frozenset(),
+        eos_token_ids=frozenset(),
+        block_table=table,
+    )

@@ -1,0 +1,113 @@
+"""StepTimes: how long a step takes, fitted to what `bench forward` measured. Loads no torch.
+
+    seconds = products(T) + a * keys that decodes read + b * pairs of prompt tokens and their keys
+
+`products` is linear between the token counts T that were measured; all is one least-squares fit of
+relative errors.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from formats.errors import InputError
+from qserve.engine.scheduler import load_of
+from qserve.engine.step_pace import StepLoad
+from qserve.engine.step_plan import StepPlan
+
+KEYS, PAIRS = 1e5, 1e7  # in which keys and pairs are counted, so that the factors are alike
+MEDIAN, WHOLE = "median_us", "step_us"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step."""
+
+    token_counts: tuple[float, ...]  # ascending
+    product_seconds: tuple[float, ...]  # at these
+    key_seconds: float
+    pair_seconds: float
+    error: float = 0.0  # the fit's mean relative error
+
+    @classmethod
+    def fixed(cls, seconds: float) -> "StepTimes":
+        """Every step takes as long."""
+        return cls(
+            token_counts=(1.0,), product_seconds=(seconds,), key_seconds=0.0, pair_seconds=0.0
+        )
+
+    @classmethod
+    def read(cls, path: str) -> "StepTimes":
+        """Of a result of `bench forward`. Raises InputError."""
+        try:
+            cases = json.loads(Path(path).read_text(encoding="utf-8"))["cases"]
+            return cls.fit(cases)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                path, f"expected a result of bench forward: {type(error).__name__}: {error}"
+            ) from None
+
+    @classmethod
+    def fit(cls, cases: Sequence[dict[str, Any]]) -> "StepTimes":
+        """The whole step counts, with its inputs and its sampling, as far as the GPU does it."""
+        loads = [_load_of_case(case) for case in cases]
+        seconds = np.array([case[MEDIAN] for case in cases]) / 1e6
+        knots = np.array(sorted({float(_tokens(load)) for load in loads}))
+        columns = np.array([_features(load, knots) for load in loads])
+        weighted = columns / seconds[:, None]
+        factors, *_ = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)
+        if (factors[-2:] < 0).any():  # too few contexts to tell them: they do not count
+            factors[-2:] = 0
+            factors[:-2], *_ = np.linalg.lstsq(weighted[:, :-2], np.ones(len(seconds)), rcond=None)
+        errors = np.abs(columns @ factors / seconds - 1)
+        return cls(
+            token_counts=tuple(knots.tolist()),
+            product_seconds=tuple(np.maximum(factors[:-2], 0).tolist()),
+            key_seconds=float(factors[-2]),
+            pair_seconds=float(factors[-1]),
+            error=float(errors.mean()),
+        )
+
+    def of_plan(self, plan: StepPlan) -> float:
+        return self.of_load(load_of(plan.chunks))
+
+    def of_load(self, load: StepLoad) -> float:
+        """Beyond the largest token count that was measured, as steep as before it."""
+        tokens, counts, seconds = _tokens(load), self.token_counts, self.product_seconds
+        if len(counts) > 1 and tokens > counts[-1]:
+            slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+            products = seconds[-1] + slope * (tokens - counts[-1])
+        else:
+            products = float(np.interp(tokens, counts, seconds))
+        others = (
+            self.key_seconds * load.num_keys / KEYS + self.pair_seconds * load.num_pairs / PAIRS
+        )
+        return products + others
+
+
+def _tokens(load: StepLoad) -> int:
+    return load.num_prompt_tokens + load.num_decodes
+
+
+def _features(load: StepLoad, knots: np.ndarray) -> np.ndarray:
+    """Weights of the knots on both sides of a token count, then keys and pairs."""
+    tents = [np.interp(_tokens(load), knots, row) for row in np.eye(len(knots))]
+    return np.array([*tents, load.num_keys / KEYS, load.num_pairs / PAIRS])
+
+
+def _load_of_case(case: dict[str, Any]) -> StepLoad:
+    prompts = [each for each in case["requests"] if each["query_len"] > 1]
+    decodes = [each for each in case["requests"] if each["query_len"] == 1]
+    return StepLoad(
+        num_prompt_tokens=sum(each["count"] * each["query_len"] for each in prompts),
+        num_decodes=sum(each["count"] for each in decodes),
+        num_keys=sum(each["count"] * (each["kv_len"] + 1) for each in decodes),
+        num_pairs=sum(
+            each["count"] * each["query_len"] * (2 * each["kv_len"] + each["query_len"]) // 2
+            for each in prompts
+        ),
+    )

@@ -1,0 +1,31 @@
+"""StepRanges: names of steps for a profiler, while one records. Knows plans and no files."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from qserve.engine.step_plan import StepPlan
+
+_NOTHING = nullcontext()
+
+
+class StepRanges:
+    """Off until somebody sets `recording`: a step then costs one comparison."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.num_steps = 0  # since recording began
+
+    def around(self, plan: StepPlan) -> AbstractContextManager:
+        """What a step is launched in: a range that says what it computes."""
+        if not self.recording:
+            return _NOTHING
+        decodes = sum([chunk.count == 1 for chunk in plan.chunks])
+        prompts = sum([chunk.count for chunk in plan.chunks if chunk.count > 1])
+        return self.named(f"decode={decodes} chunk={prompts}")
+
+    def named(self, what: str) -> AbstractContextManager:
+        """The range of the next step."""
+        name = f"step {self.num_steps} {what}"
+        self.num_steps += 1
+        return torch.profiler.record_function(name)

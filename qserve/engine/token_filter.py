@@ -1,0 +1,57 @@
+"""TokenFilter: which tokens an output may hold: `allowed_token_ids` and `bad_words` as masks.
+
+Knows no request and no grammar. A mask is a row of int64 words, a bit for each token: token t is
+bit t % 64 of word t // 64, and 1 allows it.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from qkernels.sampling.settings import MASK_BITS
+
+
+class TokenFilter:
+    """One output's. What follows from no token before it is one mask, made once."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        allowed: Sequence[int] | None,
+        forbidden: Iterable[Sequence[int]],
+    ) -> None:
+        """`allowed` None: all. `forbidden`: sequences of which none may come to its end."""
+        bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, bool)
+        bits[slice(vocab_size) if allowed is None else list(allowed)] = True
+        self._last: dict[int, list[tuple[Sequence[int], int]]] = {}  # by the last token but one
+        for sequence in forbidden:
+            *before, last = sequence
+            if before:
+                self._last.setdefault(before[-1], []).append((before, last))
+            else:
+                bits[last] = False
+        self._mask = np.packbits(bits, bitorder="little").view(np.int64)
+
+    @property
+    def follows_output(self) -> bool:
+        """Whether the mask depends on the tokens before."""
+        return bool(self._last)
+
+    def mask(self, token_ids: Sequence[int], start: int) -> np.ndarray:
+        """The mask of the token after all of these; words begin at `start` or later. Read only."""
+        if len(token_ids) <= start:
+            return self._mask
+        ended = [
+            last
+            for before, last in self._last.get(token_ids[-1], ())
+            if len(token_ids) - start >= len(before) and token_ids[-len(before) :] == before
+        ]
+        return without(self._mask, ended) if ended else self._mask
+
+
+def without(mask: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
+    """A copy that forbids these tokens, too."""
+    mask = mask.copy()
+    for token in token_ids:
+        mask[token // MASK_BITS] &= ~np.left_shift(np.int64(1), np.int64(token % MASK_BITS))
+    return mask

@@ -1,0 +1,46 @@
+"""Floors: the least time that a step's bytes or operations take on this GPU, by operator class."""
+
+import torch
+
+from qkernels.bench.measure import CEILINGS
+from qserve.bench.step_case import StepCase
+from qserve.engine.engine import Engine
+
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+A_PRODUCT = "model.layers.0.mlp.up_proj"  # whose scheme stands for those of all layers
+
+
+def floors_us(engine: Engine, case: StepCase) -> dict[str, float]:
+    """Class -> microseconds of one step; empty for a GPU that was not measured, and for experts.
+
+    Products: all weights are read once, or two operations are done for each weight and token, on
+    bf16 units. Attention: the keys and values of the context are read once, or its operations done.
+    """
+    model = engine.model_config
+    if engine.runner.device.type != "cuda" or EXPERTS & model.values.keys():
+        return {}
+    ceiling = CEILINGS.get(torch.cuda.get_device_name())
+    if ceiling is None:
+        return {}
+    scheme = None if model.quant is None else model.quant.scheme_for(A_PRODUCT)
+    bits = 16 if scheme is None else scheme.weight.bits
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    of_layers = model.num_layers * model.hidden_size * (heads + 3 * model.intermediate_size)
+    of_head = model.hidden_size * model.vocab_size
+    num_bytes = of_layers * bits / 8 + of_head * 2
+    operations = 2 * (of_layers * case.num_tokens + of_head * case.num_requests)
+    kv_bytes_per_token = engine.runner.bytes_per_page / engine.config.block_size
+    num_keys = sum(each.count * (each.kv_len + each.query_len) for each in case.requests)
+    pairs = sum(
+        each.count * each.query_len * (each.kv_len + each.query_len / 2) for each in case.requests
+    )
+    attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
+    return {
+        "products": 1e6
+        * max(num_bytes / ceiling.bytes_per_second, operations / ceiling.operations_per_second),
+        "attention": 1e6
+        * max(
+            num_keys * kv_bytes_per_token / ceiling.bytes_per_second,
+            attention / ceiling.operations_per_second,
+        ),
+    }

@@ -1,0 +1,34 @@
+"""Operator classes: which kernel of a trace belongs to what. The first match wins. Knows no torch.
+
+Names are those of the kernels of qkernels/, of torch and of NVIDIA's libraries; on a CPU, of
+torch's operators.
+"""
+
+import re
+
+OTHER = "other"
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("communication", r"nccl|all_?reduce|allgather|reduce_scatter_kernel|custom_ar"),
+    ("sampling", r"_draw|draw_(few|many)|_pick|_sort_pairs|_sum_pairs|find_pairs|mass_of|softmax"),
+    ("sampling", r"sample|argmax|topk|multinomial|_first_largest|_in_order|log_probab|bitonic"),
+    ("attention", r"attention|attend|merge_splits|flash|fmha|sdpa|scaled_dot"),
+    ("rope, KV", r"rope|write_kv|rotar"),
+    ("experts", r"experts|_route|route_tokens|moe"),
+    ("products", r"wna16|w4a16|w8a16|w8a8|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),
+    ("products", r"::mm\b|addmm|::bmm|linear|matmul|dequantize(?!_pages)|prefetch"),
+    ("norms", r"norm"),
+    ("activation", r"silu|gelu|_act_and_mul|sigmoid"),
+    ("quantize", r"quantize|to_limbs|encode|_to_int8"),
+    ("embedding", r"embedding|indexSelect|index_select|gather|vectorized_gather"),
+    ("copies", r"memcpy|memset|copy|::fill_|FillFunctor|::clamp|::to\b|cat\b|CatArray|index"),
+    ("elementwise", r"elementwise|reduce_kernel|::add|::mul|::div|::sum|::max|::pow|::rsqrt"),
+)
+_COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in CLASSES)
+
+
+def class_of(kernel: str) -> str:
+    """The class of a kernel's or operator's name."""
+    for name, pattern in _COMPILED:
+        if pattern.search(kernel):
+            return name
+    return OTHER

@@ -1,0 +1,28 @@
+"""Settings of `qserve profile`. Loads no torch."""
+
+from dataclasses import dataclass
+
+from qserve.config import check_settings, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSettings:
+    """Which steps, or which trace."""
+
+    case: list[str] = setting(
+        [], "steps, as `qserve bench forward --case` takes them: decode=32*1@4096", many=True
+    )
+    iters: int = setting(10, "replays of each case", low=1)
+    with_stack: bool = setting(False, "record Python's stacks too, which makes launches slower")
+    profile_dir: str = setting("profile", "folder of the traces and tables")
+    profiler: str = setting(
+        "torch",
+        "torch: a trace and its table; cuda: cudaProfilerStart and NVTX ranges alone, for nsys"
+        " profile --capture-range=cudaProfilerApi --cuda-graph-trace=node",
+        ("torch", "cuda"),
+    )
+    trace: str | None = setting(None, "read this chrome trace in place of running: needs no GPU")
+    with_trace: str | None = setting(None, "and print what differs in this one from --trace")
+
+    def __post_init__(self) -> None:
+        check_settings(self)

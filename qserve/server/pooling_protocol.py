@@ -1,0 +1,109 @@
+"""The bodies of requests for vectors and scores: fields and types."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from qserve.server.protocol import (
+    MAX_NAME_CHARS,
+    ONE_ERROR,
+    PROMPT_FORMS,
+    Body,
+    at_most,
+    check_request_id,
+)
+
+MAX_INPUTS = 2048  # OpenAI's
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    """All forms of `input` as a list, each item text or token ids."""
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input", f"expected {PROMPT_FORMS}")
+    if not 1 <= len(value) <= MAX_INPUTS:
+        raise PydanticCustomError("input", f"expected 1 to {MAX_INPUTS} inputs, found {len(value)}")
+    for item in value:
+        is_ids = isinstance(item, list) and all(type(token) is int for token in item)
+        if not isinstance(item, str) and not is_ids:
+            raise PydanticCustomError("input", f"expected {PROMPT_FORMS}")
+        if not item:
+            raise PydanticCustomError("input", "expected no empty input")
+    return value
+
+
+def _text_of(value: Any) -> Any:
+    """A document's text: itself, or the field `text` of an object."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return value["text"]
+    return value
+
+
+def _not_empty(value: str) -> str:
+    if not value:
+        raise PydanticCustomError("text", "expected no empty text")
+    return value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_text_of), AfterValidator(_not_empty)]
+Texts = Annotated[list[Text], ONE_ERROR, at_most(MAX_INPUTS, "texts"), BeforeValidator(_as_list)]
+
+
+class PooledRequest(Body):
+    """What all of them take. None is a field that is not set."""
+
+    model: str | None = None
+    request_id: Annotated[str | None, AfterValidator(check_request_id)] = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str | None, AfterValidator(_not_empty)] = None
+    truncate_prompt_tokens: int | None = None
+
+
+class EmbeddingRequest(PooledRequest):
+    """The body of POST /v1/embeddings."""
+
+    input: Annotated[Any, AfterValidator(_inputs)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: Annotated[str | None, at_most(MAX_NAME_CHARS, "characters")] = None
+    add_special_tokens: bool | None = None
+
+
+class PoolingRequest(EmbeddingRequest):
+    """The body of POST /pooling."""
+
+    task: Literal["embed", "token_embed", "classify"] | None = None
+
+
+class ScoreRequest(PooledRequest):
+    """The body of POST /score: one text with each of several, or pair by pair."""
+
+    text_1: Texts
+    text_2: Texts
+    instruction: str | None = None
+
+
+class RerankRequest(PooledRequest):
+    """The body of POST /rerank."""
+
+    query: Text
+    documents: Texts
+    top_n: int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> "RerankRequest":
+        if not self.documents:
+            raise PydanticCustomError("documents", "expected at least one document")
+        if self.top_n is not None and self.top_n < 0:
+            raise PydanticCustomError("top_n", "expected top_n of 0, for all, or more")
+        return self

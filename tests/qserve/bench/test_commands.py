@@ -1,0 +1,119 @@
+"""The commands of `qserve bench` that run a model, with the small one on a CPU."""
+
+import json
+
+import pytest
+
+from formats.errors import InputError
+from qserve.bench.commands import BENCH_COMMANDS
+from qserve.bench.step_case import CaseRequests, StepCase
+from qserve.cli import build_parser, main
+
+MODEL = "examples/models/docs-5m"
+ENGINE = ["--device", "cpu", "--cpu-kv-cache-memory", "0.02", "--max-num-seqs", "8"]
+
+
+def test_every_command_has_help():
+    (action,) = (a for a in build_parser()._actions if a.dest == "command")
+    (inner,) = (a for a in action.choices["bench"]._actions if a.dest == "bench command")
+    assert inner.choices.keys() == BENCH_COMMANDS.keys()
+    for parser in inner.choices.values():
+        assert all(len(each.help) > 8 for each in parser._actions)
+
+
+def run(capsys, *arguments):
+    assert main(["bench", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_latency(tmp_path, capsys):
+    out = tmp_path / "latency.json"
+    flags = ["--batch-size", "2", "--input-len", "6", "--output-len", "3", "--num-iters", "2"]
+    flags += ["--num-iters-warmup", "1", "--output-json", str(out)]
+    flags += ["--profile", "--profile-dir", str(tmp_path)]
+    shown = run(capsys, "latency", "--model", MODEL, *ENGINE, *flags)
+    assert "Avg latency: " in shown and "99% percentile latency: " in shown
+    assert "3 steps, span" in shown  # one prompt step, two decodes
+    found = json.loads(out.read_text())
+    assert {"model_id", "avg_latency", "latencies", "percentiles"} <= found.keys()
+    assert found["percentiles"].keys() == {"10", "25", "50", "75", "90", "99"}
+    assert len(found["latencies"]) == 2
+    assert 0 < found["avg_first_token_latency"] < found["avg_latency"]
+    names = {each["name"] for each in _events(tmp_path / "latency.trace.json.gz")}
+    assert "layer 0" in names and "step 0 decode=0 chunk=12" in names
+
+
+def _events(path):
+    from qserve.profile.chrome_trace import read_trace
+
+    return read_trace(path)
+
+
+def test_throughput(tmp_path, capsys):
+    out = tmp_path / "throughput.json"
+    flags = ["--num-prompts", "5", "--input-len", "7", "--output-len", "3", "--disable-tqdm"]
+    shown = run(capsys, "throughput", MODEL, *ENGINE, *flags, "--output-json", str(out))
+    assert "Throughput: " in shown and "Total num output tokens:  15" in shown
+    found = json.loads(out.read_text())
+    keys = {"elapsed_time", "num_requests", "total_num_tokens", "requests_per_second"}
+    assert keys | {"tokens_per_second"} <= found.keys()
+    assert found["total_num_tokens"] >= 5 * (7 - 2) + 15 and found["num_steps"] == 3
+
+
+def test_startup(tmp_path, capsys):
+    out = tmp_path / "startup.json"
+    flags = ["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1"]
+    flags += ["--input-len", "4", "--output-json", str(out)]
+    shown = run(capsys, "startup", MODEL, *ENGINE, *flags)
+    assert "Loading the model" in shown
+    found = json.loads(out.read_text())
+    for name in ("cold_startup", "warm_startup", "cold_compilation", "warm_compilation"):
+        assert {f"avg_{name}_time", f"{name}_times", f"{name}_percentiles"} <= found.keys()
+    assert found["avg_cold_first_token_time"] > found["avg_cold_startup_time"] > 0
+
+
+def test_forward_and_simulate_with_its_times(tmp_path, capsys):
+    out = tmp_path / "forward.json"
+    cases = ["mix=8,2*1@9", "verify=2*3@8:2", "part=8@8c"]
+    flags = ["--case", *cases, "--decode-batches", "1,4", "--decode-contexts", "8,32"]
+    flags += ["--prefill-tokens", "8,24", "--iters", "1", "--samples", "2"]
+    shown = run(capsys, "forward", MODEL, *ENGINE, *flags, "--output-json", str(out))
+    assert "[forward] verify: 2 reqs, 6 tokens, median " in shown
+    found = json.loads(out.read_text())
+    assert [each["case"] for each in found["cases"]][:4] == ["mix", "verify", "part", "decode-1x8"]
+    assert len(found["cases"]) == 3 + 4 + 2
+    assert all(each["median_us"] > 0 and each["graph"] == "none" for each in found["cases"])
+    shown = run(capsys, "simulate", "--steps", str(out), "--num-prompts", "4")
+    assert (
+        "Simulated Serving Result" in shown
+        and "Successful requests:                     4" in shown
+    )
+    shown = run(capsys, "compare", str(out), str(out))
+    assert "mix.median_us" in shown and "within the spread" in shown
+
+
+def test_profile_of_a_case(tmp_path, capsys):
+    flags = ["--case", "decode=2*1@8", "--iters", "2", "--profile-dir", str(tmp_path)]
+    assert main(["profile", MODEL, *ENGINE, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "2 steps" in shown and "products" in shown and "attention" in shown
+
+
+def test_cases_as_texts():
+    case = StepCase.parse("mix=2048,32*1@4096,3*4@7:3,5@6c")
+    assert case.requests == (
+        CaseRequests(query_len=2048),
+        CaseRequests(count=32, query_len=1, kv_len=4096),
+        CaseRequests(count=3, query_len=4, kv_len=7, num_draft_tokens=3),
+        CaseRequests(query_len=5, kv_len=6, chunked=True),
+    )
+    assert [each.num_sampled for each in case.requests] == [1, 1, 4, 0]
+    assert case.num_tokens == 2048 + 32 + 12 + 5 and case.longest == 4097
+    for wrong in ("decode", "x=", "x=0*1", "x=2@3:4", "x=1@2d"):
+        with pytest.raises(InputError, match="--case"):
+            StepCase.parse(wrong)
+
+
+def test_a_case_that_does_not_fit_is_named(capsys):
+    assert main(["bench", "forward", MODEL, *ENGINE, "--case", "d=9*1@3"]) == 1
+    assert "case d: needs 9, and --max-num-seqs is 8" in capsys.readouterr().err

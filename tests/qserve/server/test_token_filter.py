@@ -1,0 +1,76 @@
+"""allowed_token_ids and bad_words over HTTP: what reaches the engine, what is a 400."""
+
+import json
+
+import pytest
+
+
+def params_of(server):
+    return [request[2] for request in server.client.requests]
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_what_reaches_the_engine(server, tokenizer, route):
+    fields = {"allowed_token_ids": [5, 6, 5], "bad_words": ["trait", "not there"], "n": 2}
+    assert getattr(server, route)(**fields).status_code == 200
+    expected = {
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for text in ("trait", " trait", "not there", " not there")
+    }
+    assert len(expected) == 4
+    for params in params_of(server):
+        assert params.allowed_token_ids == (5, 6, 5)
+        assert set(params.bad_words_token_ids) == expected
+    assert len(params_of(server)) == 2
+
+
+def test_responses_take_them_too(server):
+    body = {"input": "Hi", "allowed_token_ids": [5], "bad_words": ["a"]}
+    assert server.post("/v1/responses", body).status_code == 200
+    (params,) = params_of(server)
+    assert params.allowed_token_ids == (5,) and params.bad_words_token_ids
+
+
+def test_all_prompts_of_a_request_have_them(server):
+    assert server.complete(prompt=["a", "b"], bad_words=["c"]).status_code == 200
+    first, second = params_of(server)
+    assert first.bad_words_token_ids == second.bad_words_token_ids != ()
+
+
+def test_none_and_no_words_change_nothing(server):
+    assert server.complete(allowed_token_ids=None, bad_words=[]).status_code == 200
+    (params,) = params_of(server)
+    assert not params.has_filter
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [8192]},
+        {"allowed_token_ids": [-1]},
+        {"allowed_token_ids": ["5"]},
+        {"allowed_token_ids": [1] * (2**14 + 1)},
+        {"bad_words": "a"},
+        {"bad_words": ["a", ""]},
+        {"bad_words": ["  "]},
+        {"bad_words": ["a" * 257]},
+        {"bad_words": ["a"] * 257},
+        {"bad_words": [5]},
+    ],
+)
+def test_what_cannot_be_is_a_400(server, error, fields):
+    for call in (server.complete, server.chat):
+        assert error(call(**fields), 400)["param"].startswith(next(iter(fields)))
+    assert not server.client.requests
+
+
+def test_half_a_character_is_a_400(server, error):
+    body = json.dumps({"prompt": "a", "bad_words": ["\ud800"]})
+    error(server.request("POST", "/v1/completions", content=body), 400)
+
+
+def test_nothing_left_is_told_to_the_client(server, error, chunks):
+    server.client.fails_at, server.client.fails_as_asked = 2, True
+    assert "deadbeef" in error(server.complete(), 400)["message"]
+    assert chunks(server.complete(stream=True))[-1]["error"]["code"] == 400
