@@ -5,9 +5,11 @@ import json
 import jsonschema
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
+from qserve.output_parsing.output_parser import TOOL_PARSERS
 from qserve.text import Tokenizer
 from tests.qserve.server.conftest import Server
 
@@ -97,7 +99,7 @@ def test_one_call_if_they_must_not_be_parallel(hermes, chunks):
 
 
 def test_a_broken_call_is_content(hermes):
-    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": nope}}</tool_call>'
+    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": ?}}</tool_call>'
     choice = choice_of(hermes.chat(tools=TOOLS))
     assert choice["message"]["content"] == hermes.client.text
     assert choice["finish_reason"] == "stop"
@@ -321,6 +323,54 @@ def test_tools_and_calls_make_no_control_tokens(templated, error):
 def test_a_parser_is_needed_where_models_choose():
     with pytest.raises(InputError, match="--tool-call-parser"):
         ServerConfig(enable_auto_tool_choice=True)
+
+
+WRITTEN = {
+    "hermes": CALL,
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+    "pythonic": "[get_weather(city='Oslo')]",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
+def test_every_parser(make_server, chunks, name):
+    server = make_server(ServerConfig(enable_auto_tool_choice=True, tool_call_parser=name))
+    server.client.text = WRITTEN[name]
+    choice = choice_of(server.chat(tools=TOOLS))
+    (call,) = choice["message"]["tool_calls"]
+    _, streamed, ending = joined(chunks(server.chat(tools=TOOLS, stream=True)))
+    assert choice["message"]["content"] is None
+    for function in (call["function"], *streamed):
+        assert function["name"] == "get_weather"
+        assert json.loads(function["arguments"]) == {"city": "Oslo"}
+    assert ending == choice["finish_reason"] == "tool_calls" and len(streamed) == 1
+    server.client.text = "Plain."
+    assert choice_of(server.chat(tools=TOOLS))["message"]["content"] == "Plain."
+
+
+def test_a_call_that_breaks_in_a_stream(hermes, chunks):
+    """Its name cannot be taken back; all that follows is content."""
+    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": ?}}</tool_call>'
+    message, (call,), ending = joined(chunks(hermes.chat(tools=TOOLS, stream=True)))
+    assert (call["name"], call["arguments"]) == ("g", '{"a": ')
+    assert message["content"] == "?}}</tool_call>" and ending == "tool_calls"
+
+
+def test_a_marker_that_is_a_special_token(docs_5m, tmp_path):
+    """Answers leave special tokens out; here the parser has to see one."""
+    saved = AutoTokenizer.from_pretrained(docs_5m)
+    saved.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    saved.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.is_hidden("[TOOL_CALLS]") and not tokenizer.is_hidden("<tool_call>")
+    config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="mistral")
+    server = Server(tokenizer, config)
+    server.client.text = WRITTEN["mistral"]
+    assert choice_of(server.chat(tools=TOOLS))["message"]["tool_calls"]
+    assert not choice_of(server.chat())["message"]["content"].startswith("[TOOL_CALLS]")
 
 
 def test_mistral_ids_fit_its_template(make_server):
