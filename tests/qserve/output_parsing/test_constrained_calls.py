@@ -4,12 +4,16 @@ import json
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
 
 from qserve import LLM, SamplingParams
 from qserve.output_parsing.output_parser import Message, OutputParser, ParseSettings
 from qserve.output_parsing.reasoning import REASONING_PARSERS, grammar_prefix
 from qserve.server.tool_fields import Tool
 from qserve.server.tool_use import NAMED, REQUIRED, ToolUse
+from qserve.structured.grammar import grammar_text
 from qserve.structured.params import StructuredOutputsParams
 
 WORD = {"type": "string", "pattern": "^[a-z]{1,6}$"}
@@ -76,6 +80,30 @@ def test_named(llm):
         for output in outputs:
             if output.finish_reason == "stop":
                 check(use.named, output.text)
+
+
+@pytest.mark.parametrize("name", list(REASONING_PARSERS))
+@pytest.mark.parametrize("are_special", [False, True])
+def test_the_grammar_of_reasoning(docs_5m, name, are_special):
+    tokenizer = AutoTokenizer.from_pretrained(docs_5m)
+    if are_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    form = REASONING_PARSERS[name]
+    for before, may_think, must_think in (
+        ("", True, form.is_implied),
+        ("<think>\n", True, True),
+        ("<think>\n\n</think>\n\n", False, False),
+    ):
+        prefix = grammar_prefix(form, before, are_special=are_special)
+        params = StructuredOutputsParams(json={"type": "integer"}, prefix=prefix)
+        start = "" if must_think else form.start
+        texts = {f'{start} hm {{"a"}}\n no</think>\n\n12': may_think, "12": not must_think}
+        for text, expected in texts.items():
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            matcher = LLMatcher(from_tokenizer(tokenizer), grammar_text(params))
+            num_taken = matcher.try_consume_tokens(ids)
+            is_whole = num_taken == len(ids) and matcher.is_accepting()
+            assert is_whole == expected, (before, text)
 
 
 @pytest.mark.parametrize("name", list(REASONING_PARSERS))
