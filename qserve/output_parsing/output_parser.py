@@ -3,6 +3,7 @@
 Knows no tokens and no HTTP.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ TOOL_PARSERS = {
     ),
 }
 # What a grammar makes any model write where calls are required.
-REQUIRED = ToolFormat(read=json_calls.call_list, starts=("[",))
+REQUIRED = ToolFormat(read=json_calls.call_list, starts=("[",), is_forced=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +49,15 @@ class ParseSettings:
             markers = (*markers, form.start, form.end)
         return markers
 
-    @property
-    def grammar_prefix(self) -> str:
-        """Lark of what may come before a text that a grammar holds to a form; empty: nothing."""
+    def grammar_prefix(self, is_special: Callable[[str], bool]) -> str:
+        """Lark of what may come before a text that a grammar holds to a form; empty: nothing.
+
+        `is_special`: whether a marker is a special token.
+        """
         if self.reasoning_parser is None:
             return ""
-        return grammar_prefix(REASONING_PARSERS[self.reasoning_parser], self.prompt_end)
+        form = REASONING_PARSERS[self.reasoning_parser]
+        return grammar_prefix(form, self.prompt_end, are_special=is_special(form.end))
 
 
 class OutputParser:

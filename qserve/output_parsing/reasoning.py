@@ -22,6 +22,7 @@ REASONING_PARSERS = {
 # What a prompt's end says of the reasoning.
 OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
 SPACE = r"/[ \t\r\n]{0,4}/"
+ANY = r"(.|\n)*"
 
 
 def state_after(form: ReasoningFormat, prompt_end: str) -> str:
@@ -32,15 +33,21 @@ def state_after(form: ReasoningFormat, prompt_end: str) -> str:
     return OPEN if form.is_implied or before.endswith(form.start) else POSSIBLE
 
 
-def grammar_prefix(form: ReasoningFormat, prompt_end: str) -> str:
-    """Lark of the reasoning that may come before a text of some form; empty: none may."""
+def grammar_prefix(form: ReasoningFormat, prompt_end: str, *, are_special: bool = False) -> str:
+    """Lark of the reasoning that may come before a text of some form; empty: none may.
+
+    `are_special`: the markers are special tokens, which no text matches.
+    """
     state = state_after(form, prompt_end)
     if state == CLOSED:
         return ""
-    thought = f'thought[suffix="{form.end}"]:'
-    if state == OPEN:
-        return f"prefix: thought {SPACE}\n{thought} /(.|\\n)*/"
-    return f"prefix: (thought {SPACE})?\n{thought} /[ \\t\\r\\n]{{0,4}}{form.start}(.|\\n)*/"
+    start = form.start if state == POSSIBLE else ""
+    prefix = f"prefix: (thought {SPACE})?" if start else f"prefix: thought {SPACE}"
+    if are_special:
+        begun = f"{SPACE} {start} " if start else ""
+        return f"{prefix}\nthought: {begun}/{ANY}/ {form.end}"
+    begun = f"{SPACE[1:-1]}{start}" if start else ""
+    return f'{prefix}\nthought[suffix="{form.end}"]: /{begun}{ANY}/'
 
 
 class ReasoningScanner:

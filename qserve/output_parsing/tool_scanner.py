@@ -16,6 +16,7 @@ class ToolFormat:
     read: Callable[[Calls, str], Reader[str]]  # from behind what it begins with, which is given
     markers: tuple[str, ...] = ()  # texts that begin calls, wherever they stand
     starts: tuple[str, ...] = ()  # characters that may begin calls where the text begins
+    is_forced: bool = False  # by a grammar: what is no whole call was cut, and is no content
 
 
 class ToolScanner:
@@ -98,7 +99,8 @@ class ToolScanner:
         except BrokenCall:
             # The character that broke it may begin the next call.
             raw = "".join(self._calls.raw)
-            self._calls.give_up(raw.removesuffix(char))
+            if char or not self._format.is_forced:
+                self._calls.give_up(raw.removesuffix(char))
             rest = char
         else:
             return

@@ -159,7 +159,8 @@ def _parsed(job: Job, model: ServedModel, use: ToolUse) -> Job:
     params = job.params
     if any(map(model.tokenizer.is_hidden, parsing.markers)):
         params = [replace(each, skip_special_tokens=False) for each in params]
-    if (prefix := parsing.grammar_prefix) and (form := params[0].structured_outputs):
+    prefix = parsing.grammar_prefix(model.tokenizer.is_hidden)
+    if prefix and (form := params[0].structured_outputs):
         params = [replace(params[0], structured_outputs=replace(form, prefix=prefix))]
     return replace(job, parsing=parsing, params=params)
 

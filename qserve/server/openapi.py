@@ -37,6 +37,8 @@ from qserve.server.protocol import (
 )
 from qserve.server.responses_job import TEXT_PARTS, ResponsesRequest
 from qserve.server.token_job import DetokenizeRequest, TokenizeRequest
+from qserve.server.tool_fields import CALL_ID, MAX_CALLS, MAX_TOOLS
+from qserve.server.tool_use import MODES
 from qserve.server.unsupported import TABLES
 
 NULL = {"type": "null"}
@@ -76,6 +78,39 @@ def _message(kinds: tuple[str, ...]) -> dict:
     }
 
 
+def _chat_message() -> dict:
+    """A message, or one of the assistant with calls, which needs no content."""
+    message = _message(("text",))
+    optional = {
+        "tool_call_id": {"anyOf": [{"type": "string", "pattern": f"^{CALL_ID.pattern}$"}, NULL]},
+        "reasoning_content": {"type": ["string", "null"]},
+    }
+    message["properties"] |= optional | {"tool_calls": NULL}
+    call = {"$ref": "#/components/schemas/ToolCall"}
+    calling = {
+        "type": "object",
+        "properties": message["properties"]
+        | {
+            "role": {"const": "assistant"},
+            "content": {"anyOf": [message["properties"]["content"], NULL]},
+            "tool_calls": _array(call, 1, MAX_CALLS),
+        },
+        "required": ["role", "tool_calls"],
+    }
+    return {"anyOf": [message, calling]}
+
+
+def _tool_choice() -> dict:
+    kind, name = {"const": "function"}, {"type": "string"}
+    function = {"type": "object", "properties": {"name": name}, "required": ["name"]}
+    named = {
+        "type": "object",
+        "properties": {"type": kind, "function": function},
+        "required": ["type", "function"],
+    }
+    return {"anyOf": [{"enum": list(MODES)}, named]}
+
+
 def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     """What a field holds, beyond what its type says; null is allowed beside, but of REQUIRED."""
     tokens = {"type": "array", "items": _integer(0, vocab_size - 1)}
@@ -98,7 +133,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
         "max_completion_tokens": _integer(1, max_model_len),
         "max_output_tokens": _integer(1, max_model_len),
         "max_tokens": _integer(1, max_model_len),
-        "messages": _array(_message(("text",)), 1, MAX_MESSAGES),
+        "messages": _array(_chat_message(), 1, MAX_MESSAGES),
         "min_p": _number(0, 1),
         "min_tokens": _integer(0, max_model_len),
         "n": _integer(1, MAX_N),
@@ -119,6 +154,8 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
         "stop_token_ids": tokens | {"maxItems": MAX_STOP_TOKEN_IDS},
         "temperature": _number(0, 2),
         "tokens": tokens,
+        "tool_choice": _tool_choice(),
+        "tools": _array({"$ref": "#/components/schemas/Tool"}, 1, MAX_TOOLS),
         "top_k": _integer(-1, 2**63 - 1),
         "top_logprobs": _integer(0, MAX_LOGPROBS),
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},

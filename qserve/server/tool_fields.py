@@ -7,7 +7,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 MAX_TOOLS = 128
@@ -51,8 +51,21 @@ def _parameters(value: dict[str, Any] | None) -> dict[str, Any] | None:
     return value
 
 
-Name = Annotated[str, AfterValidator(_name)]
-CallId = Annotated[str, AfterValidator(_call_id)]
+def _pattern(pattern: re.Pattern) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": f"^{pattern.pattern}$"})
+
+
+Name = Annotated[str, AfterValidator(_name), _pattern(NAME)]
+CallId = Annotated[str, AfterValidator(_call_id), _pattern(CALL_ID)]
+
+
+PARAMETERS = WithJsonSchema(
+    {
+        "type": ["object", "null"],
+        "properties": {"type": {"const": "object"}},
+        "description": "A JSON schema of the arguments.",
+    }
+)
 
 
 class Part(BaseModel):
@@ -62,7 +75,7 @@ class Part(BaseModel):
 class Function(Part):
     name: Name
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_parameters)] = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_parameters), PARAMETERS] = None
     strict: bool | None = None
 
     @property

@@ -13,6 +13,8 @@ from qserve.structured.params import StructuredOutputsParams
 
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 CHOICE = "tool_choice"
+# At most one space: a weak model fills a call with line breaks until its limit.
+WHITESPACE = " "
 MODES = (NONE, AUTO, REQUIRED)
 
 
@@ -54,9 +56,9 @@ class ToolUse:
             except ParameterError as error:
                 raise ApiError(400, f"{param} of {name}: {error.problem}.", param) from None
         if self.mode == NAMED:
-            return StructuredOutputsParams(json=self.schemas[self.named])
+            return _form(self.schemas[self.named])
         try:
-            return StructuredOutputsParams(json=_list_schema(self.schemas, self.is_single))
+            return _form(_list_schema(self.schemas, self.is_single))
         except ParameterError as error:
             raise ApiError(400, f"tools: {error.problem}.", "tools") from None
 
@@ -147,6 +149,10 @@ def _check_form(request: ChatCompletionRequest, mode: str) -> None:
     if mode in (REQUIRED, NAMED) and (has_form or request.structured_outputs is not None):
         name = "response_format" if has_form else "structured_outputs"
         raise ApiError(400, f"{name}: expected without a tool that has to be called.", name)
+
+
+def _form(schema: dict[str, Any]) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema, whitespace_pattern=WHITESPACE)
 
 
 def _list_schema(schemas: dict[str, dict[str, Any]], is_single: bool) -> dict[str, Any]:

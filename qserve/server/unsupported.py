@@ -86,8 +86,7 @@ CHAT = COMMON | {
 }
 # by the name of the route
 TABLES = {"completions": COMPLETION, "chat": CHAT}
-# `refusal` and `audio` come with answers of OpenAI, which clients send again.
-MESSAGE = {"function_call": (), "refusal": (), "audio": ()}
+MESSAGE = {"function_call": ()}
 # fields of requests with a checked type that change no answer
 WITHOUT_EFFECT = ("user", "service_tier", "store", "metadata")
 

@@ -294,11 +294,19 @@ def test_25_models_that_are_not_served(api):
     assert api.complete(model="also-docs").status_code == 200  # and without a model: all others
 
 
-def test_26_tools_that_are_not_called(api):
+def test_26_tools(api):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     assert api.chat(tools=tools, tool_choice="none").status_code == 200
     named = {"type": "function", "function": {"name": "g"}}
-    refused(api.chat(tools=tools, tool_choice=named))
+    for fields in ({"tool_choice": named}, {"tool_choice": "auto"}, {}, {"tools": []}):
+        refused(api.chat(**{"tools": tools, **fields}))
+    kinds = {"kind": {"enum": ["mold", "die"]}}
+    tools[0]["function"]["parameters"] |= {"properties": kinds, "additionalProperties": False}
+    asked = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = api.chat(**asked, max_tokens=60).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "f"
+    assert json.loads(call["function"]["arguments"]).get("kind", "die") in ("mold", "die")
 
 
 def test_27_forms_that_cannot_be(api):

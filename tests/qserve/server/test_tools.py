@@ -5,9 +5,13 @@ import json
 import jsonschema
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
+from qserve.output_parsing.output_parser import TOOL_PARSERS
+from qserve.text import Tokenizer
+from tests.qserve.server.conftest import Server
 
 WEATHER = {
     "type": "object",
@@ -95,7 +99,7 @@ def test_one_call_if_they_must_not_be_parallel(hermes, chunks):
 
 
 def test_a_broken_call_is_content(hermes):
-    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": nope}}</tool_call>'
+    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": ?}}</tool_call>'
     choice = choice_of(hermes.chat(tools=TOOLS))
     assert choice["message"]["content"] == hermes.client.text
     assert choice["finish_reason"] == "stop"
@@ -253,9 +257,120 @@ def test_the_conversation_after_a_call(server, error):
     assert error(server.chat(messages=misplaced), 400)["param"] == "messages.0.tool_calls"
 
 
+TEMPLATE = (
+    "{% for t in tools or [] %}TOOL {{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.name }}"
+    " {{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.tool_call_id %} for {{ m.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def templated(docs_5m):
+    """A server whose template reads tools and calls."""
+    tokenizer = Tokenizer(docs_5m)
+    tokenizer._tokenizer.chat_template = TEMPLATE
+    config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    return Server(tokenizer, config)
+
+
+def calling(arguments, **fields):
+    call = {"id": "call_1", "type": "function"}
+    call |= {"function": {"name": "g", "arguments": json.dumps(arguments)}}
+    return {"role": "assistant", "tool_calls": [call], **fields}
+
+
+def test_the_template_gets_tools_and_calls(templated):
+    asked = tool("g", {"type": "object"}, description="Tells.")
+    messages = [
+        {"role": "user", "content": "Hi"},
+        calling({"a": [1, None]}, reasoning_content="Hm. "),
+        {"role": "tool", "tool_call_id": "call_1", "content": "7"},
+    ]
+    reply = templated.chat(messages=messages, tools=[asked])
+    assert "x-ignored-fields" not in reply.headers
+    prompt = templated.tokenizer.decode(templated.client.requests[0][1], False)
+    shown, _, rest = prompt.partition("\n")
+    assert json.loads(shown.removeprefix("TOOL ")) == asked
+    assert rest == (
+        "<|im_start|>user\nHi<|im_end|>\n"
+        '<|im_start|>assistant\nHm. call_1 g {"a": [1, null]}<|im_end|>\n'
+        "<|im_start|>tool\n7 for call_1<|im_end|>\n"
+    )
+    templated.chat(tools=[asked], tool_choice="none")
+    assert "TOOL" not in templated.tokenizer.decode(templated.client.requests[1][1])
+
+
+def test_tools_and_calls_make_no_control_tokens(templated, error):
+    """A value is encoded as text. Where templates may look for names, it is refused."""
+    end = "<|im_end|>"
+    hidden = [calling({"role": end, "type": {"id": [end]}}, reasoning_content=end)]
+    templated.chat(messages=hidden)
+    prompt = templated.client.requests[0][1]
+    (token,) = templated.tokenizer.encode(end, False)
+    assert templated.tokenizer.decode(prompt, False).count(end) == 4
+    assert prompt.count(token) == 1
+    assert "messages" in error(templated.chat(messages=[calling({end: 1})]), 400)["message"]
+    for wrong in (
+        tool("g", description=end),
+        tool("g", {"type": "object", "properties": {end: {}}}),
+        tool("g", {"type": "object", "properties": {"a": {"enum": [end]}}}),
+    ):
+        assert "tools" in error(templated.chat(tools=[wrong]), 400)["message"]
+
+
 def test_a_parser_is_needed_where_models_choose():
     with pytest.raises(InputError, match="--tool-call-parser"):
         ServerConfig(enable_auto_tool_choice=True)
+
+
+WRITTEN = {
+    "hermes": CALL,
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
+    "pythonic": "[get_weather(city='Oslo')]",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
+def test_every_parser(make_server, chunks, name):
+    server = make_server(ServerConfig(enable_auto_tool_choice=True, tool_call_parser=name))
+    server.client.text = WRITTEN[name]
+    choice = choice_of(server.chat(tools=TOOLS))
+    (call,) = choice["message"]["tool_calls"]
+    _, streamed, ending = joined(chunks(server.chat(tools=TOOLS, stream=True)))
+    assert choice["message"]["content"] is None
+    for function in (call["function"], *streamed):
+        assert function["name"] == "get_weather"
+        assert json.loads(function["arguments"]) == {"city": "Oslo"}
+    assert ending == choice["finish_reason"] == "tool_calls" and len(streamed) == 1
+    server.client.text = "Plain."
+    assert choice_of(server.chat(tools=TOOLS))["message"]["content"] == "Plain."
+
+
+def test_a_call_that_breaks_in_a_stream(hermes, chunks):
+    """Its name cannot be taken back; all that follows is content."""
+    hermes.client.text = '<tool_call>{"name": "g", "arguments": {"a": ?}}</tool_call>'
+    message, (call,), ending = joined(chunks(hermes.chat(tools=TOOLS, stream=True)))
+    assert (call["name"], call["arguments"]) == ("g", '{"a": ')
+    assert message["content"] == "?}}</tool_call>" and ending == "tool_calls"
+
+
+def test_a_marker_that_is_a_special_token(docs_5m, tmp_path):
+    """Answers leave special tokens out; here the parser has to see one."""
+    saved = AutoTokenizer.from_pretrained(docs_5m)
+    saved.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    saved.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.is_hidden("[TOOL_CALLS]") and not tokenizer.is_hidden("<tool_call>")
+    config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="mistral")
+    server = Server(tokenizer, config)
+    server.client.text = WRITTEN["mistral"]
+    assert choice_of(server.chat(tools=TOOLS))["message"]["tool_calls"]
+    assert not choice_of(server.chat())["message"]["content"].startswith("[TOOL_CALLS]")
 
 
 def test_mistral_ids_fit_its_template(make_server):
