@@ -43,10 +43,13 @@ class GrammarCompiler:
         """Start to compile. The result is for `constraint`; raises InputError, as this does."""
         text = grammar_text(params)
         library()  # says at once where it is not installed
-        known = self._compiled.get(text)
-        if known is not None:
-            self._compiled.move_to_end(text)
+        known = self._compiled.pop(text, None)
+        # One that failed is tried again: the reason may have been the time that it took.
+        if known is not None and not (known.done() and known.exception()):
+            self._compiled[text] = known
             return known
+        if known is not None:
+            self._num_chars -= len(text)
         if sum(not future.done() for future in self._compiled.values()) >= MAX_QUEUED:
             raise InputError(FIELD, "too many grammars are being compiled", "try again later")
         if self._tokenizer is None or (self._tokenizer.done() and self._tokenizer.exception()):
