@@ -40,6 +40,7 @@ SPILLS = (
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
     (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.norm_act_quantize", "silu and quantize", 2, 0),
+    (("sm_100", "sm_120"), "rowwise.norm_act_quantize", "gelu and quantize", 2, 0),
     # where few groups are read again, with bias, mask, penalties and all filters in one kernel
     (tuple(CARDS), "sampling.triton_sample", "", 24, 0),
 )

@@ -49,10 +49,10 @@ def test_an_error_shows_where_the_tensor_is_wanted(docs_5m, monkeypatch):
 
 
 def test_closing_leaves_no_thread(docs_5m):
-    reader = CheckpointReader(docs_5m)
+    reader, before = CheckpointReader(docs_5m), set(threading.enumerate())
     ahead = ReadAhead(reader, CPU)
     ahead.expect("model.layers.0.")
-    threads = [each for each in threading.enumerate() if each.name.startswith("read-ahead")]
+    threads = set(threading.enumerate()) - before
     assert threads
     ahead.close()
     for thread in threads:
