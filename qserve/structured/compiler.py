@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from formats.errors import InputError, one_line
+from qserve.structured.backend import library, limits
 from qserve.structured.constraint import Constraint, num_mask_words
 from qserve.structured.grammar import grammar_text, refusal
-from qserve.structured.library import library, limits
 from qserve.structured.params import FIELD, StructuredOutputsParams
 
 NUM_THREADS = 2

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from qserve.errors import ParameterError
-from qserve.structured.library import library, limits
+from qserve.structured.backend import library, limits
 from qserve.structured.params import FIELD, StructuredOutputsParams
 
 # Models that were trained on JSON in lines write it so. Without a bound, weak ones fill the
