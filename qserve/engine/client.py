@@ -363,9 +363,4 @@ class EngineClient:
             self._profiled.set_result(problem)
 
     def _death_event(self, request_id: str) -> RequestEvent:
-        return RequestEvent(
-            request_id=request_id,
-            token_ids=(),
-            finish_reason="error",
-            error=self._cause_of_death,
-        )
+        return RequestEvent.failure(request_id, self._cause_of_death)

@@ -292,7 +292,8 @@ class Engine:
             if error is None:
                 self.scheduler.add(request)
             else:
-                events.append(_failure(request, error)._replace(is_asked_for=True))
+                event = RequestEvent.failure(request.request_id, error)
+                events.append(event._replace(is_asked_for=True))
         return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:
@@ -400,7 +401,8 @@ class Engine:
     def _miss(self, request: Request) -> RequestEvent:
         self._drop(request)
         num_tokens = request.num_known - request.num_prompt_tokens
-        return _failure(request, f"its time is up after {num_tokens} tokens")
+        reason = f"its time is up after {num_tokens} tokens"
+        return RequestEvent.failure(request.request_id, reason)
 
     def _drop(self, request: Request) -> None:
         """End a request, wherever it is."""
@@ -442,12 +444,6 @@ class Engine:
             params=SamplingParams(top_p=0.9),
             num_copies=rows,
         )
-
-
-def _failure(request: Request, reason: str) -> RequestEvent:
-    return RequestEvent(
-        request_id=request.request_id, token_ids=(), finish_reason="error", error=reason
-    )
 
 
 def _pick_length(config: EngineConfig, model: ModelConfig) -> int:

@@ -40,6 +40,11 @@ class RequestEvent(NamedTuple):
     is_asked_for: bool = False  # the error lies in what was asked: its client may read it
     pooled: bytes = b""  # vectors of the prompt, little-endian float32, where asked for
 
+    @classmethod
+    def failure(cls, request_id: str, reason: str) -> "RequestEvent":
+        """The end of a request that cannot go on."""
+        return cls(request_id=request_id, token_ids=(), finish_reason="error", error=reason)
+
 
 Flow = tuple[str, str]  # client, group
 

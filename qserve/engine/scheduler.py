@@ -194,9 +194,7 @@ class Scheduler:
         self.pool.withdraw(request.block_table)
         self.cache.keep_private(request)
         self.finish(request)
-        return RequestEvent(
-            request_id=request.request_id, token_ids=(), finish_reason="error", error=reason
-        )
+        return RequestEvent.failure(request.request_id, reason)
 
     def reset_prefix_cache(self) -> None:
         """Forget what all pages hold: requests that come find none. Running ones go on."""
