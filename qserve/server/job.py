@@ -215,14 +215,7 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
                 f" context, found {asked}.",
                 name,
             )
-    kept = request.truncate_prompt_tokens
-    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
-        raise ApiError(
-            400,
-            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
-            f" fit, found {kept}.",
-            "truncate_prompt_tokens",
-        )
+    check_truncation(model, request.truncate_prompt_tokens)
     params = sampling_params(request, model.defaults, model.max_model_len)
     if num_prompts * params.n > MAX_CHOICES:
         raise ApiError(
@@ -233,6 +226,17 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
     check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
     check_vocabulary(model, params.allowed_token_ids or (), "allowed_token_ids")
     check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
+
+
+def check_truncation(model: ServedModel, kept: int | None) -> None:
+    """Raise ApiError(400) for a number of kept tokens that no prompt can have."""
+    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
+            f" fit, found {kept}.",
+            "truncate_prompt_tokens",
+        )
 
 
 def _job(

@@ -11,7 +11,7 @@ from qserve.pooling_text import input_tokens
 from qserve.sampling_params import SamplingParams
 from qserve.server import unsupported
 from qserve.server.errors import ApiError
-from qserve.server.job import Job, check_vocabulary, new_job
+from qserve.server.job import Job, check_truncation, check_vocabulary, new_job
 from qserve.server.pooling_protocol import (
     EmbeddingRequest,
     PooledRequest,
@@ -131,14 +131,7 @@ def _checked(model: ServedModel, request: PooledRequest) -> PoolingConfig:
     """What can be refused before anything is encoded; then how the model pools."""
     model.check_name(request.model)
     unsupported.refuse(request.model_extra, UNSUPPORTED)
-    kept = request.truncate_prompt_tokens
-    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
-        raise ApiError(
-            400,
-            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
-            f" fit, found {kept}.",
-            "truncate_prompt_tokens",
-        )
+    check_truncation(model, request.truncate_prompt_tokens)
     return PoolingConfig.from_folder(model.tokenizer.folder)
 
 
