@@ -121,10 +121,7 @@ class Fp4Weight:
 
     def numbers(self) -> torch.Tensor:
         """Twice each number, int8 [N, K]: -12 to 12."""
-        table = torch.tensor([int(2 * x) for x in MAGNITUDES], dtype=torch.int8)
-        table = torch.cat([table, -table]).to(self.device)
-        low, high = self.bytes_NB & 15, self.bytes_NB >> 4
-        return table[torch.stack([low, high], -1).flatten(1).int()]
+        return doubled(self.bytes_NB)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Weights [N, K] in `dtype`, computed in float32."""
@@ -152,6 +149,13 @@ class Fp4Weight:
             scales_NG=self.scales_NG.to(device),
             global_scale=None if whole is None else whole.to(device),
         )
+
+
+def doubled(bytes_NB: torch.Tensor) -> torch.Tensor:
+    """Twice the numbers of bytes, the one in the low four bits first: int8 [N, 2 B]."""
+    table = torch.tensor([int(2 * x) for x in MAGNITUDES], dtype=torch.int8)
+    table = torch.cat([table, -table]).to(bytes_NB.device)
+    return table[torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1).int()]
 
 
 def _to_bytes(places_NK: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,21 @@
 """MXFP4, as gpt-oss stores its experts: read, and held exactly in 8-bit codes.
 
-A block of 32 inputs has one scale byte s, 2^(s - 127), and 16 bytes of two numbers each, the first
-input in the low bits. A number of 4 bits is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6: half an
-integer of at most 12. So a code of 8 bits in groups of 32 holds it exactly, with scale 2^(s - 128)
-and zero point 128. Legend: N outputs, K inputs, G = K / 32 groups.
+A block of 32 inputs has one scale byte s, 2^(s - 127), and 16 bytes of two numbers each (fp4.py):
+half integers of at most 12. So a code of 8 bits in groups of 32 holds one exactly, with scale
+2^(s - 128) and zero point 128. Legend: N outputs, K inputs, G = K / 32 groups.
 """
 
 import torch
 
 from formats.bits import pack
 from formats.errors import CheckpointError
+from formats.fp4 import doubled
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
 
 METHOD = "mxfp4"  # in quant_method
 GROUP = 32
 SPEC = QuantSpec(bits=8, symmetric=True, group_size=GROUP)
-# twice each number, by its four bits
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def decode(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor, name: str = "weight") -> PackedWeight:
@@ -31,13 +29,11 @@ def decode(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor, name: str = "weigh
         )
     if (scales_NG == 255).any():
         raise CheckpointError(f"{name} scales", "contain NaN", "quantize again")
-    table = torch.tensor(DOUBLED, device=blocks_NGB.device) + SPEC.symmetric_zero
-    table = table.to(torch.uint8)
-    numbers = torch.stack([blocks_NGB & 15, blocks_NGB >> 4], -1).int()
+    codes_NK = doubled(blocks_NGB.flatten(1)).to(torch.int16) + SPEC.symmetric_zero
     # bfloat16 has every power of two that the byte names
     scales = torch.pow(2.0, scales_NG.double() - 128).to(torch.bfloat16)
     return PackedWeight(
-        words_NW=pack(table[numbers].view(N, G * GROUP), SPEC.bits),
+        words_NW=pack(codes_NK.to(torch.uint8), SPEC.bits),
         scales_NG=scales,
         zeros_NG=torch.full((N, G), SPEC.symmetric_zero, dtype=torch.uint8, device=scales.device),
         spec=SPEC,
