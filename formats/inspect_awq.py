@@ -7,10 +7,9 @@ import torch
 
 from formats import awq_gemv
 from formats.awq import LANES, is_symmetric
-from formats.errors import InputError
 from formats.findings import Findings
 from formats.inspect_files import Shards
-from formats.linear_summary import LinearSummary, check_scales
+from formats.linear_summary import LinearSummary, check_scales, decoded_linear
 from formats.scheme import Scheme
 
 
@@ -74,22 +73,13 @@ def gemv_linear(
     name: str, shards: Shards, scheme: Scheme, findings: Findings
 ) -> LinearSummary | None:
     """The same of AutoAWQ's GEMV layout, which is decoded for it."""
-    names = [f"{name}.{field}" for field in awq_gemv.REQUIRED]
-    tensors = {
-        full.rpartition(".")[2]: shards.load(full, findings) for full in names if full in shards
-    }
-    if any(tensor is None for tensor in tensors.values()):
-        return None
-    try:
-        weight = awq_gemv.decode(tensors, scheme.weight, name)
-    except InputError as error:
-        findings.caught(error)
-        return None
-    return LinearSummary(
-        name=name,
-        out_features=weight.out_features,
-        in_features=weight.in_features,
-        scheme=str(scheme),
-        num_bytes=sum(shards.entries[full].num_bytes for full in names),
+    names = {field: f"{name}.{field}" for field in awq_gemv.REQUIRED}
+    return decoded_linear(
+        name,
+        {field: full for field, full in names.items() if full in shards},
+        lambda tensors: awq_gemv.decode(tensors, scheme.weight, name),
+        shards,
+        findings,
+        scheme=scheme,
         traits=frozenset({"gemv"}),
     )

@@ -13,7 +13,7 @@ from formats.fp4 import is_fp4
 from formats.fp8 import FP8_DTYPE, scales_shape
 from formats.inspect_files import Shards
 from formats.layouts import decode_linear, layout_of, tensor_names
-from formats.linear_summary import LinearSummary, check_scales
+from formats.linear_summary import LinearSummary, check_scales, decoded_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
@@ -93,20 +93,13 @@ def _fp4_linear(
     findings: Findings,
 ) -> LinearSummary | None:
     """The same of 4-bit floating point: bytes and small scales, which are read."""
-    tensors = {field: shards.load(full, findings) for field, full in names.items()}
-    if any(tensor is None for tensor in tensors.values()):
-        return None
-    try:
-        weight = decode_linear(name, tensors, quant)
-    except InputError as error:
-        findings.caught(error)
-        return None
-    return LinearSummary(
-        name=name,
-        out_features=weight.out_features,
-        in_features=weight.in_features,
-        scheme=str(scheme),
-        num_bytes=sum(shards.entries[full].num_bytes for full in names.values()),
+    return decoded_linear(
+        name,
+        names,
+        lambda tensors: decode_linear(name, tensors, quant),
+        shards,
+        findings,
+        scheme=scheme,
         traits=frozenset({"unrounded inputs"} if quant.unrounded_inputs else ()),
     )
 

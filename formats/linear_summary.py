@@ -1,12 +1,16 @@
-"""What the doctor says of one linear, and the check of scales that all formats share."""
+"""What the doctor says of one linear, and the checks that formats share."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from formats.errors import InputError
 from formats.findings import Findings
 from formats.inspect_files import Shards
 from formats.packed import SCALE_DTYPES
+from formats.scheme import Scheme
+from formats.weights import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,38 @@ class LinearSummary:
     # "float", "act-order", "mislabelled", "zeros not certain", "symmetric data", "no zeros",
     # "weight zeros": what decides who loads it
     traits: frozenset[str] = frozenset()
+
+
+def decoded_linear(
+    name: str,
+    names: Mapping[str, str],
+    decode: Callable[[dict[str, torch.Tensor]], Weight],
+    shards: Shards,
+    findings: Findings,
+    *,
+    scheme: Scheme,
+    traits: frozenset[str],
+) -> LinearSummary | None:
+    """What decoding a linear tells of it; None, and a finding, where that fails.
+
+    `names`: of its tensors, by what `decode` calls them.
+    """
+    tensors = {field: shards.load(full, findings) for field, full in names.items()}
+    if any(tensor is None for tensor in tensors.values()):
+        return None
+    try:
+        weight = decode(tensors)
+    except InputError as error:
+        findings.caught(error)
+        return None
+    return LinearSummary(
+        name=name,
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        scheme=str(scheme),
+        num_bytes=sum(shards.entries[full].num_bytes for full in names.values()),
+        traits=traits,
+    )
 
 
 def check_scales(name: str, shards: Shards, findings: Findings) -> None:
