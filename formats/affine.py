@@ -91,32 +91,51 @@ def choose_scales(
         groups_NGL = block.float().unflatten(1, (num_groups, -1))
         if not torch.isfinite(groups_NGL).all():
             raise CheckpointError(name, "its weights contain NaN or infinity", "mend the model")
-        candidates = _symmetric if spec.symmetric else _asymmetric
-        best_scale, best_zero, best_error = None, None, None
-        for scale_NG, zero_NG in candidates(groups_NGL, spec, SCALE_METHODS[method]):
-            stored_NG = _storable(scale_NG)
-            step_NG1, zero_NG1 = stored_NG.float()[..., None], zero_NG[..., None]
-            codes = (groups_NGL / step_NG1).round_().add_(zero_NG1).clamp_(0, spec.max_code)
-            error_NGL = codes.sub_(zero_NG1).mul_(step_NG1).sub_(groups_NGL).square_()
-            if importance_GL is not None:
-                error_NGL.mul_(importance_GL)
-            error_NG = error_NGL.sum(-1)
-            if best_error is None:  # the full range
-                widest = max(widest, _check_not_above(scale_NG, groups_NGL, name))
-                best_scale, best_zero, best_error = stored_NG, zero_NG, error_NG
-                continue
-            better_NG = error_NG < best_error
-            best_scale = torch.where(better_NG, stored_NG, best_scale)
-            best_zero = torch.where(better_NG, zero_NG, best_zero)
-            best_error = torch.where(better_NG, error_NG, best_error)
-        scales.append(best_scale)
-        zeros.append(best_zero.to(torch.uint8))
+        widest = max(widest, _check_not_above(groups_NGL, spec, name, method))
+        scale_NG, zero_NG = search(groups_NGL, spec, importance_GL, method)
+        scales.append(scale_NG)
+        zeros.append(zero_NG)
     _check_not_below(widest, weight_NK, spec, name)
     return torch.cat(scales), torch.cat(zeros)
 
 
-def _check_not_above(scale_NG: torch.Tensor, groups_NGL: torch.Tensor, name: str) -> float:
+def search(
+    groups_NGL: torch.Tensor,
+    spec: QuantSpec,
+    importance_GL: torch.Tensor | None = None,
+    method: str = DEFAULT_METHOD,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What choose_scales does for weights that it has checked; nothing waits for a GPU here."""
+    best_scale, best_zero, best_error = None, None, None
+    for scale_NG, zero_NG in _candidates(groups_NGL, spec, method):
+        stored_NG = _storable(scale_NG)
+        step_NG1, zero_NG1 = stored_NG.float()[..., None], zero_NG[..., None]
+        codes = (groups_NGL / step_NG1).round_().add_(zero_NG1).clamp_(0, spec.max_code)
+        error_NGL = codes.sub_(zero_NG1).mul_(step_NG1).sub_(groups_NGL).square_()
+        if importance_GL is not None:
+            error_NGL.mul_(importance_GL)
+        error_NG = error_NGL.sum(-1)
+        if best_error is None:  # the full range
+            best_scale, best_zero, best_error = stored_NG, zero_NG, error_NG
+            continue
+        better_NG = error_NG < best_error
+        best_scale = torch.where(better_NG, stored_NG, best_scale)
+        best_zero = torch.where(better_NG, zero_NG, best_zero)
+        best_error = torch.where(better_NG, error_NG, best_error)
+    return best_scale, best_zero.to(torch.uint8)
+
+
+def _candidates(
+    groups_NGL: torch.Tensor, spec: QuantSpec, method: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(scales, zeros) to try, each [N, G], the full range first."""
+    find = _symmetric if spec.symmetric else _asymmetric
+    return find(groups_NGL, spec, SCALE_METHODS[method])
+
+
+def _check_not_above(groups_NGL: torch.Tensor, spec: QuantSpec, name: str, method: str) -> float:
     """The largest scale. Raises RangeError where a checkpoint cannot store it."""
+    scale_NG, _ = next(_candidates(groups_NGL, spec, method))
     widest = float(scale_NG.abs().max())
     if widest > MAX_SCALE:
         raise RangeError(

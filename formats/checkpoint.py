@@ -5,7 +5,6 @@ hidden folder beside the target and renames it at the end, so that a killed run 
 folder that looks complete. Knows nothing of layers, schemes or models.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -23,6 +22,8 @@ from safetensors.torch import save_file
 
 from formats.bare_model import bare_names, with_head
 from formats.errors import CheckpointError, DiskError
+from formats.folder_lock import make_locked
+from formats.side_files import copy_side_files, find_side_files
 from formats.text_part import has_text_part, text_config, text_name
 
 CONFIG = "config.json"
@@ -36,19 +37,6 @@ GGUF_REMEDY = "take the model's safetensors, and quantize them"
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
-# What a model folder holds besides weights and config: tokenizer, template, generation defaults.
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # safetensors dtype -> (torch dtype, bits)
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -189,21 +177,6 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def find_side_files(folder: Path) -> list[Path]:
-    """What SIDE_FILES names and a folder has. Raises CheckpointError where one cannot be read."""
-    found = []
-    for path in (folder / name for name in SIDE_FILES):
-        try:
-            if path.is_file():
-                path.open("rb").close()
-                found.append(path)
-            elif path.is_symlink() and not path.exists():
-                raise CheckpointError(str(path), "is a link to nothing", "fetch it again")
-        except OSError as error:
-            raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
-    return found
-
-
 class CheckpointReader:
     """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
@@ -318,7 +291,7 @@ class CheckpointWriter:
         self._lock = -1  # descriptor of the staging folder while it is ours
         self._check_free(folder)
         try:
-            self._lock = _make_locked(self.staging)
+            self._lock = make_locked(self.staging)
         except BlockingIOError:
             raise CheckpointError(
                 str(folder),
@@ -355,7 +328,7 @@ class CheckpointWriter:
 
     def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
         """Write the rest: last shard, index, config, side files. Returns the staged folder."""
-        side_files = find_side_files(side_files_from)
+        find_side_files(side_files_from)  # raises before anything is written
         if self._pending:
             self._flush()
         count = len(self._shards)
@@ -367,8 +340,7 @@ class CheckpointWriter:
                 )
                 self._staged_shard(number).rename(self.staging / file_name)
                 weight_map.update(dict.fromkeys(names, file_name))
-            for path in side_files:
-                shutil.copyfile(path, self.staging / path.name)
+            copy_side_files(side_files_from, self.staging)
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             self.write_json(INDEX, index)
@@ -392,8 +364,9 @@ class CheckpointWriter:
         with self._writing():
             # safetensors writes files that only their owner can read; a server may be another user.
             mode = (self.staging / CONFIG).stat().st_mode
-            for path in self.staging.iterdir():
-                path.chmod(mode)
+            for path in self.staging.rglob("*"):
+                if path.is_file():
+                    path.chmod(mode)
                 _sync(path)
             _sync(self.staging)
         try:
@@ -450,46 +423,6 @@ class CheckpointWriter:
             # transformers before 5 refuses a file without this metadata.
             save_file(self._pending, path, metadata={"format": "pt"})
         self._pending = {}
-
-
-def _make_locked(folder: Path) -> int:
-    """An empty folder that no other process holds; a descriptor that holds it until it is closed.
-
-    The system drops the lock of a process that dies. Raises BlockingIOError where another has it.
-    """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # the holder has just published or dropped it: make it anew
-            continue
-        try:
-            _lock(descriptor)
-            if _is_still_named(descriptor, folder):
-                for path in folder.iterdir():  # a killed run's
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        pass  # a file system without locks, such as some of a network: two runs are not kept apart
-
-
-def _is_still_named(descriptor: int, folder: Path) -> bool:
-    """Did the folder keep its name until it was locked?"""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
-    except FileNotFoundError:
-        return False
 
 
 def _sync(path: Path) -> None:

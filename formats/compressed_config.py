@@ -41,10 +41,10 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
     for key in ("transform_config", "sparsity_config"):
         if block.get(key) and _is_used(block[key]):
             raise CheckpointError(f"{BLOCK}.{key}", "is not supported", "requantize without it")
-    kv_cache = read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}")
+    kv_cache, per_head = read_kv_scheme(block.get(KEY), f"{BLOCK}.{KEY}")
     groups = block.get("config_groups")
     if not groups and kv_cache is not None:
-        return {"scheme": None, "rules": (), "kv_cache": kv_cache}
+        return {"scheme": None, "rules": (), "kv_cache": kv_cache, "kv_per_head": per_head}
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{BLOCK}.config_groups", "expected an object with a group or more")
     ignored = [_target(text, None) for text in _names(block.get("ignore"), f"{BLOCK}.ignore")]
@@ -75,7 +75,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
             else:
                 named.append(_target(target, scheme))
     if not of_class and not named and kv_cache is not None:
-        return {"scheme": None, "rules": (), "kv_cache": kv_cache}
+        return {"scheme": None, "rules": (), "kv_cache": kv_cache, "kv_per_head": per_head}
     rules = (*ignored, *named)
     if not of_class:
         rules = (*rules, Rule(kind="all", scheme=None))
@@ -88,6 +88,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
         "lm_head": _HEAD_IGNORED not in rules,
         "act_order": act_order,
         "kv_cache": kv_cache,
+        "kv_per_head": per_head,
         "unrounded_inputs": unrounded,
     }
 
@@ -115,7 +116,7 @@ def write(config: ConfigFields) -> dict[str, Any]:
         },
         "ignore": ["lm_head"] * (not config.lm_head)
         + [_text(rule) for rule in config.rules if rule.scheme is None],
-        KEY: write_kv_scheme(config.kv_cache),
+        KEY: write_kv_scheme(config.kv_cache, config.kv_per_head),
         "global_compression_ratio": None,
         "sparsity_config": {},
         "transform_config": {},

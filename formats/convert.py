@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from formats import awq
-from formats.checkpoint import CheckpointReader, CheckpointWriter, find_side_files
+from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError
 from formats.inspect import inspect_checkpoint
 from formats.layouts import (
@@ -26,6 +26,7 @@ from formats.layouts import (
 )
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
+from formats.side_files import find_side_files
 from formats.table import size_text
 from formats.weights import Weight, same_weight
 
@@ -88,7 +89,11 @@ def convert_checkpoint(
         )
     schemes = _schemes(reader, config, layout)
     new_config = QuantConfig.of_modules(
-        layout.name, schemes, _quantizer(config, quantizer), kv_cache=config.kv_cache
+        layout.name,
+        schemes,
+        _quantizer(config, quantizer),
+        kv_cache=config.kv_cache,
+        kv_per_head=config.kv_per_head,
     )
     new_block = new_config.to_dict()
     modules = {name for name, scheme in schemes.items() if scheme is not None}

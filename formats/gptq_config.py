@@ -68,7 +68,7 @@ def write(config: ConfigFields) -> dict[str, Any]:
         "quant_method": "gptq",
         "bits": spec.bits,
         "group_size": spec.group_size,
-        "desc_act": False,
+        "desc_act": config.act_order,
         "sym": spec.symmetric,
         "lm_head": config.lm_head,
         "checkpoint_format": label,
@@ -88,7 +88,7 @@ def write(config: ConfigFields) -> dict[str, Any]:
                     "bits": own.bits,
                     "group_size": own.group_size,
                     "sym": own.symmetric,
-                    "desc_act": False,
+                    "desc_act": config.act_order,
                 }
     if config.scheme.activation is not None:
         block[OWN_KEY] = DYNAMIC_INT8

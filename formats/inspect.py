@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.bare_model import bare_names, with_head
-from formats.checkpoint import CONFIG, find_side_files, read_json
+from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError
 from formats.findings import Findings, Problem
 from formats.inspect_awq import awq_linear, gemv_linear
@@ -34,6 +34,7 @@ from formats.parallel import parallel_sizes
 from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
 from formats.rules import FUSED, LAYER_NUMBER, natural_key
 from formats.scheme import CHANNEL
+from formats.side_files import find_side_files
 from formats.table import size_text, text_table
 from formats.text_part import has_text_part, text_config
 

@@ -34,7 +34,7 @@ def check_kv_scales(quant: QuantConfig | None, shards: Shards, findings: Finding
                 scale = shards.load(name, findings)
                 try:
                     if scale is not None:
-                        check_kv_scale(name, scale)
+                        check_kv_scale(name, scale, stated and quant.kv_per_head)
                 except CheckpointError as error:
                     findings.caught(error)
     if unstated:

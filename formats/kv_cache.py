@@ -1,6 +1,7 @@
 """Scales of an 8-bit KV cache: what config.json and the tensors call them. Knows no cache.
 
-A layer has one scale for its keys, as they are after the rotation, and one for its values.
+A layer has one scale for its keys, as they are after the rotation, and one for its values; or one
+of each for every KV head.
 """
 
 from collections.abc import Container
@@ -19,6 +20,7 @@ KV_SCALE_NAMES = {
     "k_scale": ("k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"),
     "v_scale": ("v_scale", "v_proj.v_scale", "attn.v_scale", "v_proj.output_scale"),
 }
+PER_LAYER, PER_HEAD = "tensor", "attn_head"  # compressed-tensors' strategies
 MIN_KV_SCALE = 1e-10  # where all keys or values are zero
 
 
@@ -27,8 +29,11 @@ def kv_scale(largest: float, kv_cache: str) -> float:
     return max(largest / LARGEST[KV_CACHES[kv_cache]], MIN_KV_SCALE)
 
 
-def round_kv(x: torch.Tensor, scale: float, kv_cache: str) -> torch.Tensor:
-    """What is read back of x from the cache, in x's dtype. Beyond the largest code x is clipped."""
+def round_kv(x: torch.Tensor, scale: float | torch.Tensor, kv_cache: str) -> torch.Tensor:
+    """What is read back of x from the cache, in x's dtype. Beyond the largest code x is clipped.
+
+    `scale` is a number, or a tensor that x can be divided by.
+    """
     codes = x.float() / scale
     if kv_cache == "int8":
         codes = codes.round_().clamp_(-128, 127)
@@ -37,7 +42,7 @@ def round_kv(x: torch.Tensor, scale: float, kv_cache: str) -> torch.Tensor:
     return (codes * scale).to(x.dtype)
 
 
-def write_kv_scheme(kv_cache: str | None) -> dict[str, Any] | None:
+def write_kv_scheme(kv_cache: str | None, per_head: bool = False) -> dict[str, Any] | None:
     """The value of `kv_cache_scheme`."""
     if kv_cache is None:
         return None
@@ -45,29 +50,32 @@ def write_kv_scheme(kv_cache: str | None) -> dict[str, Any] | None:
         "num_bits": 8,
         "type": KV_CACHES[kv_cache],
         "symmetric": True,
-        "strategy": "tensor",
+        "strategy": PER_HEAD if per_head else PER_LAYER,
         "group_size": None,
         "dynamic": False,
     }
 
 
-def read_kv_scheme(value: Any, where: str) -> str | None:
-    """The cache that a `kv_cache_scheme` is for. Raises CheckpointError on any other kind."""
+def read_kv_scheme(value: Any, where: str) -> tuple[str | None, bool]:
+    """(the cache that a `kv_cache_scheme` is for, does every head have its scales?).
+
+    Raises CheckpointError on any other kind.
+    """
     if value is None:
-        return None
-    wanted = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
+        return None, False
+    wanted = {"num_bits": 8, "symmetric": True, "dynamic": False}
     found = {**wanted, **value} if isinstance(value, dict) else {}
-    found["strategy"] = found.get("strategy") or "tensor"
+    strategy = found.get("strategy") or PER_LAYER
     names = {kind: name for name, kind in KV_CACHES.items()}
     kind = found.get("type", "int")
-    known = isinstance(kind, str) and kind in names
+    known = isinstance(kind, str) and kind in names and strategy in (PER_LAYER, PER_HEAD)
     if any(found.get(key) != value for key, value in wanted.items()) or not known:
         raise CheckpointError(
             where,
-            f"expected 8 symmetric bits with one static scale for each layer, found {value!r}",
+            f"expected 8 symmetric bits, a static scale for each layer or KV head, found {value!r}",
             "remove the key to serve the model with a 16-bit KV cache",
         )
-    return names[kind]
+    return names[kind], strategy == PER_HEAD
 
 
 def find_kv_scales(attention: str, names: Container[str]) -> dict[str, list[str]]:
@@ -78,16 +86,17 @@ def find_kv_scales(attention: str, names: Container[str]) -> dict[str, list[str]
     }
 
 
-def check_kv_scale(name: str, scale: torch.Tensor) -> None:
-    """Raise CheckpointError unless it is one finite number above 0."""
+def check_kv_scale(name: str, scale: torch.Tensor, per_head: bool = False) -> None:
+    """Raise CheckpointError unless it is one finite number above 0, or one for each head."""
+    one = "one finite number above 0 for each KV head" if per_head else "one finite number above 0"
     if (
-        scale.numel() != 1
+        (scale.numel() != 1 if not per_head else scale.numel() == 0)
         or not scale.is_floating_point()
         or not torch.isfinite(scale).all()
         or not (scale.float() > 0).all()
     ):
         raise CheckpointError(
             name,
-            f"expected one finite number above 0, found {scale.flatten()[:4].tolist()}",
+            f"expected {one}, found {scale.flatten()[:4].tolist()}",
             "calibrate again",
         )

@@ -32,6 +32,7 @@ class Layout:
     refuses: Callable[[Scheme], str | None]  # why a scheme cannot be written; None: it can
     refuses_shape: Callable[[Scheme, int, int], str | None]  # the same of [N, K]
     second_file: str | None = None  # a copy of the config block for old readers
+    group_index: bool = False  # inputs of a group may stand apart (act-order)
     kv_scales: bool = False  # its config block has a place for those of an 8-bit KV cache
     # what some tensors are called in the file -> what `decode` calls them
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -158,6 +159,7 @@ LAYOUTS: dict[str, Layout] = {
             refuses=_gptq_refuses,
             refuses_shape=_needs_multiples(32, 32),
             second_file="quantize_config.json",
+            group_index=True,
         ),
         Layout(
             name="awq",
@@ -267,6 +269,13 @@ def check_holds_kv_scales(layout: Layout, kv_cache: str | None) -> None:
         raise InputError(
             f"KV cache {kv_cache}", f"{layout.name} has no place for its scales", f"write {able}"
         )
+
+
+def check_holds_groups(layout: Layout, act_order: bool) -> None:
+    """Raise InputError where a layout is not written with groups of inputs that stand apart."""
+    if act_order and not layout.group_index:
+        able = ", ".join(row.name for row in LAYOUTS.values() if row.group_index)
+        raise InputError("act-order", f"{layout.name} is not written with it", f"write {able}")
 
 
 def why_not(layout: Layout, scheme: Scheme, out_features: int, in_features: int) -> str | None:

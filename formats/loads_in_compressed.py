@@ -56,6 +56,28 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         "compressed-tensors",
     ),
     row(
+        "ct-heads-kv-vllm",
+        VLLM,
+        "yes",
+        when(
+            lambda f: f.config.kv_cache == "fp8" and f.config.kv_per_head,
+            "a KV scale for each head needs FlashAttention 3, and so a GPU of compute capability 9",
+        ),
+        f"{VLLM_COMPRESSED} CompressedTensorsKVCacheMethod, vllm-project/vllm pull request 30141",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-heads-kv-sglang",
+        SGLANG,
+        "no",
+        when(
+            lambda f: f.config.kv_cache == "fp8" and f.config.kv_per_head,
+            "has room for one KV scale for each layer",
+        ),
+        "sglang/srt/layers/quantization/kv_cache.py of September 2026",
+        "compressed-tensors",
+    ),
+    row(
         "ct-int8-kv-sglang",
         SGLANG,
         "yes",

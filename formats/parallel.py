@@ -1,28 +1,29 @@
-"""Can a checkpoint's linears be split over several GPUs? Knows shapes and groups, no files.
+"""Can a checkpoint be shared out over several GPUs? Knows shapes and groups, no files.
 
-A linear is split by outputs or by inputs, as its family's row says: a GPU's share must hold whole
-groups and whole words. Legend: N outputs, K inputs.
+Heads and the features of feed-forwards are shared out as the loader does it (shares.py): in whole
+units, of which one GPU may have more than another.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from formats.errors import InputError
 from formats.families import FAMILIES
+from formats.family import num_experts
 from formats.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
+from formats.scheme import Scheme
+from formats.shares import share_features, share_heads
 
 SIZES = (1, 2, 4, 8)
-# last parts of names, with their dot
-SPLIT_BY_INPUTS = tuple(
-    {
-        f".{linear.name.rpartition('.')[2]}"
-        for family in FAMILIES.values()
-        for projection in family.projections(num_experts=1)
-        for linear in projection.linears
-        if projection.split == "inputs"
-    }
-)
-MULTIPLE = 8  # of every share: a word of 4-bit codes
+# last parts of names, with their dot -> the size of the inputs
+SPLIT_BY_INPUTS = {
+    f".{linear.name.rpartition('.')[2]}": linear.inputs
+    for family in FAMILIES.values()
+    for projection in family.projections(num_experts=1)
+    for linear in projection.linears
+    if projection.split == "inputs"
+}
 
 
 def parallel_sizes(
@@ -38,23 +39,33 @@ def _why_not(
     quant: QuantConfig | None,
     linears: Sequence[LinearSummary],
 ) -> str:
-    heads = config.get("num_attention_heads")
-    if isinstance(heads, int) and heads % size:
-        return f"{heads} attention heads"
-    for linear in linears:
-        by_inputs = linear.name.endswith(SPLIT_BY_INPUTS)
-        extent = linear.in_features if by_inputs else linear.out_features
-        if extent % size:
-            return f"{linear.name}: {extent} features"
-        if "float" in linear.traits or quant is None:
-            continue
-        share = extent // size
-        scheme = quant.scheme_for(linear.name)
-        unit = MULTIPLE if scheme is None or scheme.weight.type == "int" else 1
-        if by_inputs and scheme is not None and scheme.weight.group_size > 0 and size > 1:
-            unit = scheme.weight.group_size
-        if not by_inputs and scheme is not None and scheme.weight.rows > 1:
-            unit = scheme.weight.rows
-        if share % unit:
-            return f"{linear.name}: a share of {share} is not divisible by {unit}"
+    if size == 1:
+        return ""
+    names = config.get("architectures")
+    family = FAMILIES.get(names[0]) if isinstance(names, list) and names else None
+    sizes = family.sizes(config) if family is not None else {}
+    attention: list[Scheme | None] = []
+    try:
+        for linear in linears:
+            inputs = next(
+                (row for end, row in SPLIT_BY_INPUTS.items() if linear.name.endswith(end)), None
+            )
+            scheme = None
+            if quant is not None and "float" not in linear.traits:
+                scheme = quant.scheme_for(linear.name)
+            if inputs == "q":
+                attention.append(scheme)
+            elif inputs is not None:
+                share_features(linear.name, linear.in_features, size, scheme)
+        heads, kv_heads, head_dim = (
+            sizes.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        if heads and head_dim:
+            share_heads(heads, kv_heads or heads, head_dim, size, list(set(attention)) or [None])
+        if family is not None and family.experts and family.experts.fused and num_experts(config):
+            inner = sizes.get(family.experts.down.inputs)
+            if inner:
+                share_features(family.experts.module, inner, size, None)
+    except InputError as error:
+        return error.problem
     return ""

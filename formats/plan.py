@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from formats.errors import InputError, SchemeError
 from formats.layouts import (
     Layout,
+    check_holds_groups,
     check_holds_kv_scales,
     check_writable,
     default_format,
@@ -18,8 +19,9 @@ from formats.padding import Padding
 from formats.patterns import regex
 from formats.quant_config import QuantConfig
 from formats.rules import FUSED
-from formats.scheme import Scheme
+from formats.scheme import CHANNEL, Scheme
 
+ACT_ORDER_FORMAT = "gptq"  # the only one that is written with an index of groups
 EXCEPTIONS_FORMAT = "compressed-tensors"  # what every reader takes where linears differ
 
 
@@ -32,6 +34,8 @@ class Plan:
     reasons: dict[str, str]
     padding: Padding | None = None
     kv_cache: str | None = None  # "int8" or "fp8": scales for such a KV cache are written too
+    kv_per_head: bool = False  # each KV head gets scales of its own
+    act_order: bool = False  # groups have the inputs that a solver gives them
 
     @property
     def quantized(self) -> dict[str, Scheme]:
@@ -45,17 +49,28 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Who will not load what is to be written."""
-        if self.layout.name != "gptq" or not self.has_exceptions:
-            return ()
-        return (
-            "transformers ignores the dynamic entries of a GPTQ block, which say what differs here,"
-            " and will not load the folder: --format compressed-tensors loads there too",
-        )
+        found = []
+        if self.act_order and any(s.weight.group_size != CHANNEL for s in self.quantized.values()):
+            found.append(
+                "act-order is written: transformers, GPTQModel and SGLang load it and order the"
+                " inputs on every call, which is slow; vLLM 0.33 refuses it"
+            )
+        if self.layout.name == "gptq" and self.has_exceptions:
+            found.append(
+                "transformers ignores the dynamic entries of a GPTQ block, which say what differs"
+                " here, and will not load the folder: --format compressed-tensors loads there too"
+            )
+        return tuple(found)
 
     def config(self, quantizer: str) -> QuantConfig:
         """The config block's object."""
         return QuantConfig.of_modules(
-            self.layout.name, self.schemes, quantizer, kv_cache=self.kv_cache
+            self.layout.name,
+            self.schemes,
+            quantizer,
+            kv_cache=self.kv_cache,
+            act_order=self.act_order,
+            kv_per_head=self.kv_per_head,
         )
 
 
@@ -68,6 +83,8 @@ def make_plan(
     overrides: Iterable[tuple[str, Scheme]] = (),
     padding: Padding | None = None,
     kv_cache: str | None = None,
+    kv_per_head: bool = False,
+    act_order: bool = False,
 ) -> Plan:
     """Decide for every linear of `shapes` ([N, K] by name).
 
@@ -80,9 +97,11 @@ def make_plan(
     hold what differs and the default cannot, or where transformers could not read it.
     """
     overrides = list(overrides)
-    arguments = (shapes, scheme, ignore, overrides, padding, kv_cache)
+    arguments = (shapes, scheme, ignore, overrides, padding, kv_cache, kv_per_head, act_order)
     if output_format is not None:
         return _plan(find_layout(output_format), *arguments)
+    if act_order:
+        return _plan(find_layout(ACT_ORDER_FORMAT), *arguments)
     layout, other = find_layout(default_format(scheme)), find_layout(EXCEPTIONS_FORMAT)
     try:
         plan = _plan(layout, *arguments)
@@ -106,8 +125,11 @@ def _plan(
     overrides: Sequence[tuple[str, Scheme]],
     padding: Padding | None,
     kv_cache: str | None,
+    kv_per_head: bool,
+    act_order: bool,
 ) -> Plan:
     """The plan in one layout."""
+    check_holds_groups(layout, act_order)
     check_holds_kv_scales(layout, kv_cache)
     for each in (scheme, *(other for _, other in overrides)):
         check_writable(layout, each)
@@ -129,7 +151,15 @@ def _plan(
         if reason:
             reasons[name] = reason
     _agree_in_fused(schemes, reasons)
-    plan = Plan(layout=layout, schemes=schemes, reasons=reasons, padding=padding, kv_cache=kv_cache)
+    plan = Plan(
+        layout=layout,
+        schemes=schemes,
+        reasons=reasons,
+        padding=padding,
+        kv_cache=kv_cache,
+        kv_per_head=kv_per_head,
+        act_order=act_order,
+    )
     if not plan.quantized:
         name, reason = next(iter(reasons.items()))
         raise SchemeError(name, reason, "no linear can be quantized like this")

@@ -71,6 +71,8 @@ class QuantConfig(ConfigFields):
         quantizer: str = "",
         zeros: str = "",
         kv_cache: str | None = None,
+        act_order: bool = False,
+        kv_per_head: bool = False,
     ) -> "QuantConfig":
         """The config of a checkpoint whose linears have these schemes; None: left in float.
 
@@ -88,6 +90,8 @@ class QuantConfig(ConfigFields):
             quantizer=quantizer,
             zeros=zeros,
             kv_cache=kv_cache,
+            act_order=act_order,
+            kv_per_head=kv_per_head,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
     CheckpointWriter,
-    find_side_files,
 )
 from formats.errors import CheckpointError, InputError, SchemeError
 from formats.findings import Findings
@@ -36,6 +35,7 @@ from formats.loads_in_rules import OTHERS, loads_in
 from formats.packed import PackedWeight
 from formats.quant_config import BLOCK, HEAD, QuantConfig
 from formats.scheme import CHANNEL, QuantSpec, Scheme
+from formats.side_files import find_side_files
 from formats.table import size_text
 from formats.weights import Weight, same_weight
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from formats import checkpoint
+from formats import folder_lock
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError
@@ -209,7 +209,7 @@ def test_target_is_free_again_after_a_run_that_failed(tmp_path, source):
 def test_lock_that_is_got_too_late_is_of_no_use(tmp_path, source, monkeypatch):
     """Between the making of the folder and its lock, the run that held it published it."""
     target, locks = tmp_path / "out", []
-    real = checkpoint._lock
+    real = folder_lock._lock
 
     def late(descriptor):
         if not locks:
@@ -217,7 +217,7 @@ def test_lock_that_is_got_too_late_is_of_no_use(tmp_path, source, monkeypatch):
             (tmp_path / ".out.partial").rename(target)
         locks.append(real(descriptor))
 
-    monkeypatch.setattr(checkpoint, "_lock", late)
+    monkeypatch.setattr(folder_lock, "_lock", late)
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         CheckpointWriter(target)
     assert len(locks) == 2
@@ -307,3 +307,25 @@ def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source)
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
     assert not (tmp_path / "out" / "vocab.json").exists()
+
+
+def test_how_vectors_are_made_goes_along(tmp_path, source):
+    """modules.json, what it lists in folders of its own, and nothing from elsewhere."""
+    modules = [{"path": p} for p in ("", "1_Pooling", "2_Normalize", "../out of it", "..")]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "config_sentence_transformers.json").write_text("{}")
+    for name in ("1_Pooling/config.json", "1_Pooling/pytorch_model.bin", "3_Other/config.json"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    write(tmp_path / "out", source)
+    files = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
+    new = {
+        "modules.json",
+        "config_sentence_transformers.json",
+        "1_Pooling",
+        "1_Pooling/config.json",
+    }
+    assert new <= files
+    assert not any("bin" in name or "Other" in name for name in files)
+    assert not (tmp_path / "out of it").exists()
+    assert (tmp_path / "out" / "1_Pooling").stat().st_mode & 0o100

@@ -252,9 +252,10 @@ def test_sizes_of_tensor_parallel(model, write_folder):
     tensors, config = model("gptq", "w4a16-sym-g32")
     config["num_attention_heads"] = 4
     parallel = inspect_checkpoint(write_folder(tensors, config)).parallel
-    assert parallel[1] == ""
-    assert parallel[2] == "model.layers.0.mlp.down_proj: a share of 48 is not divisible by 32"
-    assert parallel[8] == "4 attention heads"
+    assert [parallel[size] for size in (1, 2, 4)] == ["", "", ""], "3 groups over 2 and 4"
+    kv_heads = config["num_key_value_heads"]
+    problem = f"4 attention heads of {kv_heads} KV heads cannot be shared out over 8 GPUs"
+    assert parallel[8] == problem
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8", "w4a16-sym-g32"])

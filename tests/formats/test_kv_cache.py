@@ -14,15 +14,19 @@ from formats.scheme import Scheme
 SCHEME = Scheme.parse("w4a16-sym-g32")
 
 
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("kv_cache", "kind"), [("int8", "int"), ("fp8", "float")])
-def test_block_round_trips_and_is_the_librarys(kv_cache, kind):
+def test_block_round_trips_and_is_the_librarys(kv_cache, kind, per_head):
     schemes = {"model.layers.0.mlp.up_proj": SCHEME}
-    config = QuantConfig.of_modules("compressed-tensors", schemes, kv_cache=kv_cache)
+    config = QuantConfig.of_modules(
+        "compressed-tensors", schemes, kv_cache=kv_cache, kv_per_head=per_head
+    )
     block = config.to_dict()
     assert QuantConfig.from_dict(block) == config
     library = pytest.importorskip("compressed_tensors")
     theirs = library.QuantizationConfig.model_validate(block).kv_cache_scheme
-    assert (theirs.num_bits, theirs.type, theirs.strategy) == (8, kind, "tensor")
+    strategy = "attn_head" if per_head else "tensor"
+    assert (theirs.num_bits, theirs.type, theirs.strategy) == (8, kind, strategy)
     assert theirs.symmetric and theirs.dynamic is False
 
 
@@ -33,7 +37,7 @@ def test_block_round_trips_and_is_the_librarys(kv_cache, kind):
         {"type": "nf"},
         {"dynamic": True},
         {"symmetric": False},
-        {"strategy": "attn_head"},
+        {"strategy": "token"},
         None,
     ],
 )

@@ -110,6 +110,13 @@ def int8_kv(tensors, config):
             tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.ones(1)
 
 
+def heads_kv(tensors, config):
+    config[BLOCK]["kv_cache_scheme"] = write_kv_scheme("fp8", per_head=True)
+    for layer in range(2):
+        for kind in ("k_scale", "v_scale"):
+            tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.ones(2, 1, 1)
+
+
 def second_group(tensors, config):
     other = QuantConfig(scheme=Scheme.parse("w8a16-sym"), method="compressed-tensors").to_dict()
     added = {**other["config_groups"]["group_0"], "targets": ["model.layers.9.mlp.down_proj"]}
@@ -189,6 +196,8 @@ CASES = {
     "awq-transformers": ("awq", "w4a16-asym-g32", None),
     "ct-actorder": (CT, "w4a16-sym-g32", weight_g_idx),
     "ct-weight-zeros": (CT, "w4a16-sym-g32", weight_zeros),
+    "ct-heads-kv-vllm": (CT, "w4a16-sym-g32", heads_kv),
+    "ct-heads-kv-sglang": (CT, "w4a16-sym-g32", heads_kv),
     "ct-int8-kv-vllm": (CT, "w8a8", int8_kv),
     "ct-int8-kv-sglang": (CT, "w8a8", int8_kv),
     "ct-humming": (CT, "w4a16-sym-g16", None),

@@ -1,4 +1,4 @@
-"""Which numbers of GPUs a checkpoint's linears can be split over."""
+"""Which numbers of GPUs a checkpoint can be shared out over, as the doctor says it."""
 
 import pytest
 
@@ -7,26 +7,40 @@ from formats.parallel import parallel_sizes
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 3584,
+}
+DOWN = "model.layers.0.mlp.down_proj"
+
 
 @pytest.mark.parametrize(
-    ("scheme", "shape", "reasons"),
+    ("scheme", "inputs", "reasons"),
     [
-        # words of 8 outputs, whatever the group
-        ("w4a16-sym", (24, 128), {1: "", 2: "a share of 12 is not divisible by 8"}),
-        ("w4a16-sym", (128, 24), {1: "", 2: "", 4: ""}),
-        # float8 has no words
-        ("w8a8-fp8", (24, 128), {1: "", 2: "", 4: "", 8: ""}),
-        ("w8a8-fp8-block", (512, 128), {2: "", 4: "", 8: "a share of 64 is not divisible by 128"}),
+        ("w4a16-sym", 18944, {1: "", 2: "", 4: "", 8: ""}),  # 148 groups: unequal over 8
+        ("w4a16-sym", 128, {2: "", 4: "", 8: ""}),  # one group, cut
+        # 3 bits fill words by 32 codes
+        ("w3a16-sym", 64, {2: "", 4: f"{DOWN}: its 64 inputs cannot be shared out in groups of "}),
+        ("w8a8-fp8-block", 256, {2: "", 4: "", 8: ""}),
     ],
 )
-def test_shares_of_outputs(scheme, shape, reasons):
+def test_inputs(scheme, inputs, reasons):
     method = "compressed-tensors" if "fp8" in scheme else "gptq"
     quant = QuantConfig(scheme=Scheme.parse(scheme), method=method)
-    name = "model.layers.0.self_attn.q_proj"
     linear = LinearSummary(
-        name=name, out_features=shape[0], in_features=shape[1], scheme=scheme, num_bytes=0
+        name=DOWN, out_features=3584, in_features=inputs, scheme=scheme, num_bytes=0
     )
-    found = parallel_sizes({}, quant, [linear])
-    assert {size: found[size] for size in reasons} == {
-        size: f"{name}: {reason}" if reason else "" for size, reason in reasons.items()
-    }
+    found = parallel_sizes(CONFIG, quant, [linear])
+    for size, reason in reasons.items():
+        assert found[size].startswith(reason) and bool(found[size]) == bool(reason), found[size]
+
+
+def test_heads():
+    assert parallel_sizes(CONFIG, None, [])[8] == ""  # two GPUs hold the same KV head
+    found = parallel_sizes({**CONFIG, "num_key_value_heads": 28}, None, [])
+    assert found == {1: "", 2: "", 4: "", 8: ""}, "28 heads over 8: four, and three"
+    found = parallel_sizes({**CONFIG, "num_attention_heads": 3, "num_key_value_heads": 3}, None, [])
+    assert found[2] == "" and "3 attention heads of 3 KV heads cannot be shared" in found[4]

@@ -1,0 +1,147 @@
+"""The tensors of a draft head: canonical names, shapes, and what files call them.
+
+Canonical are the names of the speculators layout: `layers.0.` where others write `midlayer.`, no
+`model.` before them, `fc_norm.0` to `.2` for `aux_norm_low` to `_high`.
+Legend: C hidden size, I intermediate size, V vocabulary, F what `fc` reads.
+"""
+
+from collections.abc import Mapping
+
+from formats.family import DERIVED
+from formats.heads.config import EAGLE3, EagleConfig, HeadConfig, MedusaConfig
+
+Shape = tuple[int, ...]
+FIRST_LAYER = "layers.0"
+# beginnings of names in files -> canonical ones, the first that fits
+RENAMED = (
+    ("model.", ""),
+    ("medusa_head.", ""),
+    ("midlayer.", f"{FIRST_LAYER}."),
+    ("aux_norm_low.", "fc_norm.0."),
+    ("aux_norm_mid.", "fc_norm.1."),
+    ("aux_norm_high.", "fc_norm.2."),
+)
+EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+TO_TARGET, IN_DRAFT = "d2t", "t2d"
+
+
+def canonical(name: str) -> str:
+    """What a tensor of a file is called here."""
+    for start, instead in RENAMED:
+        if name.startswith(start):
+            name = instead + name.removeprefix(start)
+    return name
+
+
+def is_derived(name: str) -> bool:
+    """Is it a tensor that readers compute themselves?"""
+    return name.endswith(DERIVED)
+
+
+def linears(config: HeadConfig) -> dict[str, Shape]:
+    """The matrices by module, in the order they run: [outputs, inputs].
+
+    Of Medusa, whose config states no size, the shapes are empty.
+    """
+    if isinstance(config, MedusaConfig):
+        return {
+            name: ()
+            for head in range(config.num_heads)
+            for name in (
+                *(f"{head}.{layer}.linear" for layer in range(config.num_layers)),
+                f"{head}.{config.num_layers}",
+            )
+        }
+    C, inner, target = config.hidden_size, config.intermediate_size, config.target_hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found: dict[str, Shape] = {"fc": (C, fc_inputs(config))}
+    for layer in range(config.num_layers):
+        attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        ins = 2 * C if config.kind == EAGLE3 and layer == 0 else C
+        found |= {
+            f"{attention}.q_proj": (q, ins),
+            f"{attention}.k_proj": (kv, ins),
+            f"{attention}.v_proj": (kv, ins),
+            f"{attention}.o_proj": (C, q),
+            f"{mlp}.gate_proj": (inner, C),
+            f"{mlp}.up_proj": (inner, C),
+            f"{mlp}.down_proj": (C, inner),
+        }
+    if config.kind == EAGLE3:
+        found["lm_head"] = (config.draft_vocab_size, C)
+    else:
+        found["lm_head"] = (config.vocab_size, target)
+    return found
+
+
+def fc_inputs(config: EagleConfig) -> int:
+    """What `fc` reads: the taps side by side, or EAGLE's embedding and state."""
+    if config.kind == EAGLE3:
+        return config.num_taps * config.target_hidden_size
+    return config.hidden_size + config.target_hidden_size
+
+
+def required(config: HeadConfig) -> dict[str, Shape]:
+    """Float tensors that a head must have besides its matrices."""
+    if isinstance(config, MedusaConfig):
+        return {
+            f"{head}.{layer}.linear.bias": ()
+            for head in range(config.num_heads)
+            for layer in range(config.num_layers)
+        }
+    C, F = (config.hidden_size,), fc_inputs(config)
+    found: dict[str, Shape] = {}
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}"
+        if config.kind == EAGLE3 and layer == 0:
+            found[f"{prefix}.hidden_norm.weight"] = C
+        if config.kind == EAGLE3 or layer > 0:
+            found[f"{prefix}.input_layernorm.weight"] = C
+        found[f"{prefix}.post_attention_layernorm.weight"] = C
+    if config.kind == EAGLE3:
+        found[NORM] = C
+        if config.norm_before_fc:
+            found["input_norm.weight"] = (F,)
+        if config.fc_norm:
+            found |= {
+                f"fc_norm.{tap}.weight": (config.target_hidden_size,)
+                for tap in range(config.num_taps)
+            }
+    return found
+
+
+def optional(config: HeadConfig) -> dict[str, Shape]:
+    """Tensors that a head may have. Without an embedding or a head of its own it is the target's.
+
+    A head whose draft vocabulary is the whole needs no tables.
+    """
+    if isinstance(config, MedusaConfig):
+        return {}
+    vocab, d = config.vocab_size, config.head_dim
+    found: dict[str, Shape] = {
+        EMBEDDING: (vocab, config.hidden_size),
+        "fc.bias": (config.hidden_size,),
+        TO_TARGET: (config.draft_vocab_size,),
+        IN_DRAFT: (vocab,),
+    }
+    for name, shape in linears(config).items():
+        if name.startswith("layers."):
+            found[f"{name}.bias"] = shape[:1]
+    for layer in range(config.num_layers):
+        for norm in ("q_norm", "k_norm"):
+            found[f"layers.{layer}.self_attn.{norm}.weight"] = (d,)
+    return found
+
+
+def may_be_missing(config: HeadConfig) -> frozenset[str]:
+    """Matrices for which the target's stand in."""
+    if isinstance(config, MedusaConfig):
+        return frozenset()
+    shares = config.kind != EAGLE3 or config.draft_vocab_size == config.vocab_size
+    return frozenset({"lm_head"} if shares else ())
+
+
+def shapes(config: HeadConfig) -> Mapping[str, Shape]:
+    """Every tensor that a float head may have, by its canonical name."""
+    weights = {f"{name}.weight": shape for name, shape in linears(config).items()}
+    return {**weights, **required(config), **optional(config)}

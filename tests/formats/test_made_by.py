@@ -1,0 +1,41 @@
+"""Small checkpoints that other tools wrote (made_by/make.py) are read as those tools read them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from formats.checkpoint import CheckpointReader
+from formats.inspect import inspect_checkpoint
+from formats.layouts import decode_linear, layout_of, quantized_modules, tensor_names
+from formats.quant_config import QuantConfig, find_block
+
+FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "made_by").glob("*/made.json"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_weight_is_the_one_its_tool_sees(folder):
+    reader = CheckpointReader(folder)
+    config = QuantConfig.from_dict(find_block(folder, reader.config))
+    expected = load_file(folder / "expected.tensors")
+    modules = quantized_modules(reader.entries)
+    assert sorted(modules) == sorted(expected) and len(modules) == 7
+    for module in modules:
+        names = tensor_names(module, layout_of(config), reader.entries)
+        weight = decode_linear(module, {f: reader.get(n) for f, n in names.items()}, config)
+        found = weight.dequantize(torch.float16)
+        assert torch.equal(found, expected[module]), module
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_doctor_finds_nothing_wrong(folder):
+    found = inspect_checkpoint(folder)
+    regrouped = json.loads((folder / "made.json").read_text())["options"].get("desc_act", False)
+    assert [problem.severity for problem in found.problems] == ["warning"] * regrouped
+    assert found.loads_in[0].answer in ("yes", "slow")
+
+
+def test_there_are_files_of_several_tools():
+    assert len({folder.name.rpartition("-")[0] for folder in FOLDERS}) >= 3
