@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from transformers.activations import ACT2FN
 
+from calibrate.adapter import put_beside
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from calibrate.statistics import InputStatistics
@@ -40,6 +41,7 @@ class LayerRunner:
     ) -> None:
         """Raises CheckpointError where transformers does not know the model's config."""
         self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
+        self._adapter = reader.adapter if isinstance(reader, FloatModel) else None
         raw = dict(reader.config)
         architecture = raw["architectures"][0]
         try:
@@ -101,6 +103,9 @@ class LayerRunner:
                 )
         given = {name: state[name].to(self.device, self.dtype) for name in wanted}
         module.load_state_dict(given, assign=True, strict=not twice)
+        if self._adapter is not None:
+            prefix = self.layer_map.prefix(layer)
+            put_beside(module, prefix, self._adapter, self.dtype, self.device)
         if activation is not None:
             for group in self.layer_map.inputs(self.raw_config, layer):
                 for name in group:
@@ -152,12 +157,17 @@ class LayerRunner:
         return output[0] if isinstance(output, tuple) else output
 
     def final_logits(
-        self, hidden_SD: torch.Tensor, norm_D: torch.Tensor, head_VD: torch.Tensor
+        self,
+        hidden_SD: torch.Tensor,
+        norm_D: torch.Tensor,
+        head_VD: torch.Tensor,
+        grad: bool = False,
     ) -> torch.Tensor:
         """Last norm and head, with the divisor and the soft cap of models that have them."""
         norm = self._norm_class(hidden_SD.shape[-1], eps=self.config.rms_norm_eps)
         norm.load_state_dict({"weight": norm_D.to(self.device, self.dtype)}, assign=True)
-        with torch.no_grad():
+        norm.requires_grad_(False)
+        with torch.set_grad_enabled(grad):
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
         family = self.layer_map.family
         divisor = getattr(self.config, family.logits_divisor_key or "-", None)

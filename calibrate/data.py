@@ -62,7 +62,7 @@ def read_calibration(
     documents = read_documents(source or str(SHIPPED_TEXTS))
     random.Random(seed).shuffle(documents)
     ids_WS = make_windows(
-        (_render(document, tokenizer) for document in documents),
+        (render(document, tokenizer) for document in documents),
         lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False),
         tokenizer.bos_token_id,
         sequence_length,
@@ -129,7 +129,8 @@ def _from_datasets(source: str, **arguments: Any) -> list[Any]:
     return documents
 
 
-def _render(document: Any, tokenizer: Any) -> str:
+def render(document: Any, tokenizer: Any) -> str:
+    """A text, or a chat by the model's template. Raises InputError."""
     if isinstance(document, str):
         return document
     if not tokenizer.chat_template:

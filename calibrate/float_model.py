@@ -13,6 +13,7 @@ from formats.errors import CheckpointError, InputError, one_line
 from formats.family import check_num_layers
 from formats.findings import Findings
 from formats.inspect_model import check_shapes
+from formats.lora import LoraAdapter
 from formats.padding import Padding
 from formats.quant_config import BLOCK
 
@@ -32,6 +33,7 @@ class FloatModel:
         check_num_layers(self.reader.config)
         self.layer_map = find_layer_map(self.reader.config)
         self.padding: Padding | None = None
+        self.adapter: LoraAdapter | None = None  # what its layers run with while data is read
         self.num_layers = self.layer_map.num_layers(self.reader.config)
         self._check_not_quantized()
         self._check_complete()

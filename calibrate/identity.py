@@ -8,10 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from calibrate.adapter import adapter_digest
 from calibrate.data import CalibrationData
 from calibrate.digest import combined
 from calibrate.recipe import Recipe, identity_of
 from calibrate.report import tool_versions
+from formats.lora import LoraAdapter
 from formats.scheme import Scheme
 
 
@@ -25,6 +27,7 @@ def identity(
     device: str,
     input_scales: Mapping[str, Any],
     kv_cache: str | None,
+    adapter: LoraAdapter | None = None,
 ) -> dict[str, Any]:
     """Model, settings, data and versions, each by the name that an error about it uses.
 
@@ -46,5 +49,6 @@ def identity(
         "device": device,
         "input_scales": {name: float(scale) for name, scale in input_scales.items()},
         "kv_cache": kv_cache,
+        "adapter": adapter and adapter_digest(adapter),
         "versions": tool_versions(),
     }

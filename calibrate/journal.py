@@ -37,7 +37,8 @@ FIELDS = {
     "mxfp4": {"codes": "bytes_NB", "scales": "scales_NG"},
     "nvfp4": {"codes": "bytes_NB", "scales": "scales_NG", "whole": "global_scale"},
 }
-INPUT_SCALE = {"input_scale": "input_scale"}  # of static activations
+# where there are any: of static activations, of act-order
+OPTIONAL = {"input_scale": "input_scale", "order": "input_order"}
 RECORD = "qserve_layer"
 
 
@@ -97,8 +98,8 @@ class Journal:
         """Put a finished layer on disk; `source` is the digest of the float layer behind it."""
         tensors = {f"changed.{name}": tensor for name, tensor in finished.changed.items()}
         for name, packed in finished.packed.items():
-            for short, field in (FIELDS[packed.spec.type] | INPUT_SCALE).items():
-                if getattr(packed, field) is not None:
+            for short, field in (FIELDS[packed.spec.type] | OPTIONAL).items():
+                if getattr(packed, field, None) is not None:
                     tensors[f"{short}.{name}"] = getattr(packed, field)
         record = {
             "source": source,
@@ -197,6 +198,7 @@ def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor])
         return Fp8Weight(spec=spec, **values)
     if is_fp4(spec):
         return Fp4Weight(spec=spec, **{"global_scale": None, **values})
+    values["input_order"] = tensors.get(f"order.{name}")
     return PackedWeight(spec=spec, in_features=record["in_features"], **values)
 
 

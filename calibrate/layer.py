@@ -105,7 +105,7 @@ def quantize_layer(
             except SolverError as error:
                 packed[local] = rtn.solve(weight_NK, None, scheme.weight, name)
                 notes.append(f"rounded to nearest: {error.problem}")
-            check_solved(weight_NK, packed[local], scheme.weight, name)
+            check_solved(weight_NK, packed[local], scheme.weight, name, recipe.act_order)
             notes += range_notes(weight_NK, packed[local], name)
             scale = input_scales.get(name)
             if scale is None and scheme.activation is not None and not scheme.activation.dynamic:

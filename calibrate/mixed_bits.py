@@ -1,21 +1,20 @@
 """Which linear gets how many bits, for a budget: the least loss that so many bits can buy.
 
 Each matrix that servers load as one is rounded alone, to each number of bits, and the layer is run
-on some of the data: how far its output moves, relative to its size, is what those bits cost there.
-Costs of different matrices are taken to add up, and the choice is then exact (a knapsack). Knows
-no file. Legend: W windows, S tokens, D hidden size.
+on some of the data: how far the model's predictions move by it, as the loss's gradient tells, is
+what those bits cost there. Costs of different matrices are taken to add up, and the choice is then
+exact (a knapsack). Knows no file. Legend: W windows, S tokens, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy
-import torch
 
-from calibrate.capture import HiddenStates, LayerRunner
+from calibrate.capture import LayerRunner
 from calibrate.data import CalibrationData
 from calibrate.float_model import FloatModel
-from calibrate.solving import LayerState
+from calibrate.loss_gradient import LayerGradient, layer_gradients
 from formats import affine
 from formats.errors import SchemeError
 from formats.rules import fused_name
@@ -33,7 +32,7 @@ class Choice:
 
     names: tuple[str, ...]
     weights: int  # numbers in it
-    costs: Mapping[int, float]  # bits -> mean of |difference|^2 / |output|^2 of the layer
+    costs: Mapping[int, float]  # bits -> nats per token, by which predictions move
 
 
 def mixed_overrides(
@@ -124,45 +123,32 @@ def measure(
     layer_map = model.layer_map
     runner = LayerRunner(model, layer_map, device)
     windows = max(1, TOKENS // data.ids_WS.shape[1])
-    hidden = HiddenStates(data.ids_WS[:windows], model.get(layer_map.embedding), runner)
     choices = []
-    for layer in range(model.num_layers):
-        state, prefix = model.layer(layer, device), layer_map.prefix(layer)
-        inputs_WSD = hidden.states_WSD.clone()
-        hidden.advance(runner, runner.build(layer, state), layer)
+    for found in layer_gradients(model, runner, data.ids_WS[:windows], data.seed):
+        prefix = layer_map.prefix(found.layer)
         matrices: dict[str, list[str]] = {}
-        for group in layer_map.inputs(model.config, layer):
+        for group in layer_map.inputs(model.config, found.layer):
             for local in group:
                 if f"{prefix}.{local}" in schemes:
                     matrices.setdefault(fused_name(local), []).append(local)
         for locals_ in matrices.values():
             costs = {
-                b: _cost(runner, layer, state, locals_, replace(spec, bits=b), inputs_WSD, hidden)
-                for b in CANDIDATE_BITS
+                b: _cost(runner, found, locals_, replace(spec, bits=b)) for b in CANDIDATE_BITS
             }
-            weights = sum(state[f"{local}.weight"].numel() for local in locals_)
+            weights = sum(found.state[f"{local}.weight"].numel() for local in locals_)
             names = tuple(f"{prefix}.{local}" for local in locals_)
             choices.append(Choice(names=names, weights=weights, costs=costs))
     return choices
 
 
 def _cost(
-    runner: LayerRunner,
-    layer: int,
-    state: LayerState,
-    locals_: Sequence[str],
-    spec: QuantSpec,
-    inputs_WSD: torch.Tensor,
-    wanted: HiddenStates,
+    runner: LayerRunner, found: LayerGradient, locals_: Sequence[str], spec: QuantSpec
 ) -> float:
-    rounded = dict(state)
+    rounded = dict(found.state)
     for local in locals_:
-        weight_NK = state[f"{local}.weight"]
+        weight_NK = found.state[f"{local}.weight"]
         scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, local)
         codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
         rounded[f"{local}.weight"] = affine.dequantize(codes_NK, scales_NG, zeros_NG)
-    module = runner.build(layer, rounded)
-    found_WSD = runner.run(module, layer, inputs_WSD.to(runner.device)).float()
-    wanted_WSD = wanted.states_WSD.float()
-    difference_WS = (found_WSD - wanted_WSD).square().sum(-1)
-    return float((difference_WS / wanted_WSD.square().sum(-1).clamp(min=1e-20)).double().mean())
+    module = runner.build(found.layer, rounded)
+    return found.divergence(runner.run(module, found.layer, found.inputs_WSD.to(runner.device)))

@@ -7,7 +7,7 @@ model's size. A killed run goes on where it was.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from calibrate.adapter import check_counts, read_checked
 from calibrate.clock import Clock
 from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
 from calibrate.digest import combined, tensor_digest
@@ -25,7 +26,13 @@ from calibrate.journal import Journal
 from calibrate.kv_range import KvScales
 from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
 from calibrate.model_card import CARD, RECIPE_FILE, model_card, recipe_text
-from calibrate.recipe import Recipe, check_makes, find_recipe, integer_activations
+from calibrate.recipe import (
+    Recipe,
+    check_makes,
+    find_recipe,
+    integer_activations,
+    with_act_order,
+)
 from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_versions
 from calibrate.report_html import REPORT_HTML, to_html
 from calibrate.solving import LayerContext, LayerState
@@ -34,16 +41,16 @@ from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
     CheckpointWriter,
-    find_side_files,
 )
 from formats.errors import InputError
 from formats.family import ATTENTION
 from formats.inspect import inspect_checkpoint
 from formats.layouts import Layout
 from formats.padding import make_padding
-from formats.plan import EXCEPTIONS_FORMAT, fits_any, make_plan
+from formats.plan import EXCEPTIONS_FORMAT, Plan, fits_any, make_plan
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
+from formats.side_files import find_side_files
 
 EVAL_WINDOWS, EVAL_LENGTH = 48, 1024
 log = logging.getLogger(__name__)
@@ -62,6 +69,9 @@ def quantize_checkpoint(
     pad: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
     kv_cache: str | None = None,
+    kv_per_head: bool = False,
+    act_order: bool = False,
+    adapter: str | Path | None = None,
     calibration: str | CalibrationData | None = None,
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
@@ -84,7 +94,10 @@ def quantize_checkpoint(
     scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
     `bits` on the mean: linears get 2 to 8 bits each, by what the data says that they need
     (calibrate/mixed_bits.py); `scheme` has the groups and the symmetry then.
-    `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer.
+    `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer, or with
+    `kv_per_head` to every KV head. `act_order`: groups have inputs of like
+    size, by an index in the file that some readers take.
+    `adapter`: a PEFT folder that stands beside the layers while data runs, and is not written.
     `input_scales` of static activations, by linear, replace those that the data gives.
     `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
     where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder
@@ -97,6 +110,8 @@ def quantize_checkpoint(
     model = FloatModel(source)
     find_side_files(model.folder)  # raises now, not after the work
     recipe = find_recipe(recipe)
+    if act_order:
+        recipe = with_act_order(recipe)
     _check_device(device)
     padding = make_padding(model.config, model.shapes, scheme) if pad else None
     planned = partial(
@@ -106,7 +121,12 @@ def quantize_checkpoint(
         ignore=ignore,
         padding=padding,
         kv_cache=kv_cache,
+        kv_per_head=kv_per_head,
+        act_order=act_order,
     )
+    if adapter is not None:
+        family = model.layer_map.family
+        model.adapter = read_checked(adapter, family, model.config, recipe, pads=pad)
     overrides = list(overrides)
     plan = planned(output_format=output_format, overrides=overrides)
     model.padding = plan.padding
@@ -126,6 +146,8 @@ def quantize_checkpoint(
     input_scales = input_scales or {}
     data = None
     needs_data = recipe.needs_data or kv_cache is not None or _lacks_scales(schemes, input_scales)
+    if adapter is not None:
+        check_counts(recipe, needs_data)
     if calibration is not None or needs_data:
         data = _read_data(model, calibration, samples, sequence_length, seed)
     evaluation_WS = _read_evaluation(model, eval_text)
@@ -138,7 +160,8 @@ def quantize_checkpoint(
         seed,
         device,
         input_scales,
-        kv_cache,
+        f"{kv_cache} of heads" if kv_per_head else kv_cache,
+        model.adapter,
     )
     context = LayerContext(
         layer_map=model.layer_map,
@@ -158,7 +181,7 @@ def quantize_checkpoint(
         stream = None
         if data is not None or evaluation_WS is not None:
             stream = _open_stream(
-                model, recipe, context, model_tensors, data, evaluation_WS, kv_cache, spill, device
+                model, recipe, context, model_tensors, data, evaluation_WS, plan, spill, device
             )
         output = _Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
         for layer in range(model.num_layers):
@@ -232,6 +255,7 @@ def quantize_checkpoint(
             bytes_after=sum(e.num_bytes for e in CheckpointReader(staged).entries.values()),
             calibration=run_identity["calibration"],
             kv_cache=kv_cache,
+            adapter=adapter and {"folder": str(adapter), "sha256": run_identity["adapter"]},
             kv_scales=output.kv_scales,
             perplexity=perplexity,
             seconds_by_stage=clock.seconds,
@@ -283,12 +307,12 @@ class _Output:
             self.kept.remove(name)
 
     def add_kv_scales(self, prefix: str, scales: KvScales) -> None:
-        """A layer's two scales, float32 [1]."""
-        for kind, scale in asdict(scales).items():
-            name, tensor = f"{prefix}.{ATTENTION}.{kind}", torch.tensor([scale])
+        """A layer's two tensors of scales."""
+        for kind in ("k_scale", "v_scale"):
+            name, tensor = f"{prefix}.{ATTENTION}.{kind}", getattr(scales, kind)
             self.writer.add(name, tensor)
             self.rewritten[name] = tensor_digest(tensor)
-            self.kv_scales[name] = scale
+            self.kv_scales[name] = float(tensor.max())
 
     def add_rest(self, rewritten: LayerState, model: FloatModel) -> None:
         """What stands outside of layers; `rewritten` replaces and adds tensors by full name."""
@@ -386,7 +410,7 @@ def _open_stream(
     model_tensors: LayerState,
     data: CalibrationData | None,
     evaluation_WS: torch.Tensor | None,
-    kv_cache: str | None,
+    plan: Plan,
     spill: str | Path | None,
     device: str,
 ) -> Any:
@@ -402,7 +426,8 @@ def _open_stream(
         calibration_WS=data.ids_WS if data else None,
         evaluation_WS=evaluation_WS,
         with_reference=recipe.corrects,
-        kv_cache=kv_cache,
+        kv_cache=plan.kv_cache,
+        kv_per_head=plan.kv_per_head,
         spill=Path(spill) if spill else None,
     )
 

@@ -5,11 +5,13 @@ quantize_checkpoint in place of a name.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from calibrate import gptq, rtn, source_code
 from calibrate.awq import AWQ
+from calibrate.column_order import ORDERS
 from calibrate.rotation import ROTATE
 from calibrate.smoothquant import SMOOTHQUANT
 from calibrate.solving import Solver, Transform, Tuning
@@ -28,6 +30,7 @@ class Recipe:
     corrects: bool = False  # the solver wants the float model's inputs too (statistics' drift)
     floats: bool = False  # it can make float8 weights too, not only integer codes
     tuning: Tuning | None = None  # of each layer as a whole, after its linears are solved
+    act_order: bool = False  # the solver groups inputs as it likes, by an index in the file
 
     def __post_init__(self) -> None:
         if self.tuning is None:
@@ -49,6 +52,7 @@ def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> R
     return Recipe(name=name, solver=solver, transforms=transforms, **options)
 
 
+ORDERED = (gptq.solve, gptq.solve_corrected)  # solvers that take the inputs in any order
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -67,6 +71,17 @@ RECIPES: dict[str, Recipe] = {
         _row("autoround", gptq.solve_corrected, corrects=True, tuning=Tuning()),
     )
 }
+
+
+def with_act_order(recipe: Recipe) -> Recipe:
+    """The same with groups of inputs of like size. Raises InputError where it solves nothing."""
+    if recipe.solver not in ORDERED:
+        able = ", ".join(row.name for row in RECIPES.values() if row.solver in ORDERED)
+        raise InputError(
+            f"recipe {recipe.name!r}", "rounds inputs in the order that they have", f"use {able}"
+        )
+    solver = partial(recipe.solver, order=ORDERS["act-order"])
+    return replace(recipe, name=f"{recipe.name}, act-order", solver=solver, act_order=True)
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:

@@ -99,7 +99,8 @@ class QuantizationReport:
     bytes_after: int
     calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
     kv_cache: str | None = None  # "int8" or "fp8": the checkpoint has scales for such a KV cache
-    kv_scales: dict[str, float] = field(default_factory=dict)  # by their tensors' names
+    kv_scales: dict[str, float] = field(default_factory=dict)  # the largest, by tensors' names
+    adapter: dict[str, str] | None = None  # that stood beside the layers: folder, hash
     perplexity: dict[str, Any] | None = None  # before and after, on which text
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -145,6 +146,8 @@ class QuantizationReport:
         )
         if self.kv_cache is not None:
             lines.append(f"{self.kv_cache} KV cache: {', '.join(self._kv_ranges())}")
+        if self.adapter is not None:
+            lines.append(f"data ran with the adapter {self.adapter['folder']}, which is not in it")
         if self.perplexity:
             lines.append(
                 f"perplexity {self.perplexity['before']:.4f} -> {self.perplexity['after']:.4f} on"

@@ -26,8 +26,13 @@ class SolverError(InputError):
     """This linear cannot be solved from its statistics; it can still be rounded to nearest."""
 
 
-def check_solved(weight_NK: torch.Tensor, solved: object, spec: QuantSpec, name: str) -> None:
-    """Raise InputError, with the linear's `name`, unless a solver did what it was asked for."""
+def check_solved(
+    weight_NK: torch.Tensor, solved: object, spec: QuantSpec, name: str, act_order: bool = False
+) -> None:
+    """Raise InputError, with the linear's `name`, unless a solver did what it was asked for.
+
+    `act_order`: it may group inputs that do not stand together.
+    """
     if not isinstance(solved, Weight):
         raise InputError(
             name,
@@ -42,7 +47,7 @@ def check_solved(weight_NK: torch.Tensor, solved: object, spec: QuantSpec, name:
             f"its solver returned {found} {shape}, expected {wanted} {list(weight_NK.shape)}",
             "use the spec that it is given",
         )
-    if solved.input_order is not None:
+    if solved.input_order is not None and not act_order:
         raise InputError(
             name,
             "its solver returned codes whose inputs are not grouped in order (act-order), which"
@@ -102,6 +107,7 @@ class Tuning:
     tokens: int = 2048  # of a step
     rate: float = 0.01  # of codes, in codes; falls to 0
     scale_rate: float = 0.003  # of scales, as a share of them
+    norm_rate: float = 0.0005  # of norms' weights, as a share of what they multiply by
 
 
 def move_scale(

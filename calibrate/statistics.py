@@ -30,25 +30,20 @@ class InputStatistics:
         `reference` is what the float model has there for the same tokens.
         """
         x_TK = x.reshape(-1, x.shape[-1])
+        if not x_TK.shape[0]:
+            return
+        moment_KK = _product(x_TK, x_TK)
+        self.moment_KK += moment_KK
         if reference is not None and reference.shape == x.shape:
             if self.drift_KK is None:
                 self.drift_KK = torch.zeros_like(self.moment_KK)
-            difference_TK = reference.reshape(x_TK.shape).float() - x_TK.float()
-            self.drift_KK.addmm_(difference_TK.t(), x_TK.float())
+            self.drift_KK += _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
         self.num_tokens += x_TK.shape[0]
-        if x_TK.shape[0]:
-            self.absmax_K = torch.maximum(self.absmax_K, x_TK.abs().amax(0).float())
-            if x_TK.is_cuda and x_TK.dtype in (torch.float16, torch.bfloat16):
-                # On tensor cores, where products of 16-bit numbers are exact all the same.
-                self.moment_KK += torch.mm(x_TK.t(), x_TK, out_dtype=torch.float32)
-                x_TK = x_TK.float()
-            else:
-                x_TK = x_TK.float()
-                self.moment_KK.addmm_(x_TK.t(), x_TK)
-            # Every call gives a few tokens, spread evenly: the sample sees all of the data.
-            step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
-            if len(self._sample) < SAMPLE_CALLS:
-                self._sample.append(x_TK[::step][:SAMPLE_PER_CALL].clone())
+        self.absmax_K = torch.maximum(self.absmax_K, x_TK.abs().amax(0).float())
+        # Every call gives a few tokens, spread evenly: the sample sees all of the data.
+        step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
+        if len(self._sample) < SAMPLE_CALLS:
+            self._sample.append(x_TK[::step][:SAMPLE_PER_CALL].float().clone())
 
     def sample(self) -> torch.Tensor:
         """Some of the tokens, float32 [T, K]."""
@@ -89,7 +84,33 @@ class InputStatistics:
         return (difference_NK @ self.moment_KK).mul_(difference_NK).sum(1).clamp_(min=0)
 
     def relative_output_error(self, weight_NK: torch.Tensor, found_NK: torch.Tensor) -> float:
-        """||X (W - Wq)^T|| / ||X W^T|| over the calibration tokens; 0 where X W^T is zero."""
-        reference = float(self.squared_error(weight_NK).double().sum())
-        error = float(self.squared_error(weight_NK.float() - found_NK.float()).double().sum())
+        """||X (W - Wq)^T|| / ||X W^T|| over the calibration tokens; 0 where X W^T is zero.
+
+        A figure of a few digits: on a GPU it is computed on tensor cores, from bfloat16.
+        """
+        weight_NK = weight_NK.float()
+        difference_NK = weight_NK - found_NK.float()
+        if self.moment_KK.is_cuda:
+            reference, error = (self._coarse_error(each) for each in (weight_NK, difference_NK))
+        else:
+            reference, error = (
+                float(self.squared_error(each).double().sum())
+                for each in (weight_NK, difference_NK)
+            )
         return (error / reference) ** 0.5 if reference else 0.0
+
+    def _coarse_error(self, difference_NK: torch.Tensor) -> float:
+        """Errors of rounding to bfloat16 cancel in the sum of so many products."""
+        moment_KK = self.cache.get("coarse moment")
+        if moment_KK is None:
+            moment_KK = self.cache["coarse moment"] = self.moment_KK.bfloat16()
+        product_NK = torch.mm(difference_NK.bfloat16(), moment_KK, out_dtype=torch.float32)
+        return max(float(product_NK.mul_(difference_NK).sum(dtype=torch.float64)), 0.0)
+
+
+def _product(left_TK: torch.Tensor, right_TK: torch.Tensor) -> torch.Tensor:
+    """Sum of the tokens' outer products [K, K], float32."""
+    if left_TK.is_cuda and left_TK.dtype in (torch.float16, torch.bfloat16):
+        # On tensor cores, where products of 16-bit numbers are exact all the same.
+        return torch.mm(left_TK.t(), right_TK, out_dtype=torch.float32)
+    return left_TK.float().t() @ right_TK.float()

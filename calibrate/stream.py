@@ -33,19 +33,21 @@ class Stream:
         evaluation_WS: torch.Tensor | None,
         with_reference: bool = False,
         kv_cache: str | None = None,
+        kv_per_head: bool = False,
         spill: Path | None = None,
     ) -> None:
         """`rewritten_VD` is the quantized model's embedding; `spill` a folder to spare memory.
 
         `with_reference`: statistics tell how far the inputs are from the float model's. `kv_cache`:
-        the quantized model's evaluation reads keys and values from such a cache.
+        the quantized model's evaluation reads keys and values from such a cache, `kv_per_head`
+        with scales of their own for each KV head.
         """
 
         def embed(ids_WS: torch.Tensor | None, table_VD: torch.Tensor):
             return None if ids_WS is None else HiddenStates(ids_WS, table_VD, runner, spill)
 
         self.runner, self.evaluation_WS = runner, evaluation_WS
-        self.kv_cache = kv_cache
+        self.kv_cache, self.kv_per_head = kv_cache, kv_per_head
         self._calibration = embed(calibration_WS, rewritten_VD)
         self._reference = embed(calibration_WS, rewritten_VD) if with_reference else None
         self._after = embed(evaluation_WS, rewritten_VD)
@@ -84,7 +86,7 @@ class Stream:
         """
         seen, cache, scales = None, None, None
         if self.kv_cache is not None:
-            seen = KvRange()
+            seen = KvRange(self.kv_per_head)
         state, roundings = finished.apply(original), finished.roundings()
         self._advance([self._calibration], layer, state, roundings, seen)
         if seen is not None:

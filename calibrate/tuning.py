@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from calibrate.capture import LayerRunner
 from calibrate.layer import FinishedLayer
+from calibrate.layer_map import LayerMap
 from calibrate.solving import LayerState, Tuning
 from formats import affine
 from formats.packed import PackedWeight
@@ -30,6 +31,9 @@ class _Grid(nn.Module):
 
     def __init__(self, packed: PackedWeight, weight_NK: torch.Tensor) -> None:
         super().__init__()
+        if packed.input_order is not None:
+            weight_NK = weight_NK[:, packed.input_order]
+        self.place_K = None if packed.input_order is None else packed.input_order.argsort()
         codes_NGL = packed.codes().float().unflatten(1, (packed.num_groups, -1))
         scales_NG1 = packed.scales_NG.float()[..., None]
         zeros_NG1 = packed.zeros_NG.float()[..., None]
@@ -52,7 +56,8 @@ class _Grid(nn.Module):
 
     def weight(self) -> torch.Tensor:
         """[N, K], what the layer computes with."""
-        return ((self.codes() - self.zeros_NG1) * self.scales()).flatten(1)
+        weight_NK = ((self.codes() - self.zeros_NG1) * self.scales()).flatten(1)
+        return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
 
     def finished(self, name: str) -> PackedWeight:
         """The codes as integers, the scales as a checkpoint stores them."""
@@ -65,8 +70,39 @@ class _Grid(nn.Module):
             codes_NK, stored_NG, self.packed.zeros_NG, self.packed.spec, name
         )
         return replace(
-            found, activation=self.packed.activation, input_scale=self.packed.input_scale
+            found,
+            activation=self.packed.activation,
+            input_scale=self.packed.input_scale,
+            input_order=self.packed.input_order,
         )
+
+
+class _Norms(nn.Module):
+    """A layer's norms, as numbers that gradients move: their weights stay in float."""
+
+    def __init__(self, layer_map: LayerMap, state: LayerState) -> None:
+        super().__init__()
+        names = [f"{norm.name}.weight" for norm in layer_map.family.norms]
+        self.stored = {name: state[name] for name in names if name in state}
+        # in shares of what a norm multiplies by
+        self.units = {
+            name: (weight.float() + layer_map.norm_offset).abs()
+            for name, weight in self.stored.items()
+        }
+        self.moves = nn.ParameterDict(
+            {name.replace(".", "/"): torch.zeros_like(self.units[name]) for name in self.stored}
+        )
+
+    def weights(self) -> LayerState:
+        return {
+            name: weight.float() + self.moves[name.replace(".", "/")] * self.units[name]
+            for name, weight in self.stored.items()
+        }
+
+    def finished(self) -> LayerState:
+        """In the dtypes in which they are stored."""
+        with torch.no_grad():
+            return {n: w.to(self.stored[n].dtype) for n, w in self.weights().items()}
 
 
 def tune_layer(
@@ -94,6 +130,7 @@ def tune_layer(
     }
     if not grids:
         return finished
+    norms = _Norms(runner.layer_map, after).to(runner.device)
     windows = inputs_WSD.shape[0]
     kept = min(KEPT_OUT, windows // 2)
     generator = torch.Generator().manual_seed(seed + layer)
@@ -101,7 +138,8 @@ def tune_layer(
     scale = 1 / float(targets_WSD[-KEPT_OUT:].float().square().mean().clamp(min=1e-20))
 
     def loss(rows: torch.Tensor | slice) -> torch.Tensor:
-        weights = {f"{name}.weight": grid.weight().to(runner.dtype) for name, grid in grids.items()}
+        weights = {f"{name}.weight": grid.weight() for name, grid in grids.items()}
+        weights = {n: w.to(runner.dtype) for n, w in (weights | norms.weights()).items()}
 
         def call(*args: object, **kwargs: object) -> object:
             return functional_call(module, weights, args, kwargs)
@@ -119,12 +157,16 @@ def tune_layer(
         [
             {"params": [grid.move_NGL for grid in grids.values()], "lr": tuning.rate},
             {"params": [grid.gain_NG1 for grid in grids.values()], "lr": tuning.scale_rate},
+            {"params": list(norms.parameters()), "lr": tuning.norm_rate},
         ],
         betas=BETAS,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / tuning.steps)
+    order = torch.empty(0, dtype=torch.long)
     for _ in range(tuning.steps):
-        rows = torch.randint(windows - kept, (batch,), generator=generator)
+        while len(order) < batch:  # every window once before one comes again
+            order = torch.cat([order, torch.randperm(windows - kept, generator=generator)])
+        rows, order = order[:batch], order[batch:]
         loss(rows).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -133,4 +175,8 @@ def tune_layer(
     if not after_loss < before:
         return finished
     packed = {name: grid.finished(name) for name, grid in grids.items()}
-    return replace(finished, packed={**finished.packed, **packed})
+    return replace(
+        finished,
+        packed={**finished.packed, **packed},
+        changed={**finished.changed, **norms.finished()},
+    )

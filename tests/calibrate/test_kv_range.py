@@ -64,6 +64,25 @@ def test_scales_are_those_of_transformers_own_cache(
     assert config["type"] == ("int" if kv_cache == "int8" else "float")
 
 
+def test_every_head_gets_scales_of_its_own(tiny_model, transformers_model, tmp_path):
+    source, folder = tiny_model("qwen3"), tmp_path / "out"
+    quantize_checkpoint(source, folder, recipe="gptq", kv_cache="fp8", kv_per_head=True, **OPTIONS)
+    quantize_checkpoint(
+        source, tmp_path / "gptq", recipe="gptq", **{**OPTIONS, "output_format": "gptq"}
+    )
+    cache = DynamicCache()
+    with torch.no_grad():
+        transformers_model(tmp_path / "gptq")(IDS, past_key_values=cache)
+    found = scales(folder)
+    for number, layer in enumerate(cache.layers):
+        for kind, states in (("k_scale", layer.keys), ("v_scale", layer.values)):
+            scale = found[f"model.layers.{number}.self_attn.{kind}"]
+            want = states.abs().amax((0, 2, 3)) / 448
+            assert scale.dtype == torch.float32 and scale.shape == (len(want), 1, 1)
+            assert len(want) > 1 and torch.allclose(scale.flatten(), want, rtol=1e-4)
+    assert inspect_checkpoint(folder).problems == ()
+
+
 @pytest.mark.parametrize("family", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
 def test_every_family_gets_scales_for_every_layer(tiny_model, tmp_path, family):
     quantize_checkpoint(tiny_model(family), tmp_path / "out", kv_cache="fp8", **OPTIONS)

@@ -98,7 +98,7 @@ def test_block_that_does_not_read_back_the_same(written):
     folder = written[0]
     for file_name in ("config.json", "quantize_config.json"):
         value = json.loads((folder / file_name).read_text())
-        value.get(BLOCK, value)["desc_act"] = True
+        value.get(BLOCK, value)["true_sequential"] = True
         (folder / file_name).write_text(json.dumps(value))
     with pytest.raises(CheckpointError, match="does not read back the same"):
         verify(*written)

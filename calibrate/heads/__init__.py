@@ -1,0 +1,1 @@
+"""Draft heads in plain torch: trained, and calibrated to be quantized. Knows no engine."""

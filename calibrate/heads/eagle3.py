@@ -1,0 +1,262 @@
+"""The EAGLE-3 head as a torch module, for training and calibration (arXiv 2503.01840).
+
+Row i of a window takes token i + 1 and the target's states of position i, and predicts token i + 2.
+Training follows the paper's training-time test: step j takes the state that step j - 1 made in the
+same row, and the next token.
+Legend: B windows, S tokens of a window, C hidden size, F what `fc` reads, H heads, D head dim,
+J steps before, V target vocabulary, U draft vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from formats.heads import tensors as names
+from formats.heads.config import EagleConfig
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention over the first step's rows, and in a row over its own later steps."""
+
+    def __init__(self, config: EagleConfig, ins: int, biases: frozenset[str]) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(ins, q, bias="q_proj" in biases)
+        self.k_proj = nn.Linear(ins, kv, bias="k_proj" in biases)
+        self.v_proj = nn.Linear(ins, kv, bias="v_proj" in biases)
+        self.o_proj = nn.Linear(q, config.hidden_size, bias="o_proj" in biases)
+        if "q_norm" in biases:
+            self.q_norm = RmsNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RmsNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        past: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """x [B, S, inputs]. `past`: keys and values [B, H, S, D] of steps; gets this one's."""
+        B, S, _ = x.shape
+        q, k, v = (
+            proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotated(q, *cos_sin), rotated(k, *cos_sin)
+        shared = self.num_heads // self.num_kv_heads
+        k, v = (each.repeat_interleave(shared, 1) for each in (k, v))
+        past.append((k, v))
+        if len(past) == 1:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = _with_own_steps(q, past)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _with_own_steps(
+    q_BHSD: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Row i sees rows up to i of the first step, and row i of each later one."""
+    (first_k, first_v), *later = past
+    S, scale = q_BHSD.shape[2], q_BHSD.shape[3] ** -0.5
+    scores_BHSS = q_BHSD @ first_k.transpose(2, 3) * scale
+    future = torch.ones(S, S, dtype=torch.bool, device=q_BHSD.device).triu(1)
+    scores_BHSS = scores_BHSS.masked_fill(future, float("-inf"))
+    own_BHSJ = torch.stack([(q_BHSD * k).sum(-1) * scale for k, _ in later], -1)
+    shares = torch.cat([scores_BHSS.float(), own_BHSJ.float()], -1).softmax(-1).to(first_v.dtype)
+    out_BHSD = shares[..., :S] @ first_v
+    for number, (_, v) in enumerate(later):
+        out_BHSD = out_BHSD + shares[..., S + number, None] * v
+    return out_BHSD
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [B, H, S, D] turned; channel i is the pair of i + D / 2. cos, sin [1, S, D]."""
+    low, high = x.chunk(2, -1)
+    turned = torch.cat([-high, low], -1)
+    return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: EagleConfig, biases: frozenset[str]) -> None:
+        super().__init__()
+        C, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(C, inner, bias="gate_proj" in biases)
+        self.up_proj = nn.Linear(C, inner, bias="up_proj" in biases)
+        self.down_proj = nn.Linear(inner, C, bias="down_proj" in biases)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """The first layer reads the embedding beside the state; others are Llama's."""
+
+    def __init__(self, config: EagleConfig, number: int, biases: frozenset[str]) -> None:
+        super().__init__()
+        C, eps = config.hidden_size, config.rms_norm_eps
+        self.is_first, self.norm_before_residual = number == 0, config.norm_before_residual
+        self.self_attn = Attention(config, 2 * C if self.is_first else C, biases)
+        self.mlp = Mlp(config, biases)
+        self.input_layernorm = RmsNorm(C, eps)
+        self.post_attention_layernorm = RmsNorm(C, eps)
+        if self.is_first:
+            self.hidden_norm = RmsNorm(C, eps)
+
+    def forward(
+        self,
+        state_BSC: torch.Tensor,
+        embedded_BSC: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        past: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        if self.is_first:
+            normed = self.hidden_norm(state_BSC)
+            x = torch.cat([self.input_layernorm(embedded_BSC), normed], -1)
+            residual = normed if self.norm_before_residual else state_BSC
+        else:
+            x, residual = self.input_layernorm(state_BSC), state_BSC
+        residual = residual + self.self_attn(x, cos_sin, past)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle3Module(nn.Module):
+    """The head; `state_dict()` has the canonical names of formats/heads/tensors.py."""
+
+    def __init__(
+        self, config: EagleConfig, embedding_VC: torch.Tensor, present: frozenset[str] = frozenset()
+    ) -> None:
+        """`embedding_VC`: of the target, or the head's own. `present`: biases and norms over heads
+        that the first layer has, by the last part of their module's name."""
+        super().__init__()
+        self.config = config
+        C, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(names.fc_inputs(config), C, bias="fc" in present)
+        if config.norm_before_fc:
+            self.input_norm = RmsNorm(names.fc_inputs(config), eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RmsNorm(config.target_hidden_size, eps) for _ in range(config.num_taps)
+            )
+        self.layers = nn.ModuleList(
+            Layer(config, number, present) for number in range(config.num_layers)
+        )
+        self.norm = RmsNorm(C, eps)
+        self.lm_head = nn.Linear(C, config.draft_vocab_size, bias=False)
+        # plain attributes: neither trained nor saved
+        self.embedding = [embedding_VC]
+        self._rotary = [_rotary(config)]
+
+    def fused(self, taps_BSF: torch.Tensor) -> torch.Tensor:
+        """The target's states [B, S, F], side by side, as the head's first state [B, S, C]."""
+        if self.config.norm_before_fc:
+            taps_BSF = self.input_norm(taps_BSF)
+        if self.config.fc_norm:
+            parts = taps_BSF.chunk(self.config.num_taps, -1)
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            taps_BSF = torch.cat(parts, -1)
+        return self.fc(taps_BSF)
+
+    def steps(
+        self, ids_BS: torch.Tensor, taps_BSF: torch.Tensor, num_steps: int
+    ) -> Iterator[torch.Tensor]:
+        """Logits [B, S - 1 - j, U] of each step j: row i predicts token i + 2 + j."""
+        B, S = ids_BS.shape
+        embedded_BSC = functional.embedding(ids_BS, self.embedding[0]).to(taps_BSF.dtype)
+        state_BSC = self.fused(taps_BSF)
+        pasts: list[list] = [[] for _ in self.layers]
+        for step in range(num_steps):
+            shifted = torch.zeros_like(embedded_BSC)
+            shifted[:, : S - 1 - step] = embedded_BSC[:, 1 + step :]
+            positions = torch.arange(step, S + step, device=ids_BS.device)[None]
+            cos_sin = self._rotary[0].to(ids_BS.device)(taps_BSF, positions)
+            for layer, past in zip(self.layers, pasts, strict=True):
+                state_BSC = layer(state_BSC, shifted, cos_sin, past)
+            normed_BSC = self.norm(state_BSC)
+            yield self.lm_head(normed_BSC[:, : S - 1 - step])
+            if self.config.norm_output:
+                state_BSC = normed_BSC
+
+
+def _rotary(config: EagleConfig) -> nn.Module:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    wanted = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+    rope = {key: config.values[key] for key in wanted if config.values.get(key) is not None}
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            **rope,
+        )
+    )
+
+
+def start_from_target(
+    head: Eagle3Module, tensors: Mapping[str, torch.Tensor], draft_ids_U: torch.Tensor | None
+) -> None:
+    """Begin with the target's output matrix and last norm, and a layer that adds little.
+
+    `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: all tokens.
+    """
+    rows = tensors["lm_head"] if draft_ids_U is None else tensors["lm_head"][draft_ids_U]
+    with torch.no_grad():
+        if rows.shape[1] == head.lm_head.weight.shape[1]:
+            head.lm_head.weight.copy_(rows)
+            head.norm.weight.copy_(tensors["norm"])
+        for layer in head.layers:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                linear.weight.mul_(0.1)
+
+
+def step_losses(
+    head: Eagle3Module,
+    ids_BS: torch.Tensor,
+    taps_BSF: torch.Tensor,
+    target_BSV: torch.Tensor,
+    *,
+    num_steps: int,
+    draft_ids_U: torch.Tensor | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(loss, share of rows whose likeliest token is the target's) of each step.
+
+    The loss is the cross entropy with the target's distribution over the draft vocabulary; rows
+    whose likeliest token is outside of it do not count, but as wrong.
+    """
+    best_BS = target_BSV.argmax(-1)
+    inside_BS = torch.ones_like(best_BS, dtype=torch.bool)
+    if draft_ids_U is not None:
+        inside_BS = torch.isin(best_BS, draft_ids_U)
+        target_BSV = target_BSV[..., draft_ids_U]
+    for step, logits in enumerate(head.steps(ids_BS, taps_BSF, num_steps)):
+        shift = 1 + step
+        wanted = target_BSV[:, shift:].float().softmax(-1)
+        counted = inside_BS[:, shift:]
+        entropy = -(wanted * logits.float().log_softmax(-1)).sum(-1)
+        loss = (entropy * counted).sum() / counted.sum().clamp(min=1)
+        drawn = logits.argmax(-1)
+        drawn = drawn if draft_ids_U is None else draft_ids_U[drawn]
+        yield loss, (drawn == best_BS[:, shift:]).float().mean()

@@ -1,0 +1,136 @@
+"""The training loop of draft heads: Muon and AdamW, a warm-up, a cosine, within a time.
+
+Knows no head. Matrices are trained by Muon (Jordan et al. 2024), which needs far fewer tokens for
+them than AdamW; norms, biases and output matrices, which begin as the target's, by AdamW.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from calibrate.heads.target import batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """How long and how fast."""
+
+    epochs: int = 1
+    batch: int = 32  # windows of a step
+    rate: float = 3e-3  # the highest, of Muon; falls to a twentieth
+    output_rate: float = 3e-4  # the highest, of AdamW for output matrices
+    warm_up: float = 0.03  # the share of training in which the rate rises
+    decay: float = 0.8  # the loss of step j counts decay^j
+    clip: float = 0.5
+    seconds: float = math.inf  # the rate falls so that training ends then
+    watch: int = 100  # batches between two looks at the windows held out
+    seed: int = 0
+
+
+# a batch of windows -> (loss, accuracy) of each step or head
+Losses = Callable[[torch.Tensor], "list[tuple[torch.Tensor, torch.Tensor]]"]
+
+
+def fit(
+    module: torch.nn.Module,
+    ids_WS: torch.Tensor,
+    losses: Losses,
+    settings: FitSettings,
+    *,
+    outputs: tuple[torch.nn.Parameter, ...] = (),
+    held_WS: torch.Tensor | None = None,
+    progress: bool = True,
+) -> int:
+    """Train a module in place on windows. Returns how many batches it has seen.
+
+    `outputs`: matrices that begin as the target's. Of `held_WS` the accuracy is printed as
+    training goes on: where it falls while that of the batches rises, there is too little data.
+    """
+    optimizers = _optimizers(module, outputs, settings)
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    per_epoch = max(1, len(ids_WS) // settings.batch)
+    total, started, done = settings.epochs * per_epoch, time.monotonic(), 0
+    with tqdm(total=total, unit="batch", disable=not progress) as bar:
+        for epoch in range(settings.epochs):
+            for ids_BS in batches(ids_WS, settings.batch, settings.seed + epoch):
+                share = max(done / total, (time.monotonic() - started) / settings.seconds)
+                if share >= 1:
+                    return done
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = group["highest"] * _schedule(share, settings.warm_up)
+                    optimizer.zero_grad(set_to_none=True)
+                found = losses(ids_BS)
+                loss = sum(
+                    settings.decay**step * own_loss for step, (own_loss, _) in enumerate(found)
+                )
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+                for optimizer in optimizers:
+                    optimizer.step()
+                done += 1
+                bar.update()
+                if held_WS is not None and done % settings.watch == 0:
+                    seen = [float(right) for _, right in found]
+                    held = accuracies(held_WS, losses, settings.batch)
+                    bar.write(f"{done} batches: accuracy {_text(seen)}, held out {_text(held)}")
+    return done
+
+
+def _text(accuracy: list[float]) -> str:
+    return " ".join(f"{each:.3f}" for each in accuracy)
+
+
+def _optimizers(
+    module: torch.nn.Module, outputs: tuple[torch.nn.Parameter, ...], settings: FitSettings
+) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest, each with its highest rate in "highest"."""
+    is_output = {id(each) for each in outputs}
+    trained = [each for each in module.parameters() if each.requires_grad]
+    matrices = [each for each in trained if each.ndim == 2 and id(each) not in is_output]
+    vectors = [each for each in trained if each.ndim < 2]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(
+            torch.optim.Muon(
+                [{"params": matrices, "highest": settings.rate}],
+                weight_decay=0.01,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    groups = [
+        {"params": vectors, "highest": settings.rate, "weight_decay": 0.0},
+        {"params": list(outputs), "highest": settings.output_rate, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if groups:
+        made.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=trained[0].is_cuda))
+    return made
+
+
+def _schedule(share: float, warm_up: float) -> float:
+    """The rate as a part of the highest, `share` of the way through."""
+    if share < warm_up:
+        return (share + 1e-3) / (warm_up + 1e-3)
+    return 0.05 + 0.475 * (1 + math.cos(math.pi * (share - warm_up) / (1 - warm_up)))
+
+
+@torch.no_grad()
+def accuracies(ids_WS: torch.Tensor, losses: Losses, batch: int) -> list[float]:
+    """The mean accuracy of each step over windows."""
+    rows = []
+    for ids_BS in ids_WS.split(batch):
+        rows.append([float(right) * len(ids_BS) for _, right in losses(ids_BS)])
+    return [sum(column) / len(ids_WS) for column in zip(*rows, strict=True)]
+
+
+def in_16_bits(device: torch.device) -> contextlib.AbstractContextManager:
+    """bf16 products on a GPU; a CPU computes in float32."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", torch.bfloat16)

@@ -1,0 +1,334 @@
+"""From a float draft head to a quantized one: every matrix, the output matrix included.
+
+What a draft costs is what is read of it, so nothing large stays in float but an embedding. The
+head is run on its target's states, in a chain as when it drafts. Knows the order of the work.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from calibrate import rtn
+from calibrate.activations import fake_quantize_tokens
+from calibrate.data import DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.heads.rebuild import HeadModule
+from calibrate.heads.target import Target
+from calibrate.layer_map import find_layer_map
+from calibrate.recipe import Recipe, find_recipe, integer_activations
+from calibrate.report import REPORT, LinearReport, tool_versions
+from calibrate.solving import SolverError, check_solved
+from calibrate.statistics import InputStatistics
+from formats.checkpoint import CheckpointWriter, read_json
+from formats.errors import CheckpointError, InputError
+from formats.heads.config import EAGLE3
+from formats.heads.folder import HeadFolder
+from formats.layouts import decode_linear
+from formats.plan import Plan, make_plan
+from formats.quant_config import BLOCK
+from formats.scheme import Scheme
+from formats.table import size_text, text_table
+from formats.weights import Weight, same_weight, with_activation
+
+DEFAULT_LENGTH = 512
+JUDGED = 8  # of the windows one in so many is kept to judge by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadReport:
+    """What was done to a head."""
+
+    source: str
+    kind: str
+    scheme: str
+    recipe: str
+    format: str
+    linears: tuple[LinearReport, ...]
+    bytes_before: int
+    bytes_after: int
+    # shares of positions where each step's likeliest token is the target's; None without data
+    accuracy_before: tuple[float, ...] | None
+    accuracy_after: tuple[float, ...] | None
+    left_in_float: dict[str, str]
+    seconds: float
+    versions: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        rows = [
+            (
+                linear.name,
+                f"{linear.shape[0]} x {linear.shape[1]}",
+                f"{100 * linear.relative_error:.2f} %",
+                "-" if linear.output_error is None else f"{100 * linear.output_error:.2f} %",
+            )
+            for linear in self.linears
+        ]
+        lines = [text_table(("linear", "N x K", "error", "output"), rows), ""]
+        lines += [f"{linear.name}: {note}" for linear in self.linears for note in linear.notes]
+        lines.append(
+            f"{self.kind} head: {len(self.linears)} linears to {self.scheme} by {self.recipe}, as"
+            f" {self.format}, in {self.seconds:.1f} s"
+        )
+        if self.accuracy_after is not None:
+            steps = zip(self.accuracy_before, self.accuracy_after, strict=True)
+            lines.append(
+                "likeliest token is the target's: "
+                + ", ".join(f"{before:.3f} -> {after:.3f}" for before, after in steps)
+            )
+        lines.append(f"{size_text(self.bytes_before)} -> {size_text(self.bytes_after)}")
+        lines += [f"left in float: {name}: {why}" for name, why in self.left_in_float.items()]
+        return "\n".join(lines)
+
+
+def quantize_head(
+    source: str | Path,
+    output: str | Path,
+    *,
+    scheme: Scheme,
+    target: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    output_format: str | None = None,
+    ignore: Sequence[str] = (),
+    overrides: Iterable[tuple[str, Scheme]] = (),
+    calibration: str | CalibrationData | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    sequence_length: int = DEFAULT_LENGTH,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: bool = True,
+    quantizer: str = "qserve-kit",
+) -> HeadReport:
+    """Quantize a head's folder `source` and write the new folder `output`.
+
+    `target`: the model that it drafts for, which recipes with data need. `recipe` None: "gptq" at 4
+    bits and fewer where there is a target, else "rtn". Recipes that rewrite layers by transforms
+    are refused: a head has few norms, and factors would move into the target's states.
+    Raises InputError before anything is written.
+    """
+    started = time.perf_counter()
+    folder = HeadFolder(source)
+    if folder.quant is not None:
+        raise InputError(str(source), f"config.json has a {BLOCK}", "start from the float head")
+    recipe = _recipe(recipe, scheme, target)
+    shapes = {folder.stored(name): shape for name, shape in folder.linear_shapes().items()}
+    plan = make_plan(
+        shapes, scheme, output_format=output_format, ignore=ignore, overrides=list(overrides)
+    )
+    _check_dynamic(plan)
+    head = data_WS = None
+    statistics: dict[str, InputStatistics] = {}
+    before = after = None
+    if target is not None:
+        head = _open(folder, target, device)
+        data_WS = _windows(head.target, calibration, samples, sequence_length, seed)
+        statistics = _statistics(head, data_WS[_kept(len(data_WS), False)], progress)
+        before = _accuracies(head, data_WS)
+    packed, reports = _solved(folder, plan, recipe, statistics, device, progress)
+    if head is not None:
+        for name, weight in packed.items():
+            _put_back(head, folder, name, weight, plan.schemes[name])
+        after = _accuracies(head, data_WS)
+    with CheckpointWriter(output) as writer:
+        for name in folder.entries:
+            module = name.removesuffix(".weight")
+            if module in packed:
+                for leaf, tensor in plan.layout.encode(packed[module], module).items():
+                    writer.add(f"{module}.{leaf}", tensor)
+            else:
+                writer.add(name, folder.get(name))
+        block = plan.config(quantizer).to_dict()
+        staged = writer.seal({**folder.raw, BLOCK: block}, side_files_from=folder.folder)
+        if plan.layout.second_file is not None:
+            writer.write_json(plan.layout.second_file, block)
+        num_bytes = _verify(staged, folder, packed, plan)
+        report = HeadReport(
+            source=str(source),
+            kind=folder.config.kind,
+            scheme=str(scheme),
+            recipe=recipe.name,
+            format=plan.layout.name,
+            linears=tuple(reports),
+            bytes_before=sum(entry.num_bytes for entry in folder.entries.values()),
+            bytes_after=num_bytes,
+            accuracy_before=before,
+            accuracy_after=after,
+            left_in_float=plan.reasons,
+            seconds=time.perf_counter() - started,
+            versions={"quantizer": quantizer, **tool_versions()},
+        )
+        writer.write_json(REPORT, report.to_dict())
+        writer.publish()
+    return report
+
+
+def _recipe(recipe: str | Recipe | None, scheme: Scheme, target: str | Path | None) -> Recipe:
+    """The recipe, checked. Raises InputError."""
+    if recipe is None:
+        is_small = scheme.weight.type == "int" and scheme.weight.bits <= 4
+        recipe = "gptq" if is_small and target is not None else "rtn"
+    found = find_recipe(recipe)
+    if found.transforms or found.corrects or found.tuning:
+        raise InputError(
+            f"recipe {found.name!r}", "rewrites layers, which a head is not", "use gptq or rtn"
+        )
+    if found.needs_data and target is None:
+        raise InputError(
+            f"recipe {found.name!r}",
+            "runs the head on the states of the model that it drafts for",
+            "give --target MODEL, or use --recipe rtn",
+        )
+    return found
+
+
+def _check_dynamic(plan: Plan) -> None:
+    for name, scheme in plan.quantized.items():
+        if scheme.activation is not None and not scheme.activation.dynamic:
+            raise InputError(f"scheme {scheme}", f"{name} would need a static scale", "use w8a8")
+
+
+def _open(folder: HeadFolder, target: str | Path, device: str) -> HeadModule:
+    taps: tuple[int, ...] = ()
+    if folder.config.kind == EAGLE3:
+        config = read_json(Path(target) / "config.json")
+        taps = folder.config.taps(find_layer_map(config).num_layers(config))
+    return HeadModule(folder, Target(target, device=device, taps=taps))
+
+
+def _windows(
+    target: Target,
+    calibration: str | CalibrationData | None,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+) -> torch.Tensor:
+    if isinstance(calibration, CalibrationData):
+        return calibration.ids_WS
+    return read_calibration(
+        calibration,
+        target.tokenizer,
+        samples=samples,
+        sequence_length=min(sequence_length, target.config.max_position_embeddings),
+        seed=seed,
+    ).ids_WS
+
+
+def _kept(count: int, judged: bool) -> torch.Tensor:
+    """The windows that are judged by, or the others; of a single one, both are it."""
+    numbers = torch.arange(count)
+    chosen = numbers[(numbers % JUDGED == JUDGED - 1) == judged]
+    return chosen if len(chosen) else numbers
+
+
+def _statistics(
+    head: HeadModule, ids_WS: torch.Tensor, progress: bool
+) -> dict[str, InputStatistics]:
+    """Of each linear's input, by canonical name."""
+    found: dict[str, InputStatistics] = {}
+    hooks = []
+    for name in head.folder.linear_shapes():
+        linear = head.linear(name)
+        found[name] = InputStatistics(linear.in_features, head.target.device, name)
+        hooks.append(
+            linear.register_forward_pre_hook(
+                lambda _, args, stats=found[name]: stats.update(args[0])
+            )
+        )
+    for ids_S in tqdm(ids_WS, desc="Running the head", unit="window", disable=not progress):
+        for _ in head.judged(ids_S[None]):
+            pass
+    for hook in hooks:
+        hook.remove()
+    for stats in found.values():
+        stats.check()
+    return found
+
+
+def _accuracies(head: HeadModule, data_WS: torch.Tensor) -> tuple[float, ...]:
+    rows = [
+        [float(right) for _, right in head.judged(ids_S[None])]
+        for ids_S in data_WS[_kept(len(data_WS), True)]
+    ]
+    return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
+
+
+def _solved(
+    folder: HeadFolder,
+    plan: Plan,
+    recipe: Recipe,
+    statistics: Mapping[str, InputStatistics],
+    device: str,
+    progress: bool,
+) -> tuple[dict[str, Weight], list[LinearReport]]:
+    """(the weights by the file's names, what is told of each)."""
+    packed: dict[str, Weight] = {}
+    reports = []
+    canonical = {folder.stored(name): name for name in folder.linear_shapes()}
+    for name, scheme in tqdm(plan.quantized.items(), unit="linear", disable=not progress):
+        weight_NK = folder.get(f"{name}.weight").to(device)
+        if not torch.isfinite(weight_NK).all():
+            raise CheckpointError(f"{name}.weight", "contains NaN or infinity")
+        stats = statistics.get(canonical[name])
+        began, notes = time.perf_counter(), []
+        try:
+            weight = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
+        except SolverError as error:
+            weight = rtn.solve(weight_NK, None, scheme.weight, name)
+            notes.append(f"rounded to nearest: {error.problem}")
+        check_solved(weight_NK, weight, scheme.weight, name)
+        packed[name] = with_activation(weight, scheme, None, name)
+        reports.append(
+            LinearReport.measure(
+                weight_NK,
+                packed[name],
+                scheme,
+                name=name,
+                seconds=time.perf_counter() - began,
+                stats=stats,
+                notes=(*notes, *(stats.notes if stats is not None else ())),
+            )
+        )
+    return packed, reports
+
+
+def _put_back(
+    head: HeadModule, folder: HeadFolder, stored: str, weight: Weight, scheme: Scheme
+) -> None:
+    """Let the head compute with what a server will."""
+    canonical = next(name for name in folder.linear_shapes() if folder.stored(name) == stored)
+    linear = head.linear(canonical)
+    linear.weight.data.copy_(weight.dequantize())
+    if integer_activations(scheme):
+        linear.register_forward_pre_hook(partial(_rounded, fake_quantize_tokens))
+
+
+def _rounded(rounding: Any, _: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (rounding(args[0]),)
+
+
+def _verify(staged: Path, source: HeadFolder, packed: Mapping[str, Weight], plan: Plan) -> int:
+    """Read everything back. Returns its bytes. Raises CheckpointError, naming the tensor."""
+    written = HeadFolder(staged)
+    for name, weight in packed.items():
+        prefix = f"{name}."
+        tensors = {
+            entry.removeprefix(prefix): written.get(entry)
+            for entry in written.entries
+            if entry.startswith(prefix) and entry.removeprefix(prefix) in plan.layout.fields
+        }
+        found = decode_linear(name, tensors, written.quant)
+        different = same_weight(found, weight.to("cpu"))
+        if different is not None:
+            raise CheckpointError(name, f"its {different} differ from what was solved", "try again")
+    for name in source.entries:
+        kept = name.removesuffix(".weight") not in packed
+        if kept and not torch.equal(written.get(name), source.get(name)):
+            raise CheckpointError(name, "differs from the source, though it is not quantized")
+    return sum(entry.num_bytes for entry in written.entries.values())

@@ -1,0 +1,88 @@
+"""A head's folder as a module of plain torch, and what it is judged by. Knows no codes.
+
+Legend: B windows, S tokens of a window.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from calibrate.heads.eagle3 import Eagle3Module, step_losses
+from calibrate.heads.medusa import MedusaModule, head_losses
+from calibrate.heads.target import Target
+from formats.errors import InputError
+from formats.heads import tensors as names
+from formats.heads.config import EAGLE3, MEDUSA
+from formats.heads.folder import HeadFolder
+
+NUM_STEPS = 3  # of a chain, whose states calibrate the head beside the target's
+
+
+class HeadModule:
+    """A float head and its target, on a device."""
+
+    def __init__(self, folder: HeadFolder, target: Target) -> None:
+        """Raises InputError for a kind that has no module here, or another model's head."""
+        self.folder, self.target = folder, target
+        tensors = {
+            name: folder.get(folder.stored(name)).to(target.device)
+            for name in map(names.canonical, folder.entries)
+        }
+        self.draft_ids_U = None
+        if names.TO_TARGET in tensors:
+            offsets_U = tensors.pop(names.TO_TARGET).long()
+            self.draft_ids_U = offsets_U + torch.arange(len(offsets_U), device=offsets_U.device)
+        tensors.pop(names.IN_DRAFT, None)
+        make = {EAGLE3: self._eagle3, MEDUSA: self._medusa}.get(folder.config.kind)
+        if make is None:
+            raise InputError(
+                str(folder.folder),
+                f"heads of the kind {folder.config.kind} are not calibrated",
+                "use --recipe rtn, which needs no data",
+            )
+        try:
+            self.module = make(tensors)
+        except RuntimeError as error:  # of load_state_dict: a shape that is another model's
+            raise InputError(str(folder.folder), str(error).splitlines()[-1].strip()) from None
+        # A CPU computes in float32; a GPU in the target's 16 bits.
+        self.dtype = target.embedding.dtype
+        self.module.to(target.device, self.dtype).train(False).requires_grad_(False)
+
+    def linear(self, name: str) -> torch.nn.Linear:
+        """The module of a canonical matrix."""
+        inside = f"heads.{name}" if self.folder.config.kind == MEDUSA else name
+        return self.module.get_submodule(inside)
+
+    @torch.no_grad()
+    def judged(self, ids_BS: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Run windows: (loss, accuracy) of each step or head."""
+        ids_BS = ids_BS.to(self.target.device)
+        seen = self.target.see(ids_BS)
+        if self.folder.config.kind == MEDUSA:
+            yield from head_losses(self.module, seen.last_BSC.to(self.dtype), seen.logits_BSV)
+            return
+        yield from step_losses(
+            self.module,
+            ids_BS,
+            seen.taps_BSF.to(self.dtype),
+            seen.logits_BSV,
+            num_steps=NUM_STEPS,
+            draft_ids_U=self.draft_ids_U,
+        )
+
+    def _eagle3(self, tensors: dict[str, torch.Tensor]) -> Eagle3Module:
+        embedding = tensors.pop(names.EMBEDDING, self.target.embedding)
+        tensors.setdefault("lm_head.weight", self.target.head)
+        parts = [name.split(".") for name in tensors]
+        present = {part[-2] for part in parts if part[-1] == "bias"}
+        present |= {part[-2] for part in parts if part[-2] in ("q_norm", "k_norm")}
+        module = Eagle3Module(self.folder.config, embedding, frozenset(present))
+        module.load_state_dict(tensors)
+        return module
+
+    def _medusa(self, tensors: dict[str, torch.Tensor]) -> MedusaModule:
+        config = self.folder.config
+        last = tensors[f"0.{config.num_layers}.weight"]
+        module = MedusaModule(last, config.num_heads, config.num_layers)
+        module.heads.load_state_dict(tensors)
+        return module

@@ -1,0 +1,99 @@
+"""How the model's loss answers to a change of each layer's output, one layer in memory at a time.
+
+Forward through all layers, with every layer's inputs kept, then back from the last to the first.
+The labels are drawn from the model's own predictions: then the mean of (gradient . change)^2 is
+twice the divergence from the float model's predictions that a small change brings (Fisher). Knows
+no rounding. Legend: W windows, S tokens, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from calibrate.capture import HiddenStates, LayerRunner
+from calibrate.float_model import FloatModel
+from calibrate.solving import LayerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGradient:
+    """One layer of the float model, what it read and made, and what the loss makes of that."""
+
+    layer: int
+    state: LayerState
+    inputs_WSD: torch.Tensor
+    outputs_WSD: torch.Tensor  # float32
+    gradient_WSD: torch.Tensor  # of the loss by the outputs, float32; the loss is a sum over tokens
+
+    def divergence(self, outputs_WSD: torch.Tensor) -> float:
+        """Nats per token that the predictions move by, where these are the outputs."""
+        change_WSD = outputs_WSD.float() - self.outputs_WSD
+        return 0.5 * float((change_WSD * self.gradient_WSD).sum(-1).square().double().mean())
+
+
+def layer_gradients(
+    model: FloatModel, runner: LayerRunner, ids_WS: torch.Tensor, seed: int = 0
+) -> Iterator[LayerGradient]:
+    """Every layer, from the last to the first. Memory: the inputs of all layers."""
+    hidden = HiddenStates(ids_WS, model.get(model.layer_map.embedding), runner)
+    inputs = []
+    for layer in range(model.num_layers):
+        inputs.append(hidden.states_WSD.clone())
+        hidden.advance(runner, runner.build(layer, model.layer(layer, runner.device)), layer)
+    gradient_WSD = _head_gradient(model, runner, hidden.states_WSD, seed)
+    for layer in reversed(range(model.num_layers)):
+        state = model.layer(layer, runner.device)
+        module = runner.build(layer, state)
+        outputs_WSD = torch.empty_like(gradient_WSD)
+        before_WSD = torch.empty_like(gradient_WSD)
+        for window in range(len(ids_WS)):
+            rows = slice(window, window + 1)
+            outputs_WSD[rows], before_WSD[rows] = _back(
+                runner, module, layer, inputs[layer][rows], gradient_WSD[rows]
+            )
+        yield LayerGradient(
+            layer=layer,
+            state=state,
+            inputs_WSD=inputs.pop(),
+            outputs_WSD=outputs_WSD,
+            gradient_WSD=gradient_WSD,
+        )
+        gradient_WSD = before_WSD
+
+
+def _back(
+    runner: LayerRunner,
+    module: nn.Module,
+    layer: int,
+    inputs_WSD: torch.Tensor,
+    gradient_WSD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, gradient by the inputs)."""
+    inputs_WSD = inputs_WSD.detach().to(runner.device).requires_grad_()
+    outputs_WSD = runner.run(module, layer, inputs_WSD, grad=True)
+    outputs_WSD.backward(gradient_WSD.to(outputs_WSD.dtype))
+    return outputs_WSD.detach(), inputs_WSD.grad
+
+
+def _head_gradient(
+    model: FloatModel, runner: LayerRunner, hidden_WSD: torch.Tensor, seed: int
+) -> torch.Tensor:
+    """Of the loss by the last layer's outputs, float32."""
+    norm_D, head_VD = model.get(model.layer_map.last_norm), model.head()
+    head_VD = head_VD.to(runner.device, runner.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    gradients = []
+    for hidden_SD in hidden_WSD:
+        hidden_SD = hidden_SD.detach().to(runner.device).requires_grad_()
+        logits_SV = runner.final_logits(hidden_SD, norm_D, head_VD, grad=True).float()
+        # drawn on the CPU: the same on every device
+        chance_SV = logits_SV.detach().softmax(-1).cpu()
+        label_S = torch.multinomial(chance_SV, 1, generator=generator).squeeze(-1)
+        loss = torch.nn.functional.cross_entropy(
+            logits_SV, label_S.to(logits_SV.device), reduction="sum"
+        )
+        loss.backward()
+        gradients.append(hidden_SD.grad.float())
+    return torch.stack(gradients)
