@@ -180,6 +180,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("moe", "route", "triton_route", problem.needs_triton_on_gpu),
     *_rows("moe", "route_tokens", "triton_route", problem.needs_triton_on_gpu),
     *_rows("moe", "experts", "triton_experts", moe.triton_experts),
+    *_rows("lora", "lora_shrink", "triton_lora", problem.needs_triton_on_gpu),
+    *_rows("lora", "lora_expand_", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )
 

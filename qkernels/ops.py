@@ -8,7 +8,9 @@ taken where triton is missing, is the one exception).
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
+from qkernels.collective.ops import all_reduce, all_reduce_add_rms_norm_into
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
+from qkernels.lora.ops import lora_expand_, lora_shrink
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.branch import Branch
 from qkernels.rowwise.into_form import (
@@ -43,6 +45,8 @@ __all__ = [
     "add_rms_norm_into",
     "add_rms_norm_limbs",
     "add_rms_norm_quantize",
+    "all_reduce",
+    "all_reduce_add_rms_norm_into",
     "apply_rope",
     "experts",
     "plan_experts",
@@ -57,6 +61,8 @@ __all__ = [
     "to_limbs",
     "linear",
     "linear_codes",
+    "lora_expand_",
+    "lora_shrink",
     "paged_attention",
     "plan_linear",
     "prepare_weight",

@@ -1,7 +1,9 @@
 """The plain torch twin of every operation of ops.py, in one place: same name, same arguments."""
 
 from qkernels.attention.reference import apply_rope, paged_attention, rope_write_kv_, write_kv_
+from qkernels.collective.reference import all_reduce, all_reduce_add_rms_norm_into
 from qkernels.linear.reference import linear, linear_codes, prepare_weight
+from qkernels.lora.reference import lora_expand_, lora_shrink
 from qkernels.moe.reference import experts, prepare_experts, route, route_tokens
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.rowwise.reference import (
@@ -26,6 +28,8 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_limbs",
     "add_rms_norm_quantize",
+    "all_reduce",
+    "all_reduce_add_rms_norm_into",
     "apply_rope",
     "experts",
     "prepare_experts",
@@ -37,6 +41,8 @@ __all__ = [
     "to_limbs",
     "linear",
     "linear_codes",
+    "lora_expand_",
+    "lora_shrink",
     "paged_attention",
     "prepare_weight",
     "quantize_input",

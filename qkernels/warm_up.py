@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from qkernels.attention.config import DECODE_MAX_ROWS, default_attention_config, prefill_split
 from qkernels.attention.config import PREFILL_ROWS as PREFILL_TILE_ROWS
+from qkernels.collective.config import FEW_ROWS, TILE_BYTES, Limits
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.pdl import PDL_MAX_ROWS
 from qkernels.linear.ops import plan_linear
@@ -29,22 +30,42 @@ ROWS_APART = 32
 
 
 def row_boundaries(
-    weights: Iterable[tuple[Weights, Consumer | None]], max_rows: int, sm_count: int
+    weights: Iterable[tuple[Weights, Consumer | None]],
+    max_rows: int,
+    sm_count: int,
+    *,
+    fused: bool = True,
 ) -> list[int]:
-    """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers."""
+    """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers.
+
+    `fused`: as plan_linear takes it.
+    """
     found = {1, max_rows}
     found |= {PDL_MAX_ROWS + 1, WIDE_ROWS_LAUNCH_FIRST + 1, 2 * sm_count + 1}
     plans = {(weight.problem, consumer): weight for weight, consumer in weights}
     for (_, consumer), weight in plans.items():
-        found |= set(plan_boundaries(weight, max_rows, consumer))
+        found |= set(plan_boundaries(weight, max_rows, consumer, fused=fused))
     return sorted(M for M in found if max_rows >= M)
 
 
-def plan_boundaries(weight: Weights, max_rows: int, consumer: Consumer | None = None) -> list[int]:
+def sum_boundaries(of: Limits, channels: int, item_bytes: int) -> list[int]:
+    """Numbers of rows from which on a sum over ranks runs another kernel, or without PDL."""
+    row = channels * item_bytes
+    marks = PDL_MAX_ROWS * TILE_BYTES, of.one_shot, of.two_shot
+    return sorted({1, FEW_ROWS + 1, of.rows + 1, *(mark // row + 1 for mark in marks)})
+
+
+def plan_boundaries(
+    weight: Weights, max_rows: int, consumer: Consumer | None = None, *, fused: bool = True
+) -> list[int]:
     """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
     if isinstance(weight, PreparedExperts):
         return _first_of_each_range(max_rows, lambda M: experts_compiled(weight, M))
-    return _first_of_each_range(max_rows, lambda M: compiled(plan_linear(weight, M, consumer), M))
+
+    def compiled_for(M: int) -> object:
+        return compiled(plan_linear(weight, M, consumer, fused=fused), M)
+
+    return _first_of_each_range(max_rows, compiled_for)
 
 
 def compiled(plan: GemmPlan, M: int) -> object:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import triton
 
+from formats.whole_file import write_whole
 from qkernels.gpu.compile_jobs import digest, toolchain
 
 logger = logging.getLogger(__name__)
@@ -155,10 +156,7 @@ class CompilePool:
 
     def _write_index(self) -> None:
         """Replaces the file at once: another engine may read it. Without it all still works."""
-        part = self._index.with_suffix(f".{os.getpid()}")
         try:
-            self._index.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(sorted(self._done)))
-            part.replace(self._index)
+            write_whole(self._index, json.dumps(sorted(self._done)))
         except OSError as error:
             logger.warning("%s could not be written: %s", self._index, error)

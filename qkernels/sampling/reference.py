@@ -53,7 +53,7 @@ def sample_(
         )
     if settings.num_logprobs < 0:
         return Samples(tokens_S, None, None, None)
-    return Samples(tokens_S, *_logprobs(raw_SV, tokens_S, settings))
+    return Samples(tokens_S, *row_logprobs(raw_SV, tokens_S, settings))
 
 
 def adjust(
@@ -62,8 +62,12 @@ def adjust(
     """Logits with bias and mask, then the repetition, frequency and presence penalties, as vLLM."""
     if len(settings.bias_E):
         starts_S, ends_S = settings.words_SP[:, BIAS_START], settings.words_SP[:, BIAS_END]
-        row_E = torch.repeat_interleave(ends_S - starts_S)
-        bias_E = settings.bias_E[: len(row_E)]  # masks come after the biases of all rows
+        counts_S = ends_S - starts_S
+        row_E = torch.repeat_interleave(counts_S)
+        # rows may be some of those that were packed; masks come after the biases of all
+        before_S = counts_S.cumsum(0) - counts_S
+        index_E = torch.arange(len(row_E), device=row_E.device) + (starts_S - before_S)[row_E]
+        bias_E = settings.bias_E[index_E]
         values_E = bias_E.to(torch.int32).view(torch.float32)
         logits_SV = logits_SV.index_put((row_E, bias_E >> 32), values_E, accumulate=True)
         # a forbidden token of infinite logit
@@ -125,9 +129,10 @@ def gumbel_noise(seed_S: torch.Tensor, position_S: torch.Tensor, vocabulary: int
     return -(-uniform_SV.log()).log()
 
 
-def _logprobs(
+def row_logprobs(
     raw_SV: torch.Tensor, tokens_S: torch.Tensor, settings: SampleSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the drawn tokens, and the likeliest: the last three of Samples."""
     logprobs_SV = raw_SV.log_softmax(-1)
     drawn_S = logprobs_SV.gather(1, tokens_S.clamp(min=0)[:, None])[:, 0]
     count = min(settings.num_logprobs, raw_SV.shape[1])

@@ -50,9 +50,11 @@ INTEGERS = tuple(field.name for field in fields(SampleRow) if field.type is int)
 NUMBERS = FLOATS + INTEGERS  # the words of a row, in order
 BIAS_START, BIAS_END = len(NUMBERS), len(NUMBERS) + 1  # then its entries of bias_E
 NUM_WORDS = len(NUMBERS) + 2
-TEMPERATURE, TOP_P, MIN_P, TOP_K, POSITION, NUM_LOGPROBS, MASK_START = map(
-    NUMBERS.index,
-    ("temperature", "top_p", "min_p", "top_k", "position", "num_logprobs", "mask_start"),
+TEMPERATURE, TOP_P, MIN_P, TOP_K, POSITION = map(
+    NUMBERS.index, ("temperature", "top_p", "min_p", "top_k", "position")
+)
+SEED, HISTORY_ROW, NUM_LOGPROBS, MASK_START = map(
+    NUMBERS.index, ("seed", "history_row", "num_logprobs", "mask_start")
 )
 MASK_BITS = 64  # tokens of a word of a mask
 _floats_of, _integers_of = attrgetter(*FLOATS), attrgetter(*INTEGERS)
@@ -77,6 +79,7 @@ class SampleSettings:
     any_random: bool
     any_filter: bool
     num_logprobs: int  # the most that any row asks for; -1: none asks
+    any_history: bool = False  # penalties
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow]) -> "SampleSettings":
@@ -101,7 +104,12 @@ class SampleSettings:
             any_random=bool((temperature_S > 0).any()),
             any_filter=bool(((temperature_S > 0) & chooses_S).any()),
             num_logprobs=int(words_SP[:, NUM_LOGPROBS].max(initial=-1)),
+            any_history=bool((words_SP[:, HISTORY_ROW] >= 0).any()),
         )
+
+    def of_rows(self, words_SP: torch.Tensor) -> "SampleSettings":
+        """Of other rows, or the same ones changed, whose biases and masks are among these."""
+        return replace(self, words_SP=words_SP)
 
     def to(self, device: torch.device) -> "SampleSettings":
         """Copy to the device without waiting for it."""

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import INTERPRETED
-from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.launch import launch, launches_nothing, on_device
 from qkernels.sampling.candidates import (
     FEW,
     GROUP,
@@ -51,7 +51,9 @@ def sample_(
     device = logits_SV.device
     C, G = ceil_div(V, CHUNK), ceil_div(V, GROUP)
     N = min(settings.num_logprobs, V)
-    tokens_S = torch.empty(S, dtype=torch.int64, device=device)
+    # Where nothing is launched, readers still look tokens up: a drafter's embedding.
+    new_tokens = torch.zeros if launches_nothing() else torch.empty
+    tokens_S = new_tokens(S, dtype=torch.int64, device=device)
     logprobs_S = top_tokens_SN = top_logprobs_SN = None
     if N >= 0:
         logprobs_S = torch.empty(S, dtype=torch.float32, device=device)

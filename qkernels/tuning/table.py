@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from formats.whole_file import write_whole
 from qkernels.errors import KernelError
 from qkernels.tuning.op import Config, Key, TunedOp
 
@@ -137,10 +138,7 @@ def write(table: TuningTable, path: Path) -> None:
     head = {"format": FORMAT, "gpu": table.gpu}
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     text = f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_suffix(".tmp")
-    staging.write_text(text)
-    staging.replace(path)
+    write_whole(path, text)
 
 
 def read(path: Path, gpu: str) -> TuningTable:

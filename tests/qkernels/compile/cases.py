@@ -22,8 +22,10 @@ from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials, split_heads
 from qkernels.rowwise.branch import PLAIN
 from qkernels.sampling.settings import SampleRow, SampleSettings
+from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.compile.lora_cases import lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -227,15 +229,12 @@ SCHEMES = {
 }
 QUICK_PRODUCTS = {
     ("w4a16", 16, GATE_UP): ALL,
-    ("w4a16", 64, GATE_UP): ("sm_80", "sm_90", "sm_120"),
-    ("w4a16-asym", 256, OUT): ("sm_89", "sm_90", "sm_120"),
+    ("w4a16", 64, GATE_UP): ("sm_80", "sm_90"),
+    ("w4a16-asym", 256, OUT): ("sm_90", "sm_120"),
     ("w4a16", 1024, QKV): SM90,
-    ("w8a16-asym", 256, OUT): SM90,
-    ("w8a8", 1, OUT): ("sm_80", "sm_90", "sm_100"),
-    ("w8a8", 128, DOWN): SM90,
-    ("w8a8", 1024, QKV): ("sm_90", "sm_120"),
+    ("w8a8", 1, OUT): ("sm_80", "sm_100"),
+    ("w8a8", 1024, QKV): SM90,
     ("w8a8-fp8", 64, QKV): ("sm_89", "sm_90"),
-    ("w8a8-fp8-block", 4096, OUT): SM90,
 }
 
 
@@ -264,7 +263,7 @@ MORE_PRODUCTS = {
         run=lambda: linear(2, GATE_UP, "w4a16-asym", FP16), quick=SM90, product="mma"
     ),
     "w4a16 float16 asymmetric, split": Case(
-        run=lambda: linear(5, DOWN, "w4a16-asym", FP16, True), quick=SM90, product="wgmma"
+        run=lambda: linear(5, DOWN, "w4a16-asym", FP16, True), product="wgmma"
     ),
     "w8a16 float16 asymmetric": Case(
         run=lambda: linear(256, OUT, "w8a16-asym", FP16, True), product="wgmma"
@@ -284,7 +283,7 @@ ATTENTION = {
         run=lambda: attention([1], limbs=LimbForm(bits=4, with_sums=True)), product="mma"
     ),
     "decode, int8": Case(
-        run=lambda: attention([1] * 64, 1024, pages=INT8), quick=("sm_80", "sm_90"), product="mma"
+        run=lambda: attention([1] * 64, 1024, pages=INT8), quick=SM80, product="mma"
     ),
     "decode, int8, split, window": Case(
         run=lambda: attention([1], pages=INT8, window=5000), product="mma"
@@ -295,7 +294,11 @@ ATTENTION = {
     "decode, float8, soft cap": Case(
         run=lambda: attention([1] * 64, 1024, pages=FP8, soft_cap=30.0), product="mma", least=89
     ),
-    "chunk": Case(run=lambda: attention([2048, 2048]), quick=ALL, product="wgmma"),
+    "chunk": Case(
+        run=lambda: attention([2048, 2048]),
+        quick=("sm_90", "sm_120"),
+        product="wgmma",
+    ),
     "chunk, page 128": Case(run=lambda: attention([2048, 2048], page=128), product="wgmma"),
     "chunk, head 256, window": Case(
         run=lambda: attention([2048], D=256, group=2, window=1024), product="wgmma"
@@ -314,7 +317,7 @@ ATTENTION = {
         run=lambda: attention([2048], D=256, group=2, window=1000, soft_cap=50.0),
         product="wgmma",
     ),
-    "chunk, int8": Case(run=lambda: attention([2048], pages=INT8), quick=SM90, product="wgmma"),
+    "chunk, int8": Case(run=lambda: attention([2048], pages=INT8), product="wgmma"),
     "chunk, int8, head 256": Case(
         run=lambda: attention([2048], D=256, group=2, pages=INT8), product="wgmma"
     ),
@@ -350,16 +353,16 @@ ROWWISE = {
     "quantize": Case(run=lambda: quantize(4096), quick=("sm_120",)),
     "quantize, widest": Case(run=lambda: quantize(2**15)),
     "quantize to float8": Case(run=lambda: quantize(2**14, FLOATS), least=89),
-    "norm": Case(run=lambda: norm(4096), quick=("sm_89",)),
+    "norm": Case(run=lambda: norm(4096), quick=("sm_89", "sm_100")),
     "norm of split-K sums": Case(run=lambda: norm(4096, 7)),
     "norm of split-K sums, widest": Case(run=lambda: norm(8192, 4), quick=SM90),
     "norm of most split-K sums": Case(run=lambda: norm(2048, 16)),
     "norm and quantize": Case(run=lambda: norm(2**13, rounding=INTEGERS)),
-    "norm and quantize, widest": Case(run=lambda: norm(2**14, rounding=INTEGERS), quick=SM90),
+    "norm and quantize, widest": Case(run=lambda: norm(2**14, rounding=INTEGERS)),
     "norm of split-K sums and quantize": Case(run=lambda: norm(2**12, 7, INTEGERS)),
     "norm of a norm": Case(run=lambda: norm(4096, 7, branch=norm_behind(4096))),
     "norm of a norm, widest, float32": Case(
-        run=lambda: norm(8192, 4, branch=norm_behind(8192, FP32), dtype=FP32), quick=SM90
+        run=lambda: norm(8192, 4, branch=norm_behind(8192, FP32), dtype=FP32)
     ),
     "sum of a norm": Case(run=lambda: norm(4096, branch=norm_behind(4096), weighted=False)),
     "norm of a product": Case(run=lambda: norm(4096, 7, branch=ops.Branch(factor=0.22))),
@@ -367,7 +370,7 @@ ROWWISE = {
         run=lambda: norm(2**14, rounding=INTEGERS, branch=norm_behind(2**14))
     ),
     "norm of a norm to limbs": Case(
-        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, branch=norm_behind(4096)), quick=SM90
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, branch=norm_behind(4096))
     ),
     "gelu": Case(run=lambda: ops.gelu_and_mul(empty(1, 28672))),
     "gelu and quantize": Case(
@@ -376,17 +379,15 @@ ROWWISE = {
     "gelu to limbs": Case(run=lambda: limbs("gelu_and_mul_limbs", SYMMETRIC)),
     "silu": Case(run=lambda: ops.silu_and_mul(empty(1, 28672))),
     "silu and quantize": Case(run=lambda: silu_and_quantize(1000, 28672)),
-    "silu and quantize, few rows": Case(run=lambda: silu_and_quantize(1, 28672), quick=SM90),
+    "silu and quantize, few rows": Case(run=lambda: silu_and_quantize(1, 28672)),
     "silu and quantize, widest": Case(run=lambda: silu_and_quantize(1, 2**16), quick=SM80),
     "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
     "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
     "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),
-    "norm to limbs, asymmetric": Case(
-        run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC), quick=SM90
-    ),
+    "norm to limbs, asymmetric": Case(run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC)),
     "silu to limbs": Case(run=lambda: limbs("silu_and_mul_limbs", SYMMETRIC)),
     "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
-    "sampling": Case(run=sample, quick=("sm_80", "sm_90")),
+    "sampling": Case(run=sample, quick=SM90),
 }
 EXPERTS = {
     "experts w4a16 M=1": Case(
@@ -405,9 +406,7 @@ EXPERTS = {
         run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
     ),
     "experts w8a8 M=8": Case(run=lambda: moe.experts(8, moe.QWEN3_30B, "w8a8"), product="wgmma"),
-    "experts w8a8 M=512": Case(
-        run=lambda: moe.experts(512, moe.MIXTRAL, "w8a8"), quick=SM80, product="wgmma"
-    ),
+    "experts w8a8 M=512": Case(run=lambda: moe.experts(512, moe.MIXTRAL, "w8a8"), product="wgmma"),
     "experts w8a8-fp8 M=1": Case(
         run=lambda: moe.experts(1, moe.QWEN3_30B, "w8a8-fp8"), product="wgmma", least=89
     ),
@@ -418,7 +417,43 @@ EXPERTS = {
     ),
     "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
+    "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
+    "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
+    "lora gate_up T=2048": Case(
+        run=lambda: lora(2048, 4096, (14336, 14336), rank=64), quick=SM90, product="wgmma"
+    ),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
 }
-CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE | EXPERTS
+RANKS = {
+    "all-reduce of 2, one shot": Case(run=lambda: ranks.all_reduce(2, "one_shot")),
+    "all-reduce of 8, one shot": Case(
+        run=lambda: ranks.all_reduce(8, "one_shot"), quick=("sm_80", "sm_100")
+    ),
+    "all-reduce of 8, one shot, float32": Case(run=lambda: ranks.all_reduce(8, "one_shot", FP32)),
+    "all-reduce of 2, two shots": Case(run=lambda: ranks.all_reduce(2, "two_shot")),
+    "all-reduce of 8, two shots": Case(run=lambda: ranks.all_reduce(8, "two_shot"), quick=SM90),
+    "norm over 2 ranks": Case(run=lambda: ranks.norm(2)),
+    "norm over 2 ranks, more rows": Case(run=lambda: ranks.norm(2, M=8)),
+    "norm over 2 ranks, widest": Case(run=lambda: ranks.norm(2, M=8, C=2**14), quick=SM90),
+    "norm of split-K sums over 2 ranks": Case(run=lambda: ranks.norm(2, M=8, splits=4)),
+    "norm of split-K sums over 4 ranks": Case(run=lambda: ranks.norm(4, M=8, splits=7)),
+    "norm over 8 ranks": Case(run=lambda: ranks.norm(8)),
+    "norm of split-K sums over 8 ranks": Case(
+        run=lambda: ranks.norm(8, M=8, splits=4), quick=("sm_80", "sm_100")
+    ),
+    "norm of split-K sums over 4 ranks, widest": Case(
+        run=lambda: ranks.norm(4, M=8, C=2**14, splits=4)
+    ),
+    "norm of a norm over 2 ranks and quantize": Case(
+        run=lambda: ranks.norm(2, M=8, form=INTEGERS, branch=True), quick=SM90
+    ),
+    "norm over 2 ranks and quantize to float8": Case(
+        run=lambda: ranks.norm(2, form=FLOATS), least=89
+    ),
+    "norm over 2 ranks to limbs": Case(run=lambda: ranks.norm(2, form=SYMMETRIC), quick=SM90),
+    "norm of split-K sums over 8 ranks to limbs, asymmetric": Case(
+        run=lambda: ranks.norm(8, M=4, splits=2, form=ASYMMETRIC)
+    ),
+}
+CASES: dict[str, Case] = _products() | MORE_PRODUCTS | ATTENTION | ROWWISE | EXPERTS | RANKS

@@ -22,6 +22,8 @@ def facts(compiled: object) -> dict[str, object]:
         "wgmma": "wgmma.mma_async" in ptx,
         "tensor_core": bool(re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx)),
         "integer_mma": ptx.count("mma.sync.aligned.m16n8k32"),
+        "polled_vectors": ptx.count("ld.volatile.global.v4.b32"),
+        "polled_words": len(re.findall(r"ld\.volatile\.global\.b?[su]?32", ptx)),
         "local_in_ptx": bool(re.search(r"\.local\s", ptx)),
     }
     if (needed := re.search(r"\.reqntid (\d+)", ptx)) is not None:

@@ -41,6 +41,17 @@ SPILLS = (
     (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.norm_act_quantize", "silu and quantize", 2, 0),
     (("sm_100", "sm_120"), "rowwise.norm_act_quantize", "gelu and quantize", 2, 0),
+    # the addresses of seven slots, once for each tile
+    (
+        ("sm_80", "sm_89", "sm_120"),
+        "collective.one_shot",
+        "all-reduce of 8, one shot, float32",
+        *(4, 0),
+    ),
+    # one number, by ptxas of triton 3.6; that of 3.9 spills none
+    (("sm_90",), "collective.one_shot_norm", "norm of ", 1, 0),
+    # a row of 16384 channels leaves 64 registers a thread
+    (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
     # where few groups are read again, with bias, mask, penalties and all filters in one kernel
     (tuple(CARDS), "sampling.triton_sample", "", 24, 0),
 )
@@ -82,6 +93,7 @@ def test_what_the_card_would_run(card, names, pytestconfig):
         for kernel in kernels:
             check_fits(card, kernel)
             check_spills(card, kernel)
+            check_exchange(kernel)
             if card == "sm_90":
                 check_sm90(kernel)
         product = CASES[name].product
@@ -112,6 +124,12 @@ def check_spills(card: str, kernel: dict) -> None:
     if not stores:
         unspilled = ("local", "stack", "local_in_ptx")
         assert not any(kernel.get(field) for field in unspilled), kernel
+
+
+def check_exchange(kernel: dict) -> None:
+    """Peers' data is looked at 16 bytes at a time; of each wait, one word says whether to go on."""
+    if kernel["kernel"].startswith("collective."):
+        assert kernel["polled_vectors"] > kernel["polled_words"] > 0, kernel
 
 
 def check_sm90(kernel: dict) -> None:

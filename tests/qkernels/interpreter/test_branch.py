@@ -65,8 +65,10 @@ def test_branch_before_the_sum_and_rounding_to_codes(randn, device, half, kind, 
     got, scales, total = fused_quant.add_rms_norm_quantize(*arguments)
     assert few_steps_apart(want_total, total, half)
     assert few_steps_apart(want_scales, scales, half)
-    assert (want.int() - got.int()).abs().max() <= 1
-    assert (want != got).float().mean() < 0.1
+    # The branch is rounded between its parts: a last bit of bfloat16 is a whole code.
+    most, share = (2, 0.2) if half is torch.bfloat16 else (1, 0.1)
+    assert (want.int() - got.int()).abs().max() <= most
+    assert (want != got).float().mean() < share
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,173 @@
+"""What a rank needs to exchange data with its peers in kernels: parts of peer memory, and counters.
+
+Legend: n ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qkernels.collective.config import (
+    BLOCKS,
+    MAX_RANKS,
+    TILE_BYTES,
+    Limits,
+    RowsLayout,
+    limits,
+    rows_layouts,
+    shard_elements,
+)
+from qkernels.collective.peer_memory import PeerMemory
+from qkernels.errors import KernelError
+from qkernels.gpu.config import ceil_div
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
+
+# Looks of a waiting block before it gives up, 0.5 us or more each: a minute at least. A rank may
+# compile a kernel while the others wait for it.
+SPIN_LIMIT = 2**27
+ALIGNMENT = 256
+FLAT_PHASES, ROWS_PHASES = 2, 3
+
+
+class PeerLostError(KernelError):
+    """A rank did not send its part of a sum. The ranks are out of step from then on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """A part of every rank's buffer that kernels of one kind use, and this rank's counters."""
+
+    words: torch.Tensor  # int32: this rank's
+    slot_bytes: int  # that one sender writes in one phase
+    bases: torch.Tensor  # int64 [n]: the same part on every rank
+    phases: torch.Tensor  # int32 [blocks]: the phase of the next call
+    broken: torch.Tensor  # int32 []: a rank that was waited for in vain, + 1
+    report: torch.Tensor  # the same in memory of the host
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Of a kernel, behind the buffer."""
+        return self.bases, self.phases, self.broken, self.report
+
+    @property
+    def slot_words(self) -> int:
+        return self.slot_bytes // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLayout:
+    """How peer memory is divided."""
+
+    ranks: int
+    limits: Limits
+    rows: tuple[RowsLayout, ...]
+
+    @classmethod
+    def of_model(cls, ranks: int, channels: int, within: Limits | None = None) -> "PeerLayout":
+        """For sums over so many ranks, norms of so many channels; `within`: other limits."""
+        if not 2 <= ranks <= MAX_RANKS:
+            raise KernelError("ranks", f"expected 2 to {MAX_RANKS}, found {ranks}", "use NCCL")
+        found = within or limits(ranks)
+        return cls(ranks=ranks, limits=found, rows=rows_layouts(ranks, channels, found.rows))
+
+    @property
+    def flat_bytes(self) -> int:
+        return ceil_div(self.limits.one_shot, TILE_BYTES) * TILE_BYTES
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of a channel of two_shot.py."""
+        shard = shard_elements(self.limits.two_shot // 2, self.ranks, 2) * 2
+        return ceil_div(shard, ALIGNMENT) * ALIGNMENT
+
+    def sizes(self) -> list[int]:
+        """Bytes of each channel: flat, scatter, gather, then those of rows."""
+        flat = FLAT_PHASES * (self.ranks - 1)
+        of_rows = [ROWS_PHASES * (self.ranks - 1) * each.slot_bytes() for each in self.rows]
+        sizes = [flat * self.flat_bytes, flat * self.shard_bytes, flat * self.shard_bytes, *of_rows]
+        return [ceil_div(size, ALIGNMENT) * ALIGNMENT for size in sizes]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes())
+
+
+class Peers:
+    """One rank's view of all. Kernels that use it run on one stream, in one order on all ranks."""
+
+    def __init__(
+        self, memory: PeerMemory, layout: PeerLayout, spin_limit: int = SPIN_LIMIT
+    ) -> None:
+        if memory.ranks != layout.ranks or memory.own.numel() < layout.num_bytes:
+            raise KernelError(
+                "peer memory",
+                f"expected {layout.num_bytes} bytes on {layout.ranks} ranks, "
+                f"found {memory.own.numel()} on {memory.ranks}",
+            )
+        self.memory, self.layout, self.spin_limit = memory, layout, spin_limit
+        self.rank, self.ranks = memory.rank, memory.ranks
+        device = memory.own.device
+        on_gpu = device.type == "cuda"
+        self._broken = torch.zeros((), dtype=torch.int32, device=device)
+        # kernels write it, and the host reads it without waiting for them
+        self._report = torch.zeros((), dtype=torch.int32, pin_memory=on_gpu)
+        self._gone = torch.full((), self.ranks + 1, dtype=torch.int32, pin_memory=on_gpu)
+        offset = 0
+        blocks = [BLOCKS, BLOCKS, BLOCKS, *(each.rows * each.parts for each in layout.rows)]
+        slots = [
+            *(layout.flat_bytes, layout.shard_bytes, layout.shard_bytes),
+            *(each.slot_bytes() for each in layout.rows),
+        ]
+        channels = []
+        for size, slot_bytes, count in zip(layout.sizes(), slots, blocks, strict=True):
+            bases = [address + offset for address in memory.addresses]
+            channels.append(
+                Channel(
+                    words=memory.own[offset : offset + size].view(torch.int32),
+                    slot_bytes=slot_bytes,
+                    bases=torch.tensor(bases, dtype=torch.int64, device=device),
+                    phases=torch.zeros(count, dtype=torch.int32, device=device),
+                    broken=self._broken,
+                    report=self._report,
+                )
+            )
+            offset += size
+        self.flat, self.scatter, self.gather, *of_rows = channels
+        self._rows = list(zip(layout.rows, of_rows, strict=True))
+
+    def rows(self, x_MC: LinearOutput) -> tuple[RowsLayout, Channel] | None:
+        """The channel for x's rows; None: there is none.
+
+        Partial sums go through one for float32 where there is one, else rounded.
+        """
+        rows, channels = x_MC.shape
+        rounded = x_MC.dtype.itemsize
+        for item_bytes in (4, rounded) if isinstance(x_MC, SplitKPartials) else (rounded,):
+            for layout, channel in self._rows:
+                if (layout.channels, layout.item_bytes) == (channels, item_bytes) and (
+                    0 < rows <= layout.rows
+                ):
+                    return layout, channel
+        return None
+
+    def check(self) -> None:
+        """Raise PeerLostError if a kernel waited in vain. Does not wait for running ones."""
+        lost = int(self._report) - 1
+        if lost >= 0:
+            raise PeerLostError(
+                f"all-reduce on rank {self.rank}",
+                f"rank {lost} did not send its part in {self.spin_limit} looks",
+                "see that rank's log: it ended, hangs, or runs other steps; then start again",
+            )
+
+    def abort(self) -> None:
+        """Let kernels that wait for a rank that is gone go on. Callable from any thread."""
+        if self._broken.device.type != "cuda":
+            self._broken.fill_(self.ranks + 1)
+            return
+        with torch.cuda.device(self._broken.device), torch.cuda.stream(torch.cuda.Stream()):
+            self._broken.copy_(self._gone, non_blocking=True)
+
+    def close(self) -> None:
+        """Give the memory back, when no kernel uses it."""
+        self.memory.close()

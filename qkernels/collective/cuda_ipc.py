@@ -1,0 +1,134 @@
+"""Peer memory of processes on one host, by CUDA IPC handles: CUDA's driver, called through ctypes.
+
+The buffers are memory of the driver, not of torch's allocator: its expandable segments cannot be
+exported. No multicast. Ranks may share a GPU.
+"""
+
+import ctypes
+import functools
+import socket
+import struct
+
+import torch
+
+from qkernels.collective.peer_memory import Exchange, PeerAccessError, PeerMemory, agreed
+
+_LAZY_ENABLE_PEER_ACCESS = 1
+_HANDLE_BYTES = 64
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
+
+
+def open_peer_memory(
+    rank: int, num_bytes: int, device: torch.device, exchange: Exchange
+) -> PeerMemory:
+    """A buffer on each rank's device that all ranks reach. Raises PeerAccessError on all or none.
+
+    All ranks call it together. Its last exchange is a barrier: every buffer is filled by then.
+    """
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)  # makes torch's context current to this thread
+    hosts = agreed(exchange, lambda: _own_place(device))
+    places = [struct.unpack("<q", each[:8]) + (each[8:],) for each in hosts]
+    agreed(exchange, lambda: _check_places(rank, places))
+    buffer = _Buffer(num_bytes, device)
+    try:
+        handles = agreed(exchange, buffer.allocate)
+        agreed(exchange, lambda: buffer.open_peers(rank, handles))
+    except PeerAccessError:
+        buffer.close()
+        raise
+    return PeerMemory(
+        rank=rank, own=buffer.tensor(), addresses=tuple(buffer.addresses), close=buffer.close
+    )
+
+
+def _own_place(device: torch.device) -> bytes:
+    return struct.pack("<q", torch.cuda.current_device()) + socket.gethostname().encode()
+
+
+def _check_places(rank: int, places: list[tuple[int, bytes]]) -> bytes:
+    """Ranks are on one host, with the same list of devices, and their devices reach each other."""
+    own, host = places[rank]
+    for other, (index, other_host) in enumerate(places):
+        if other_host != host:
+            raise PeerAccessError(f"rank {other}", "is on another host")
+        if index >= torch.cuda.device_count():
+            raise PeerAccessError(f"rank {other}", "sees other devices: CUDA_VISIBLE_DEVICES")
+        if index != own and not torch.cuda.can_device_access_peer(own, index):
+            raise PeerAccessError(f"GPU {own}", f"has no peer access to GPU {index} (rank {other})")
+    return b""
+
+
+class _Buffer:
+    """One rank's own memory, and the others' as this process maps them."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self.device = num_bytes, device
+        self.pointer = ctypes.c_uint64(0)
+        self.addresses: list[int] = []
+        self.opened: list[int] = []
+
+    def allocate(self) -> bytes:
+        """Memory with all bits set; its handle."""
+        _call("cuMemAlloc_v2", ctypes.byref(self.pointer), ctypes.c_size_t(self.num_bytes))
+        _call("cuMemsetD8_v2", self.pointer, ctypes.c_ubyte(255), ctypes.c_size_t(self.num_bytes))
+        torch.cuda.synchronize(self.device)
+        handle = _Handle()
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), self.pointer)
+        return bytes(handle)
+
+    def open_peers(self, rank: int, handles: list[bytes]) -> bytes:
+        for other, data in enumerate(handles):
+            if other == rank:
+                self.addresses.append(self.pointer.value)
+                continue
+            handle = _Handle.from_buffer_copy(data[:_HANDLE_BYTES])
+            pointer = ctypes.c_uint64(0)
+            flags = ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, flags)
+            self.opened.append(pointer.value)
+            self.addresses.append(pointer.value)
+        return b""
+
+    def tensor(self) -> torch.Tensor:
+        """This rank's memory; it lives until `close`."""
+
+        class Described:
+            __cuda_array_interface__ = {
+                "shape": (self.num_bytes,),
+                "typestr": "|u1",
+                "data": (self.pointer.value, False),
+                "version": 2,
+            }
+
+        return torch.as_tensor(Described(), device=self.device)
+
+    def close(self) -> None:
+        """Unmap the others' memory and free this rank's, when no kernel uses either."""
+        torch.cuda.synchronize(self.device)
+        for pointer in self.opened:
+            _driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer))
+        if self.pointer.value:
+            _driver().cuMemFree_v2(self.pointer)
+        self.opened, self.pointer = [], ctypes.c_uint64(0)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuIpcOpenMemHandle_v2.argtypes = [
+        *(ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+    ]
+    return driver
+
+
+def _call(name: str, *arguments: object) -> None:
+    """A function of CUDA's driver. Raises PeerAccessError with the driver's word for the error."""
+    result = getattr(_driver(), name)(*arguments)
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(result, ctypes.byref(text))
+        raise PeerAccessError(f"CUDA's {name}", (text.value or b"error").decode() + f" ({result})")

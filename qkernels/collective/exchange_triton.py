@@ -1,0 +1,128 @@
+"""Data that is its own flag, between ranks in one kernel: sending, waiting, adding in rank order.
+
+Numbers travel as words of 32 bits, one float32 or two of 16 bits. A receiver's slots hold the
+marker, a word of ones, until a sender's word is there. The marker is one or two NaNs, and a sender
+sends other NaNs in its place, so no value is lost. Words are written whole, so nothing needs a
+fence or a flag beside it. Loads are volatile: they go to the L2, where the peers' stores arrive.
+
+A rank has a slot for each other rank, in their order. Which rank it is does not change the code, so
+all ranks run one kernel.
+
+    slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
+    .. wait for the kernel before
+    words = outgoing(x)
+    send(words, slots, offsets, mask, RANKS)
+    total = sum_of_ranks(words, own_ptr + offsets, stride_slot, mask, ..)
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def peer(slot, rank):
+    """The rank whose words a slot of ours holds."""
+    return slot + (slot >= rank)
+
+
+@triton.jit
+def slots_of_peers(bases_ptr, stride_slot, rank, RANKS: tl.constexpr):
+    """This rank's slot at each peer, as pointers to words; where they are never changes."""
+    slots = ()
+    for i in tl.static_range(RANKS - 1):
+        receiver = peer(i, rank)
+        base = tl.load(bases_ptr + receiver).to(tl.pointer_type(tl.int32))
+        slots = slots + (tl.multiple_of(base, 16) + (rank - (rank > receiver)) * stride_slot,)
+    return slots
+
+
+@triton.jit
+def outgoing(x):
+    """Numbers [BLOCK] as words, [BLOCK] or [BLOCK / 2]; none is the marker."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).reshape(x.shape[0] // 2, 2)
+        low, high = bits.split()
+        words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+        return tl.where(words == -1, 0x7FFF7FFF, words)
+    else:
+        words = x.to(tl.int32, bitcast=True)
+        return tl.where(words == -1, 0x7FFFFFFF, words)
+
+
+@triton.jit
+def numbers(words, DTYPE: tl.constexpr):
+    """The numbers that words hold."""
+    if DTYPE.primitive_bitwidth == 16:
+        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+        bits = tl.join(low, high).reshape(2 * words.shape[0])
+    else:
+        bits = words
+    return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def send(words, slots, offsets, mask, RANKS: tl.constexpr):
+    """Write words into this rank's slot at every peer."""
+    for i in tl.static_range(RANKS - 1):
+        tl.store(slots[i] + offsets, words, mask=mask)
+
+
+@triton.jit
+def arrived(words, ptrs, mask, sender, spin_limit, broken_ptr, report_ptr):
+    """What a sender wrote at `ptrs`; `words` were loaded from there already.
+
+    Given up after so many looks: then `broken_ptr` and `report_ptr` hold the sender's number + 1.
+    Nobody waits when `broken_ptr` does not hold 0.
+    """
+    spins = 0
+    going = 1
+    while (tl.max((words == -1).to(tl.int32), 0) != 0) & (going != 0):
+        words = tl.load(ptrs, mask=mask, other=0, volatile=True)
+        spins += 1
+        going = ((tl.load(broken_ptr, volatile=True) == 0) & (spins < spin_limit)).to(tl.int32)
+    if spins >= spin_limit:
+        tl.store(broken_ptr, sender + 1)
+        tl.store(report_ptr, sender + 1)
+    return words
+
+
+@triton.jit
+def sum_of_ranks(
+    own,  # words of this rank
+    ptrs,  # of the first slot
+    stride_slot,
+    mask,
+    rank,
+    spin_limit,
+    broken_ptr,
+    report_ptr,
+    DTYPE: tl.constexpr,
+    RANKS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The sum in float32, in rank order. Loads of GROUP slots are under way at once."""
+    total = None
+    before = own  # what the slot before held: the words of rank i, where this rank is before it
+    for first in tl.static_range(0, RANKS - 1, GROUP):
+        loads = ()
+        for i in tl.static_range(first, min(first + GROUP, RANKS - 1)):
+            loads = loads + (tl.load(ptrs + i * stride_slot, mask=mask, other=0, volatile=True),)
+        for i in tl.static_range(first, min(first + GROUP, RANKS - 1)):
+            place = ptrs + i * stride_slot
+            sender = peer(i, rank)
+            words = arrived(
+                loads[i - first], place, mask, sender, spin_limit, broken_ptr, report_ptr
+            )
+            of_rank_i = tl.where(rank == i, own, tl.where(rank < i, before, words))
+            share = numbers(of_rank_i, DTYPE).to(tl.float32)
+            total = share if i == 0 else total + share
+            before = words
+    return total + numbers(tl.where(rank == RANKS - 1, own, before), DTYPE).to(tl.float32)
+
+
+@triton.jit
+def clear(ptrs, stride_slot, mask, RANKS: tl.constexpr):
+    """Write the marker into every slot."""
+    marker = tl.full(ptrs.shape, -1, tl.int32)
+    for i in tl.static_range(RANKS - 1):
+        tl.store(ptrs + i * stride_slot, marker, mask=mask)

@@ -1,0 +1,111 @@
+"""All-reduce in one shot: every rank sends all of its data to every other, and each adds them up.
+
+Tiles of a message belong to blocks, the same ones in every call, and each block counts its own
+calls: they alternate between two phases of the buffer. A block puts the marker back as it reads. A
+peer writes a phase again two calls later, and it can only be there if it received what this rank
+sent in the call between, which began after this one had ended.
+
+Legend: N elements of the message.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.collective.channels import Peers
+from qkernels.collective.config import BLOCKS, TILE_BYTES, TILE_WARPS, num_words
+from qkernels.collective.exchange_triton import (
+    clear,
+    outgoing,
+    send,
+    slots_of_peers,
+    sum_of_ranks,
+)
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+
+
+def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """As ops.all_reduce, of at most peers.flat.slot_bytes."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    tile = TILE_BYTES // x.element_size()
+    tiles = ceil_div(x.numel(), tile)
+    channel = peers.flat
+    if tiles:
+        with on_device(x):
+            launch(
+                _all_reduce_one_shot,
+                (min(BLOCKS, tiles),),
+                x,
+                out,
+                channel.words,
+                *channel.arguments,
+                x.numel(),
+                num_words(x.numel(), x.element_size()),
+                channel.slot_words,
+                peers.rank,
+                peers.spin_limit,
+                RANKS=peers.ranks,
+                TILE=tile,
+                BLOCKS=BLOCKS,
+                num_warps=TILE_WARPS,
+                **pdl_options(x, tiles),
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["rank", "spin_limit"])
+def _all_reduce_one_shot(
+    x_ptr,
+    out_ptr,
+    own_ptr,  # [2 phases, n - 1 slots, stride_slot]
+    bases_ptr,
+    phases_ptr,
+    broken_ptr,
+    report_ptr,
+    N,
+    num_words,
+    stride_slot,
+    rank,
+    spin_limit,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # of a tile
+    slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
+    block = tl.program_id(0)
+    if PDL:
+        pdl_launch_and_wait()
+    phase = tl.load(phases_ptr + block)
+    start = phase * (RANKS - 1) * stride_slot
+    for tile in range(block, tl.cdiv(N, TILE), BLOCKS):
+        c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
+        mask = w < num_words
+        words = outgoing(tl.load(x_ptr + c, mask=c < N, other=0.0))
+        send(words, slots, start + w, mask, RANKS)
+    for tile in range(block, tl.cdiv(N, TILE), BLOCKS):
+        c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
+        mask = w < num_words
+        words = outgoing(tl.load(x_ptr + c, mask=c < N, other=0.0))
+        ptrs = own_ptr + start + w
+        total = sum_of_ranks(
+            words,
+            ptrs,
+            stride_slot,
+            mask,
+            rank,
+            spin_limit,
+            broken_ptr,
+            report_ptr,
+            DTYPE,
+            RANKS,
+            GROUP=RANKS,
+        )
+        tl.store(out_ptr + c, total.to(DTYPE), mask=c < N)
+        clear(ptrs, stride_slot, mask, RANKS)
+    tl.store(phases_ptr + block, 1 - phase)

@@ -1,0 +1,107 @@
+"""One buffer on each rank that all ranks write into: an interface, and ranks on a CPU.
+
+Ranks on GPUs get theirs from cuda_ipc.py or symmetric_memory.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from qkernels.errors import KernelError
+
+# A rank's message to all ranks, and what they all sent, in order. Called in step by all.
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class PeerAccessError(KernelError):
+    """The ranks cannot write into each other's memory. All ranks raise it."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMemory:
+    """What one rank holds. All bits of every buffer are set before any rank gets this."""
+
+    rank: int
+    own: torch.Tensor  # uint8
+    addresses: tuple[int, ...]  # of every rank's buffer, as this rank reaches it
+    keeps: object = None  # what must live as long
+    close: Callable[[], None] = field(default=_nothing)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.addresses)
+
+
+def virtual_ranks(ranks: int, num_bytes: int, device: torch.device) -> list[PeerMemory]:
+    """Ranks that are one process on one device; on a CPU also processes that it forks later."""
+    sized = {"dtype": torch.uint8, "device": device}
+    buffers = [torch.full((num_bytes,), 255, **sized) for _ in range(ranks)]
+    if device.type == "cpu":
+        buffers = [buffer.share_memory_() for buffer in buffers]
+    addresses = tuple(buffer.data_ptr() for buffer in buffers)
+    return [
+        PeerMemory(rank=rank, own=own, addresses=addresses, keeps=buffers)
+        for rank, own in enumerate(buffers)
+    ]
+
+
+def shared_files(rank: int, num_bytes: int, folder: Path, exchange: Exchange) -> PeerMemory:
+    """Ranks that are processes on a CPU, over files that all of them map."""
+    paths = [Path(each.decode()) for each in exchange(str(folder / f"rank{rank}").encode())]
+    paths[rank].write_bytes(b"\xff" * num_bytes)
+    exchange(b"")
+    buffers = [
+        torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths
+    ]
+    return PeerMemory(
+        rank=rank,
+        own=buffers[rank],
+        addresses=tuple(buffer.data_ptr() for buffer in buffers),
+        keeps=buffers,
+    )
+
+
+def exchange_by(group: "torch.distributed.ProcessGroup") -> Exchange:
+    """Over a process group of torch, of any backend."""
+    import torch.distributed as dist
+
+    on_cpu = "gloo" in dist.get_backend(group)
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def gathered(own: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, own, group=group)
+        return [each.cpu() for each in found]
+
+    def exchange(message: bytes) -> list[bytes]:
+        own = torch.tensor(list(message), dtype=torch.uint8, device=device)
+        lengths = gathered(torch.tensor([len(message)], device=device))
+        longest = max(1, *(int(length) for length in lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: len(message)] = own
+        found = gathered(padded)
+        return [
+            bytes(each[: int(length)].tolist()) for each, length in zip(found, lengths, strict=True)
+        ]
+
+    return exchange
+
+
+def agreed(exchange: Exchange, work: Callable[[], bytes]) -> list[bytes]:
+    """What each rank's work gave. Raises PeerAccessError on all ranks if any of them failed."""
+    try:
+        message = b"+" + work()
+    except (OSError, AttributeError, RuntimeError, KernelError) as error:
+        message = b"-" + str(error).encode()
+    answers = exchange(message)
+    for other, answer in enumerate(answers):
+        if answer[:1] != b"+":
+            reason = answer[1:].decode(errors="replace")
+            raise PeerAccessError(f"peer memory of rank {other}", reason, "use NCCL")
+    return [answer[1:] for answer in answers]

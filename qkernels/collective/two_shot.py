@@ -1,0 +1,141 @@
+"""All-reduce in two shots: each rank adds up its shard of the message, then sends the sum to all.
+
+What a link carries is 2 (n - 1) / n of the message, not n - 1 times as much as in one shot. Both
+exchanges follow one_shot.py, over a channel each: a tile of every shard belongs to one block.
+
+Legend: N elements of the message, L of a shard; shard i is rank i's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.collective.channels import Peers
+from qkernels.collective.config import BLOCKS, TILE_BYTES, TILE_WARPS, num_words, shard_elements
+from qkernels.collective.exchange_triton import (
+    arrived,
+    clear,
+    numbers,
+    outgoing,
+    peer,
+    send,
+    slots_of_peers,
+    sum_of_ranks,
+)
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+
+
+def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """As ops.all_reduce, of shards of at most peers.scatter.slot_bytes."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    tile = TILE_BYTES // x.element_size()
+    shard = shard_elements(x.numel(), peers.ranks, x.element_size())
+    tiles = ceil_div(shard, tile)
+    scatter, gather = peers.scatter, peers.gather
+    if tiles:
+        with on_device(x):
+            launch(
+                _all_reduce_two_shot,
+                (min(BLOCKS, tiles),),
+                x,
+                out,
+                scatter.words,
+                *scatter.arguments,
+                gather.words,
+                gather.arguments[0],
+                x.numel(),
+                shard,
+                num_words(x.numel(), x.element_size()),
+                num_words(shard, x.element_size()),
+                scatter.slot_words,
+                peers.rank,
+                peers.spin_limit,
+                RANKS=peers.ranks,
+                TILE=tile,
+                BLOCKS=BLOCKS,
+                num_warps=TILE_WARPS,
+                **pdl_options(x, tiles),
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["rank", "spin_limit"])
+def _all_reduce_two_shot(
+    x_ptr,
+    out_ptr,
+    scatter_ptr,  # [2 phases, n - 1 slots, stride_slot]
+    scatter_bases_ptr,
+    phases_ptr,
+    broken_ptr,
+    report_ptr,
+    gather_ptr,
+    gather_bases_ptr,
+    N,
+    L,
+    num_words,
+    shard_words,
+    stride_slot,
+    rank,
+    spin_limit,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # of a tile
+    scatter_slots = slots_of_peers(scatter_bases_ptr, stride_slot, rank, RANKS)
+    gather_slots = slots_of_peers(gather_bases_ptr, stride_slot, rank, RANKS)
+    block = tl.program_id(0)
+    if PDL:
+        pdl_launch_and_wait()
+    phase = tl.load(phases_ptr + block)
+    start = phase * (RANKS - 1) * stride_slot
+    for tile in range(block, tl.cdiv(L, TILE), BLOCKS):
+        c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
+        for i in tl.static_range(RANKS - 1):
+            first = peer(i, rank) * L
+            inside = (c < L) & (first + c < N)
+            mask = (w < shard_words) & (peer(i, rank) * shard_words + w < num_words)
+            words = outgoing(tl.load(x_ptr + first + c, mask=inside, other=0.0))
+            tl.store(scatter_slots[i] + start + w, words, mask=mask)
+    for tile in range(block, tl.cdiv(L, TILE), BLOCKS):
+        c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
+        inside = (c < L) & (rank * L + c < N)
+        mask = (w < shard_words) & (rank * shard_words + w < num_words)
+        words = outgoing(tl.load(x_ptr + rank * L + c, mask=inside, other=0.0))
+        ptrs = scatter_ptr + start + w
+        total = sum_of_ranks(
+            words,
+            ptrs,
+            stride_slot,
+            mask,
+            rank,
+            spin_limit,
+            broken_ptr,
+            report_ptr,
+            DTYPE,
+            RANKS,
+            GROUP=RANKS,
+        )
+        # also of a NaN, what is kept here has the bits that are sent
+        words = outgoing(total.to(DTYPE))
+        send(words, gather_slots, start + w, mask, RANKS)
+        tl.store(out_ptr + rank * L + c, numbers(words, DTYPE), mask=inside)
+        clear(ptrs, stride_slot, mask, RANKS)
+    for tile in range(block, tl.cdiv(L, TILE), BLOCKS):
+        c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
+        for i in tl.static_range(RANKS - 1):
+            sender = peer(i, rank)
+            first = sender * L
+            inside = (c < L) & (first + c < N)
+            mask = (w < shard_words) & (peer(i, rank) * shard_words + w < num_words)
+            ptrs = gather_ptr + start + i * stride_slot + w
+            words = tl.load(ptrs, mask=mask, other=0, volatile=True)
+            words = arrived(words, ptrs, mask, sender, spin_limit, broken_ptr, report_ptr)
+            tl.store(out_ptr + first + c, numbers(words, DTYPE), mask=inside)
+            tl.store(ptrs, tl.full(ptrs.shape, -1, tl.int32), mask=mask)
+    tl.store(phases_ptr + block, 1 - phase)

@@ -1,0 +1,67 @@
+"""Tiles of the adapters' kernels, in plain Python. Legend as in weights.py.
+
+A block takes a tile of rows and those of them that one adapter has: of few rows each is asked
+whether it is the first of its adapter in the tile, of more there is a block for each slot. What has
+nothing to do ends at once, so that neither rows without an adapter nor slots that nobody uses cost
+more than that.
+"""
+
+from dataclasses import dataclass
+
+from qkernels.gpu.config import ceil_div
+
+RANK_BLOCK = 16  # the least that tensor cores multiply
+FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
+MAX_SLICES = 3
+BLOCKS_WANTED = 128  # of shrink: about one for each SM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShrinkConfig:
+    rows: int  # of a tile
+    inputs: int  # of one product
+    parts: int  # of K, each in a block of its own; a power of two
+    by_row: bool  # a block for each row of a tile, not for each slot
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpandConfig:
+    rows: int
+    outputs: int
+    by_row: bool
+    warps: int
+
+
+def tile_rows(T: int) -> int:
+    """Rows of a tile: few where a step decodes, more where it computes prompts."""
+    return 16 if T <= FEW_ROWS else 64
+
+
+def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
+    rows = tile_rows(T)
+    inputs = 256 if rows == 16 else 64
+    # Expand holds all parts of a tile in registers.
+    most = 16 if rows == 16 else 4
+    most = min(most, ceil_div(K, inputs), BLOCKS_WANTED // (ceil_div(T, rows) * S))
+    parts = 1
+    while 2 * parts <= most:
+        parts *= 2
+    return ShrinkConfig(rows=rows, inputs=inputs, parts=parts, by_row=num_slots > rows, warps=4)
+
+
+def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
+    rows = tile_rows(T)
+    outputs = 64 if rows == 16 and N <= 8192 else 128
+    return ExpandConfig(rows=rows, outputs=outputs, by_row=num_slots > rows, warps=4)
+
+
+def row_boundaries(max_rows: int, K: int, S: int) -> list[int]:
+    """The least T of every distinct compiled kernel for K inputs, up to `max_rows`."""
+    found: dict[object, int] = {}
+    for T in range(1, max_rows + 1):
+        config = shrink_config(T, K, S, 1)
+        found.setdefault(config, T)
+        if config.parts == 1 and T > FEW_ROWS:
+            break  # nothing changes any more
+    return sorted(found.values())

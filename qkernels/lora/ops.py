@@ -1,0 +1,65 @@
+"""The operations of adapters: each checks its arguments, then runs a kernel. Legend in weights.py.
+
+Beside a linear's product: `lora_shrink` of its input before it, `lora_expand_` on its result.
+"""
+
+import torch
+
+from qkernels import dispatch
+from qkernels.checks import check_float, check_tensor
+from qkernels.errors import KernelError
+from qkernels.lora.config import MAX_SLICES
+from qkernels.lora.weights import LoraWeights
+from qkernels.operands.split_k import LinearOutput
+from qkernels.problem import FLOAT_DTYPES
+
+
+def lora_shrink(
+    x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None = None
+) -> torch.Tensor:
+    """A x of each row's adapter, in parts of K to be added: float32 [P, T, S, R].
+
+    `slots` int32: each row's, -1 where it has no adapter; what such rows get means nothing.
+    `kernel` names a row of qkernels.dispatch instead of the best one.
+    """
+    check_float("lora_shrink x", x_TK)
+    check_tensor(
+        "lora_shrink x", x_TK, (None, weights.in_features), (weights.a_LRSK.dtype,), weights.a_LRSK
+    )
+    _check_slots("lora_shrink slots", slots_T, x_TK.shape[0], x_TK)
+    if weights.num_slices > MAX_SLICES:
+        raise KernelError(
+            "lora_shrink", f"expected at most {MAX_SLICES} linears, found {weights.num_slices}"
+        )
+    x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
+    run = dispatch.implementation(
+        "lora_shrink", device=x_TK.device.type, dtype=x_TK.dtype, requested=kernel
+    )
+    return run(x_TK, slots_T, weights)
+
+
+def lora_expand_(
+    y_TN: LinearOutput,
+    h_PTSR: torch.Tensor,
+    slots_T: torch.Tensor,
+    weights: LoraWeights,
+    kernel: str | None = None,
+) -> None:
+    """Add scale * B h to the rows of y [T, N] that have an adapter; of parts of K, to the first.
+
+    `h` is what `lora_shrink` returned for the same slots.
+    """
+    check_float("lora_expand_ y", y_TN, parts=True)
+    T = y_TN.shape[0]
+    check_tensor("lora_expand_ y", y_TN, (T, weights.out_features), FLOAT_DTYPES, weights.b_LRN)
+    of_rows = (None, T, weights.num_slices, weights.max_rank)
+    check_tensor("lora_expand_ h", h_PTSR, of_rows, (torch.float32,), weights.b_LRN)
+    _check_slots("lora_expand_ slots", slots_T, T, h_PTSR)
+    run = dispatch.implementation(
+        "lora_expand_", device=h_PTSR.device.type, dtype=y_TN.dtype, requested=kernel
+    )
+    run(y_TN, h_PTSR, slots_T, weights)
+
+
+def _check_slots(name: str, slots_T: torch.Tensor, T: int, beside: torch.Tensor) -> None:
+    check_tensor(name, slots_T, (T,), (torch.int32,), beside)

@@ -1,0 +1,228 @@
+"""Adapters in Triton: A x of each row's adapter, then scale * B h added to the product.
+
+Two kernels, since every output of the second needs all inputs of the first. The first stands before
+the base product, whose weights are under way while it runs (PDL), the second behind it. What does
+not depend on other kernels (slots, ranks, the first tile of A or B) is read before the wait.
+
+Legend as in weights.py; P parts of K, BM rows of a tile, BK, BN, BR of the other sizes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.lora.config import RANK_BLOCK, expand_config, shrink_config
+from qkernels.lora.weights import LoraWeights
+from qkernels.operands.split_k import LinearOutput, SplitKPartials
+
+
+def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
+    """Parts of A x, float32 [P, T, S, R], to be added; rows without an adapter hold anything."""
+    (T, K), S, R = x_TK.shape, weights.num_slices, weights.max_rank
+    config = shrink_config(T, K, S, weights.num_slots)
+    h_PTSR = torch.empty((config.parts, T, S, R), dtype=torch.float32, device=x_TK.device)
+    blocks = ceil_div(R, RANK_BLOCK)
+    owners = config.rows if config.by_row else weights.num_slots
+    with on_device(x_TK):
+        launch(
+            _lora_shrink,
+            (ceil_div(T, config.rows), config.parts * S * blocks, owners),
+            x_TK,
+            slots_T,
+            weights.a_LRSK,
+            weights.ranks_LS,
+            h_PTSR,
+            T,
+            K,
+            x_TK.stride(0),
+            weights.a_LRSK.stride(0),
+            weights.a_LRSK.stride(1),
+            weights.ranks_LS.stride(0),
+            R,
+            S=S,
+            PARTS=config.parts,
+            BM=config.rows,
+            BK=config.inputs,
+            BR=RANK_BLOCK,
+            BY_ROW=config.by_row,
+            num_warps=config.warps,
+            **pdl_options(x_TK, T),
+        )
+    return h_PTSR
+
+
+def lora_expand_(
+    y_TN: LinearOutput, h_PTSR: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
+) -> None:
+    """Add scale * B h to the rows of y that have an adapter; of parts of K, to the first."""
+    out_TN = y_TN.parts[0] if isinstance(y_TN, SplitKPartials) else y_TN
+    parts, T, S, R = h_PTSR.shape
+    config = expand_config(T, weights.out_features, weights.num_slots)
+    sizes = (*weights.sizes, 0, 0)[:3]
+    owners = config.rows if config.by_row else weights.num_slots
+    with on_device(h_PTSR):
+        launch(
+            _lora_expand,
+            (
+                ceil_div(T, config.rows),
+                sum(ceil_div(size, config.outputs) for size in sizes),
+                owners,
+            ),
+            out_TN,
+            h_PTSR,
+            slots_T,
+            weights.b_LRN,
+            weights.ranks_LS,
+            weights.scales_LS,
+            T,
+            out_TN.stride(0),
+            weights.b_LRN.stride(0),
+            weights.b_LRN.stride(1),
+            weights.ranks_LS.stride(0),
+            weights.scales_LS.stride(0),
+            R,
+            S=S,
+            N0=sizes[0],
+            N1=sizes[1],
+            N2=sizes[2],
+            PARTS=parts,
+            BM=config.rows,
+            BN=config.outputs,
+            BR=RANK_BLOCK,
+            BY_ROW=config.by_row,
+            num_warps=config.warps,
+            **pdl_options(h_PTSR, T),
+        )
+
+
+@triton.jit
+def _own_rows(slots_ptr, T, BM: tl.constexpr, BY_ROW: tl.constexpr):
+    """(the tile's rows, those of this block's adapter, its slot); slot -1: there is nothing to do.
+
+    The block is that of a row, which must be its adapter's first, or that of a slot.
+    """
+    owner = tl.program_id(2)
+    row = tl.arange(0, BM)
+    t = tl.program_id(0) * BM + row
+    slots = tl.load(slots_ptr + t, mask=t < T, other=-1)
+    slot = owner
+    if BY_ROW:
+        slot = tl.max(tl.where(row == owner, slots, -1), 0)
+        before = tl.sum(((slots == slot) & (row < owner)).to(tl.int32), 0)
+        slot = tl.where(before > 0, -1, slot)
+    own = (slots == slot) & (slots >= 0)
+    slot = tl.where(tl.sum(own.to(tl.int32), 0) > 0, slot, -1)
+    return t, own, slot
+
+
+@triton.jit(do_not_specialize=["T"])
+def _lora_shrink(
+    x_ptr,
+    slots_ptr,
+    a_ptr,
+    ranks_ptr,
+    h_ptr,
+    T,
+    K,
+    stride_x,
+    stride_slot,
+    stride_rank,
+    stride_ranks,
+    R,
+    S: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block = tl.program_id(1)
+    part, s, first = block % PARTS, block // PARTS % S, block // (PARTS * S) * BR
+    t, own, slot = _own_rows(slots_ptr, T, BM, BY_ROW)
+    rank = tl.load(ranks_ptr + slot * stride_ranks + s, mask=slot >= 0, other=0)
+    j = first + tl.arange(0, BR)
+    k = tl.arange(0, BK)
+    steps = tl.cdiv(tl.cdiv(K, BK), PARTS)
+    start = part * steps * BK
+    end = tl.minimum(K, start + steps * BK)
+    # not on the device until a step's inputs are, so no kernel of the step writes it
+    a_ptrs = a_ptr + slot.to(tl.int64) * stride_slot + j.to(tl.int64)[:, None] * stride_rank
+    a_ptrs += s * K + k[None, :]
+    in_rank = (j < rank)[:, None]
+    a = tl.load(a_ptrs + start, mask=in_rank & (start + k < end)[None, :], other=0.0)
+    if PDL:
+        pdl_launch_and_wait()
+    if rank > first:
+        x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_x + k[None, :]
+        total = tl.zeros((BM, BR), tl.float32)
+        for at in tl.range(start, end, BK):
+            x = tl.load(x_ptrs + at, mask=own[:, None] & (at + k < end)[None, :], other=0.0)
+            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+            a = tl.load(a_ptrs + at + BK, mask=in_rank & (at + BK + k < end)[None, :], other=0.0)
+        place = ((part.to(tl.int64) * T + t) * S + s) * R
+        tl.store(h_ptr + place[:, None] + j[None, :], total, mask=own[:, None] & (j < R)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _lora_expand(
+    y_ptr,
+    h_ptr,
+    slots_ptr,
+    b_ptr,
+    ranks_ptr,
+    scales_ptr,
+    T,
+    stride_y,
+    stride_slot,
+    stride_rank,
+    stride_ranks,
+    stride_scales,
+    R,
+    S: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block = tl.program_id(1)
+    TILES0: tl.constexpr = (N0 + BN - 1) // BN
+    TILES1: tl.constexpr = TILES0 + (N1 + BN - 1) // BN
+    # no tile reaches from one of the linears into the next
+    s = (block >= TILES0).to(tl.int32) + (block >= TILES1).to(tl.int32)
+    first = tl.where(s == 0, 0, tl.where(s == 1, TILES0, TILES1))
+    before = tl.where(s == 0, 0, tl.where(s == 1, N0, N0 + N1))
+    end = before + tl.where(s == 0, N0, tl.where(s == 1, N1, N2))
+    n = before + (block - first) * BN + tl.arange(0, BN)
+    t, own, slot = _own_rows(slots_ptr, T, BM, BY_ROW)
+    rank = tl.load(ranks_ptr + slot * stride_ranks + s, mask=slot >= 0, other=0)
+    scale = tl.load(scales_ptr + slot * stride_scales + s, mask=slot >= 0, other=0.0)
+    j = tl.arange(0, BR)
+    b_ptrs = b_ptr + slot.to(tl.int64) * stride_slot + j.to(tl.int64)[:, None] * stride_rank
+    b_ptrs += n[None, :]
+    inside = (n < end)[None, :]
+    b = tl.load(b_ptrs, mask=(j < rank)[:, None] & inside, other=0.0)
+    if PDL:
+        pdl_launch_and_wait()
+    if rank > 0:
+        part = tl.arange(0, PARTS)[:, None, None].to(tl.int64)
+        h_ptrs = h_ptr + ((part * T + t[None, :, None]) * S + s) * R + j[None, None, :]
+        total = tl.zeros((BM, BN), tl.float32)
+        for at in tl.range(0, rank, BR):
+            wanted = own[None, :, None] & (at + j < rank)[None, None, :] & (part >= 0)
+            h = tl.sum(tl.load(h_ptrs + at, mask=wanted, other=0.0), 0)
+            total = tl.dot(h.to(b.dtype), b, total, input_precision="ieee")
+            b_ptrs += BR * stride_rank
+            b = tl.load(b_ptrs, mask=(at + BR + j < rank)[:, None] & inside, other=0.0)
+        y_ptrs = y_ptr + t.to(tl.int64)[:, None] * stride_y + n[None, :]
+        mask = own[:, None] & inside
+        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + scale * total
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,48 @@
+"""Sums over ranks, as cases.py asks every card to compile them. The peers are all in this process.
+
+Legend: n ranks, M rows, C channels.
+"""
+
+import functools
+
+import torch
+
+from formats.scheme import ActivationSpec
+from qkernels.collective import ops
+from qkernels.collective.channels import PeerLayout, Peers
+from qkernels.collective.config import KIB, Limits, Way
+from qkernels.collective.peer_memory import virtual_ranks
+from qkernels.operands.codes import InputRounding
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.split_k import SplitKPartials
+from qkernels.rowwise.branch import Branch
+from tests.qkernels.compile.cards import empty
+
+LIMITS = Limits(one_shot=256 * KIB, two_shot=512 * KIB, rows=8)
+
+
+@functools.cache
+def peers(ranks: int, C: int) -> Peers:
+    layout = PeerLayout.of_model(ranks, C, LIMITS)
+    return Peers(virtual_ranks(ranks, layout.num_bytes, torch.device("cpu"))[ranks // 2], layout)
+
+
+def all_reduce(ranks: int, how: Way, dtype: torch.dtype = torch.bfloat16) -> None:
+    ops.all_reduce(empty(3, 8192, dtype=dtype), peers(ranks, 8192), how)
+
+
+def norm(
+    ranks: int,
+    M: int = 1,
+    C: int = 8192,
+    splits: int = 0,
+    form: LimbForm | ActivationSpec | None = None,
+    branch: bool = False,
+) -> None:
+    x = empty(M, C)
+    if splits:
+        x = SplitKPartials(parts=empty(splits, M, C, dtype=torch.float32), dtype=x.dtype)
+    if isinstance(form, ActivationSpec):
+        form = InputRounding(form, None if form.dynamic else torch.ones(()))
+    behind = Branch(norm_C=empty(C), eps=1e-5, factor=0.5) if branch else Branch()
+    ops.all_reduce_add_rms_norm_into(x, empty(M, C), empty(C), 1e-5, form, peers(ranks, C), behind)

@@ -1,0 +1,74 @@
+"""Sums over ranks that are processes: on one GPU, which IPC handles allow, and on two."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def checked(*arguments: str) -> str:
+    """What the check of examples/measure_all_reduce.py says: it ends at the first wrong bit."""
+    command = [sys.executable, "examples/measure_all_reduce.py", "--check", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_on_one_gpu(ranks):
+    said = checked("--one-gpu", "--ranks", str(ranks), "--seconds", "200")
+    assert "peer memory by cuda_ipc" in said and "bitwise equal on all ranks" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_processes_on_their_own_gpus():
+    assert "bitwise equal on all ranks" in checked("--seconds", "200")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run compiled here")
+@pytest.mark.exhaustive
+def test_the_measurement_runs_in_the_interpreter(tmp_path):
+    """All of its Python, so that it works at the first try where there are GPUs."""
+    command = [sys.executable, "examples/measure_all_reduce.py", "--tiny"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    file = tmp_path / "all_reduce.json"
+    result = subprocess.run(
+        [*command, "--json", str(file)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "bitwise equal" in result.stdout and "one_shot" in file.read_text()
+
+
+@pytest.mark.gpu
+def test_a_lost_rank_ends_the_wait():
+    """And `abort` does, from another thread, whatever the limit."""
+    from qkernels.collective import ops
+    from qkernels.collective.channels import PeerLayout, PeerLostError, Peers
+    from qkernels.collective.config import KIB, Limits
+    from qkernels.collective.peer_memory import virtual_ranks
+
+    device = torch.device("cuda", 0)
+    layout = PeerLayout.of_model(2, 1024, Limits(one_shot=64 * KIB, two_shot=64 * KIB, rows=8))
+    x = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
+    peers = Peers(virtual_ranks(2, layout.num_bytes, device)[0], layout, spin_limit=1000)
+    ops.all_reduce(x, peers)
+    torch.cuda.synchronize()
+    with pytest.raises(PeerLostError, match="rank 1 did not send its part"):
+        peers.check()
+
+    waiting = Peers(virtual_ranks(2, layout.num_bytes, device)[0], layout)
+    ops.all_reduce_add_rms_norm_into(x, x, x[0], 1e-5, None, waiting)
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query()
+    waiting.abort()
+    torch.cuda.synchronize()
+    waiting.check()

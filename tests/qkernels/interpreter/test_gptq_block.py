@@ -1,0 +1,43 @@
+"""GPTQ's inner loop as a kernel against its loop in torch (calibrate/)."""
+
+import pytest
+import torch
+
+from calibrate import gptq, triton_block
+from formats.scheme import QuantSpec
+
+
+def problem(columns, outputs, spec, per_column, seed=0):
+    """Arguments of round_block, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(3 * columns, columns, generator=generator)
+    hessian = inputs.t() @ inputs / len(inputs) + 0.1 * torch.eye(columns)
+    upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    block = torch.randn(columns, outputs, generator=generator)
+    rows = columns if per_column else 1
+    scale = 0.1 + 0.2 * torch.rand(rows, outputs, generator=generator)
+    scale *= torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
+    zero = torch.full_like(scale, spec.symmetric_zero)
+    if not spec.symmetric:
+        zero = torch.randint(0, spec.max_code + 1, scale.shape, generator=generator).float()
+    return block, scale.expand(columns, outputs), zero.expand(columns, outputs), upper
+
+
+@pytest.mark.parametrize("per_column", [True, False])
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False), (8, True)])
+@pytest.mark.parametrize("columns, outputs", [(128, 70), (37, 33), (1, 5)])
+def test_codes_and_errors_are_those_of_the_loop(
+    device, columns, outputs, bits, symmetric, per_column
+):
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
+    block, *others = problem(columns, outputs, spec, per_column)
+    block[0, 0] = 1e6  # far beyond the last code
+    want_codes, want_errors = gptq.round_block(block.clone(), *others, spec)
+    given = [x.to(device) for x in (block, *others)]
+    codes, errors = triton_block.round_block(*given, spec)
+    # what lies between two codes may take either, and then the columns after it in its row differ
+    same = (codes.cpu() == want_codes).all(0)
+    assert same.float().mean() >= 0.9
+    # an error far beyond the codes is added to all columns behind it, in another order
+    off = (errors.cpu() - want_errors).abs()[:, same]
+    assert (off <= 1e-4 * (1 + want_errors.abs().amax(0)[same])).all()

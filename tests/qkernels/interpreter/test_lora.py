@@ -1,0 +1,70 @@
+"""Adapters: the kernels against plain float64, interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+
+from qkernels import ops
+from qkernels.operands.split_k import SplitKPartials
+from tests.qkernels.lora_case import adapted, lora_weights
+
+# rows' slots; more slots than rows of a tile, where each row looks for its adapter's first
+CASES = {
+    "one row": ([0], [[8]], 300, [63]),
+    "none": ([-1, -1, -1], [[8], [3]], 64, [40]),
+    "mixed": (
+        [1, -1, 0, 1, 2, 2, 0, -1, 1],
+        [[16, 5, 1], [0, 7, 0], [16, 0, 16]],
+        513,
+        [96, 33, 33],
+    ),
+    "rank beyond a block": ([0, 1, 1], [[33, 16], [17, 40]], 260, [70, 70]),
+    "more slots than rows": ([19, 3, 19, -1, 7, 3], [[2]] * 20, 96, [48]),
+    "two tiles": ([0, 1, -1] * 6, [[4], [9]], 128, [64]),
+    "prompts": ([1] * 70 + [-1] * 5 + [0] * 60, [[12], [3]], 200, [129]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_rows(device, half, poison, assert_close, name):
+    slots, ranks, K, sizes = CASES[name]
+    weights = lora_weights(ranks, K, sizes, half, device, max_rank=max(map(max, ranks)) + 3)
+    generator = torch.Generator().manual_seed(len(name))
+    T, N = len(slots), sum(sizes)
+    x = torch.randn(T, K, generator=generator).to(device, half)
+    y = torch.randn(T, N, generator=generator).to(device, half)
+    want, got = adapted(x, y, slots, weights), y.clone()
+    slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
+    h = ops.lora_shrink(x, slots_T, weights, kernel="triton")
+    ops.lora_expand_(got, h, slots_T, weights, kernel="triton")
+    assert_close("y", want, got, 4e-3 if half == torch.float16 else 2e-2)
+    untouched = [t for t, slot in enumerate(slots) if slot < 0]
+    assert torch.equal(got[untouched], y[untouched])
+
+
+def test_parts_of_k_stay_parts(device, half, poison, assert_close):
+    """The first part takes what adapters add; the sum is the next operation's."""
+    slots = [0, -1, 1]
+    weights = lora_weights([[4, 2], [1, 16]], 128, [30, 18], half, device, max_rank=16)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(device, half)
+    parts = torch.randn(3, 3, 48, generator=torch.Generator().manual_seed(2)).to(device)
+    want = adapted(x, parts.sum(0), slots, weights)
+    y = SplitKPartials(parts=parts.clone(), dtype=half)
+    slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
+    h = ops.lora_shrink(x, slots_T, weights, kernel="triton")
+    ops.lora_expand_(y, h, slots_T, weights, kernel="triton")
+    assert torch.equal(y.parts[1:], parts[1:])
+    assert_close("sum", want, y.parts.sum(0), 2e-3)
+
+
+def test_reference_is_the_same(device, poison, assert_close):
+    """In float32, where nothing is rounded between the two products."""
+    slots, ranks, K, sizes = CASES["mixed"]
+    weights = lora_weights(ranks, K, sizes, torch.float32, device, max_rank=20)
+    x = torch.randn(len(slots), K, generator=torch.Generator().manual_seed(3)).to(device)
+    slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
+    want = adapted(x, torch.zeros(len(slots), sum(sizes), device=device), slots, weights)
+    for kernel in ("reference", "triton"):
+        y = torch.zeros(len(slots), sum(sizes), device=device)
+        h = ops.lora_shrink(x, slots_T, weights, kernel=kernel)
+        ops.lora_expand_(y, h, slots_T, weights, kernel=kernel)
+        assert_close(kernel, want, y, 1e-5)
