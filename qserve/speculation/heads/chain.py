@@ -1,0 +1,52 @@
+"""A chain of drafts from a head with keys and values: what EAGLE and EAGLE-3 have in common.
+
+Row i holds the state of position i and the token of position i + 1, at position i; what it gives
+stands for the token of position i + 2. Legend: T tokens of the step, D requests that draft, K
+drafts, C hidden size, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+
+from qkernels.attention.cache import PagedKv
+from qserve.model.blocks.attention import StepInputs
+from qserve.speculation.draft_step import DraftStep
+
+
+class ChainHead(Protocol):
+    """What a chain asks of a head."""
+
+    def start(self, step: DraftStep) -> torch.Tensor:
+        """The first state [T, C] of each of the step's rows, from the model's own states."""
+
+    def __call__(
+        self,
+        tokens_T: torch.Tensor,
+        state_TC: torch.Tensor,
+        step: StepInputs,
+        caches: list[PagedKv],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the state that recurs, what `logits` reads) [T, C]; writes the rows' keys and values."""
+
+    def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
+        """[D, V] over the model's vocabulary."""
+
+
+def chain(head: ChainHead, step: DraftStep) -> torch.Tensor:
+    """Drafts int64 [D, K].
+
+    The first pass covers all of the step's rows: it rewrites, from the model's true states, what
+    earlier drafts left in the pages.
+    """
+    state_TC, read_TC = head(step.next_tokens_T, head.start(step), step.batch, step.caches)
+    state_DC, read_DC = state_TC[step.last_rows_D], read_TC[step.last_rows_D]
+    if not len(step.last_rows_D) or not step.num_drafts:  # no kernel takes no rows
+        return step.last_rows_D.new_zeros(len(step.last_rows_D), step.num_drafts)
+    drafts: list[torch.Tensor] = []
+    for index in range(step.num_drafts):
+        if index:
+            ahead = step.ahead(drafts[-1], index)
+            state_DC, read_DC = head(drafts[-1], state_DC, ahead, step.caches)
+        drafts.append(step.draw(head.logits(read_DC), index))
+    return torch.stack(drafts, 1)

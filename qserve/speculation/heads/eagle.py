@@ -1,0 +1,114 @@
+"""The EAGLE head (arXiv 2401.15077, and EAGLE-2, which has the same weights), and its drafter.
+
+Its layer has no norm before attention, and there is none behind it: the model's own output matrix
+reads the sum. Legend: T rows, C hidden size, D requests that draft, V vocabulary.
+"""
+
+import torch
+from torch.nn import functional
+
+from formats.heads.config import EAGLE, EagleConfig
+from qkernels.attention.cache import PagedKv
+from qserve.model.blocks.attention import Attention, StepInputs
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.linear import Linear
+from qserve.model.blocks.norm import RmsNorm
+from qserve.model.decoder import Decoder
+from qserve.speculation.draft_step import DraftStep
+from qserve.speculation.drafter import BuildContext
+from qserve.speculation.heads.chain import chain
+from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
+
+
+class EagleHead(torch.nn.Module):
+    """The target's last state and a token to the next state."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        *,
+        embedding_VC: torch.Tensor,
+        fc: Linear,
+        layers: list[Layer],
+        target: Decoder,
+    ) -> None:
+        super().__init__()
+        self.config, self.fc = config, fc
+        self.layers = torch.nn.ModuleList(layers)
+        self.end = RmsNorm(None, config.rms_norm_eps)
+        self.register_buffer("embedding", embedding_VC)
+        self.logits = target.logits
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Of the layers, in order."""
+        return tuple(layer.attention for layer in self.layers)
+
+    def start(self, step: DraftStep) -> torch.Tensor:
+        """What the target's output matrix reads."""
+        return step.hidden_TC
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        state_TC: torch.Tensor,
+        step: StepInputs,
+        caches: list[PagedKv],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next state [T, C], twice: it recurs, and logits are made of it."""
+        embedded_TC = functional.embedding(tokens_T, self.embedding)
+        x, residual_TC = self.fc(torch.cat([embedded_TC, state_TC], -1)), None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual_TC = layer(x, residual_TC, step, cache)
+        _, total_TC = self.end(x, residual_TC, None)
+        return total_TC, total_TC
+
+
+class EagleDrafter:
+    """Drafts a chain. See DeviceDrafter."""
+
+    looks_ahead, taps = True, ()
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head, self.attentions = head, head.attentions
+
+    def propose(self, step: DraftStep) -> torch.Tensor:
+        return chain(self.head, step)
+
+
+def build(context: BuildContext) -> EagleDrafter:
+    """From a folder as its authors write them. Raises InputError or CheckpointError."""
+    folder = open_head(context, EAGLE)
+    check_fits(folder.config, context)
+    return EagleDrafter(load_head(HeadWeights(folder, context), folder.config))
+
+
+def load_head(weights: HeadWeights, config: EagleConfig) -> EagleHead:
+    """The head. The target's output matrix reads its states, also where the file has a copy."""
+    rotary, eps = weights.rotary(config), config.rms_norm_eps
+
+    def attention_norm(number: int) -> RmsNorm:
+        if number == 0:
+            return RmsNorm(None, eps)
+        return RmsNorm(weights.tensor(f"layers.{number}.input_layernorm.weight"), eps)
+
+    head = EagleHead(
+        config,
+        embedding_VC=weights.embedding(),
+        fc=weights.linear("fc"),
+        layers=[
+            Layer(
+                attention_norm=attention_norm(number),
+                attention=weights.attention(config, number, rotary),
+                mlp_norm=RmsNorm(
+                    weights.tensor(f"layers.{number}.post_attention_layernorm.weight"), eps
+                ),
+                mlp=weights.mlp(number),
+            )
+            for number in range(config.num_layers)
+        ],
+        target=weights.context.target,
+    )
+    weights.skip("lm_head.weight")
+    weights.audit()
+    return head

@@ -1,0 +1,214 @@
+"""The EAGLE-3 head of the decoder's blocks (arXiv 2503.01840), and its drafter.
+
+Legend: T rows, C hidden size, F what `fc` reads, D requests that draft, V vocabulary, U draft
+vocabulary.
+"""
+
+import logging
+
+import torch
+from torch.nn import functional
+
+from formats.errors import InputError
+from formats.heads import tensors as names
+from formats.heads.config import EAGLE3, EagleConfig
+from qkernels import ops
+from qkernels.attention.cache import PagedKv
+from qserve.model.blocks.attention import Attention, StepInputs
+from qserve.model.blocks.gated_mlp import GatedMlp
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.linear import Linear
+from qserve.model.blocks.norm import RmsNorm
+from qserve.speculation.draft_step import DraftStep
+from qserve.speculation.drafter import BuildContext
+from qserve.speculation.heads.chain import chain
+from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
+
+logger = logging.getLogger(__name__)
+
+
+class FirstLayer(torch.nn.Module):
+    """The layer that reads the token's embedding beside the state: twice as wide as others."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        *,
+        input_norm_C: torch.Tensor,
+        hidden_norm_C: torch.Tensor,
+        attention: Attention,
+        mlp_norm: RmsNorm,
+        mlp: GatedMlp,
+    ) -> None:
+        super().__init__()
+        self.eps, self.norm_before_residual = config.rms_norm_eps, config.norm_before_residual
+        self.register_buffer("input_norm", input_norm_C)
+        self.register_buffer("hidden_norm", hidden_norm_C)
+        self.attention, self.mlp_norm, self.mlp = attention, mlp_norm, mlp
+
+    def forward(
+        self,
+        embedded_TC: torch.Tensor,
+        state_TC: torch.Tensor,
+        step: StepInputs,
+        cache: PagedKv,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds, and the residual it is to be added to."""
+        normed_TC = ops.rms_norm(state_TC, self.hidden_norm, self.eps)
+        embedded_TC = ops.rms_norm(embedded_TC, self.input_norm, self.eps)
+        plan = self.attention.plan(state_TC.shape[0])
+        x = ops.in_form(torch.cat([embedded_TC, normed_TC], -1), plan.input)
+        residual_TC = normed_TC if self.norm_before_residual else state_TC
+        x = self.attention(x, plan, step, cache)
+        plan = self.mlp.plan(state_TC.shape[0])
+        x, residual_TC = self.mlp_norm(x, residual_TC, plan.input)
+        return self.mlp(x, plan), residual_TC
+
+
+class Eagle3Head(torch.nn.Module):
+    """Three of the target's states and a token to the next token's logits."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        *,
+        embedding_VC: torch.Tensor,
+        fc: Linear,
+        fc_norms: list[torch.Tensor],  # of each tap, of all taps together, or empty
+        first: FirstLayer,
+        others: list[Layer],
+        norm: RmsNorm,
+        head: Linear,
+        target_ids_U: torch.Tensor | None,  # None: draft ids are the target's
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.fc, self.first, self.norm, self.head = fc, first, norm, head
+        self.others = torch.nn.ModuleList(others)
+        self.fc_norms = torch.nn.ParameterList(
+            torch.nn.Parameter(each, requires_grad=False) for each in fc_norms
+        )
+        self.register_buffer("embedding", embedding_VC)
+        self.register_buffer("target_ids", target_ids_U)
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Of the layers, in order."""
+        return (self.first.attention, *(layer.attention for layer in self.others))
+
+    def fused(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The head's first state [T, C] of the target's [T, C] each."""
+        eps = self.config.rms_norm_eps
+        if self.config.fc_norm:
+            pairs = zip(taps, self.fc_norms, strict=True)
+            taps = tuple(ops.rms_norm(tap, norm, eps) for tap, norm in pairs)
+        taps_TF = torch.cat(taps, -1)
+        if self.config.norm_before_fc:
+            taps_TF = ops.rms_norm(taps_TF, self.fc_norms[0], eps)
+        return self.fc(taps_TF)
+
+    def start(self, step: DraftStep) -> torch.Tensor:
+        return self.fused(step.taps)
+
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        state_TC: torch.Tensor,
+        step: StepInputs,
+        caches: list[PagedKv],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the state that recurs, what `logits` reads) [T, C]; writes the rows' keys and values."""
+        embedded_TC = functional.embedding(tokens_T, self.embedding)
+        x, residual_TC = self.first(embedded_TC, state_TC, step, caches[0])
+        for layer, cache in zip(self.others, caches[1:], strict=True):
+            x, residual_TC = layer(x, residual_TC, step, cache)
+        read_TC, total_TC = self.norm(x, residual_TC, None)
+        return (read_TC if self.config.norm_output else total_TC), read_TC
+
+    def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
+        """[D, V] over the target's vocabulary, -inf where the head has no such token."""
+        logits_DU = self.head(read_DC)
+        if self.target_ids is None:
+            return logits_DU
+        shape = (len(logits_DU), self.config.vocab_size)
+        full_DV = logits_DU.new_full(shape, float("-inf"))
+        return full_DV.index_copy_(1, self.target_ids, logits_DU)
+
+
+class Eagle3Drafter:
+    """Drafts a chain. See DeviceDrafter."""
+
+    looks_ahead = True
+
+    def __init__(self, head: Eagle3Head, taps: tuple[int, ...]) -> None:
+        self.head, self.taps, self.attentions = head, taps, head.attentions
+
+    def propose(self, step: DraftStep) -> torch.Tensor:
+        return chain(self.head, step)
+
+
+def build(context: BuildContext) -> Eagle3Drafter:
+    """From a folder in any of its layouts. Raises InputError or CheckpointError."""
+    folder = open_head(context, EAGLE3)
+    config = folder.config
+    check_fits(config, context)
+    taps = config.taps(context.target.config.num_layers)
+    logger.info(
+        "EAGLE-3 head %s: %s layout, %d draft tokens, states before layers %s%s",
+        folder.folder,
+        config.layout,
+        config.draft_vocab_size,
+        ", ".join(map(str, taps)),
+        f" (config.json states {list(config.stated_taps)})" if config.stated_taps else "",
+    )
+    return Eagle3Drafter(load_head(HeadWeights(folder, context), config), taps)
+
+
+def load_head(weights: HeadWeights, config: EagleConfig) -> Eagle3Head:
+    """The head, with the target's embedding and output matrix where it has none of its own."""
+    rotary, eps = weights.rotary(config), config.rms_norm_eps
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(weights.tensor(f"{name}.weight"), eps)
+
+    fc_norms = []
+    if config.fc_norm:
+        fc_norms = [weights.tensor(f"fc_norm.{tap}.weight") for tap in range(config.num_taps)]
+    if config.norm_before_fc:
+        fc_norms.append(weights.tensor("input_norm.weight"))
+    if len(fc_norms) > 1 and config.norm_before_fc:
+        raise InputError(
+            str(weights.folder.folder), "has a norm of each tap and one of all of them"
+        )
+    head = Eagle3Head(
+        config,
+        embedding_VC=weights.embedding(),
+        fc=weights.linear("fc"),
+        fc_norms=fc_norms,
+        first=FirstLayer(
+            config,
+            input_norm_C=weights.tensor("layers.0.input_layernorm.weight"),
+            hidden_norm_C=weights.tensor("layers.0.hidden_norm.weight"),
+            attention=weights.attention(config, 0, rotary),
+            mlp_norm=norm("layers.0.post_attention_layernorm"),
+            mlp=weights.mlp(0),
+        ),
+        others=[
+            Layer(
+                attention_norm=norm(f"layers.{number}.input_layernorm"),
+                attention=weights.attention(config, number, rotary),
+                mlp_norm=norm(f"layers.{number}.post_attention_layernorm"),
+                mlp=weights.mlp(number),
+            )
+            for number in range(1, config.num_layers)
+        ],
+        norm=RmsNorm(weights.tensor(names.NORM), eps),
+        head=(
+            weights.linear("lm_head")
+            if weights.folder.has_linear("lm_head")
+            else weights.context.target.head
+        ),
+        target_ids_U=weights.target_ids(config),
+    )
+    weights.audit()
+    return head

@@ -1,0 +1,194 @@
+"""From a head's folder to its parts on the device. Names and shapes are formats/heads'.
+
+Legend: N outputs, K inputs, C hidden size, V vocabulary, U draft vocabulary.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from formats.errors import CheckpointError, InputError
+from formats.families import FAMILIES
+from formats.family import Family
+from formats.heads import tensors as names
+from formats.heads.config import EagleConfig, HeadConfig
+from formats.heads.folder import HeadFolder
+from formats.quant_config import QuantConfig
+from qserve.model.blocks.attention import Attention
+from qserve.model.blocks.gated_mlp import GatedMlp
+from qserve.model.blocks.linear import Linear
+from qserve.model.blocks.rotary import Rotary
+from qserve.model.filled_config import filled_config
+from qserve.model.rope import RopeConfig, cos_sin_table
+from qserve.model.weight_source import WeightSource
+from qserve.model.weights import Weights
+from qserve.speculation.drafter import BuildContext
+
+logger = logging.getLogger(__name__)
+
+ROPE_KEYS = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SourceConfig:
+    """What Weights and WeightSource ask of a model: of a head, whose layers are Llama's."""
+
+    values: Mapping[str, Any]
+    quant: QuantConfig | None
+    family: Family = FAMILIES["LlamaForCausalLM"]
+    tied_head: bool = False
+    instead_of_head: str = ""
+    num_layers: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        return {}
+
+
+class HeadWeights:
+    """A head's tensors and matrices by canonical name. `audit` comes last."""
+
+    def __init__(self, folder: HeadFolder, context: BuildContext) -> None:
+        self.folder, self.context = folder, context
+        config = _SourceConfig(values={"num_hidden_layers": 0}, quant=folder.quant)
+        self._source = WeightSource(folder, config, context.device)
+        self._weights = Weights(
+            config,
+            self._source,
+            device=context.device,
+            dtype=context.dtype,
+            max_model_len=context.max_model_len,
+            progress=False,
+            kernels=context.kernels,
+        )
+
+    def has(self, name: str) -> bool:
+        return self.folder.has(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A float tensor; its shape was checked when the folder was opened."""
+        stored = self.folder.stored(name)
+        return self._weights.tensor(stored, self.folder.entries[stored].shape)
+
+    def linear(self, *members: str, shape: names.Shape | None = None) -> Linear:
+        """The one matrix of members that share an input. `shape`: of one whose config has none."""
+        shapes = names.linears(self.folder.config)
+        outs = [shapes[name][0] if shape is None else shape[0] for name in members]
+        ins = shapes[members[0]][1] if shape is None else shape[1]
+        return self._weights.linear(
+            [self.folder.stored(name) for name in members],
+            outs,
+            ins,
+            bias=self.has(f"{members[0]}.bias"),
+        )
+
+    def attention(self, config: EagleConfig, layer: int, rotary: Rotary) -> Attention:
+        prefix = f"layers.{layer}.self_attn"
+        norms = {
+            f"{each}_norm": self.tensor(f"{prefix}.{each}_norm.weight")
+            for each in "qk"
+            if self.has(f"{prefix}.{each}_norm.weight")
+        }
+        return Attention(
+            config,
+            window=None,
+            rotary=rotary,
+            qkv_proj=self.linear(*(f"{prefix}.{each}_proj" for each in "qkv")),
+            o_proj=self.linear(f"{prefix}.o_proj"),
+            kernel=(self.context.kernels or {}).get("attention"),
+            **norms,
+        )
+
+    def mlp(self, layer: int) -> GatedMlp:
+        prefix = f"layers.{layer}.mlp"
+        return GatedMlp(
+            gate_up_proj=self.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+            down_proj=self.linear(f"{prefix}.down_proj"),
+            activation="silu",
+        )
+
+    def rotary(self, config: EagleConfig) -> Rotary:
+        """Of all positions that the engine serves: a head's own limit is what it was trained on."""
+        stated = {key: config.values[key] for key in ROPE_KEYS if config.values.get(key)}
+        filled = filled_config({"model_type": "llama", **stated})
+        rope = RopeConfig.from_dict(
+            filled["rope_parameters"],
+            dim=config.head_dim,
+            max_position=max(filled["max_position_embeddings"], self.context.max_model_len),
+        )
+        return Rotary(cos_sin_table(rope, self.context.max_model_len, self.context.device))
+
+    def audit(self) -> None:
+        """Raise CheckpointError where a tensor was left over."""
+        self._weights.audit()
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as used that is not needed, if it is there."""
+        if self.has(name):
+            stored = self.folder.stored(name)
+            self._source.tensor(stored, self.folder.entries[stored].shape)
+
+    def embedding(self) -> torch.Tensor:
+        """The head's table of tokens [V, C], or the target's."""
+        if self.has(names.EMBEDDING):
+            return self.tensor(names.EMBEDDING)
+        return self.context.target.embedding.whole_table()
+
+    def target_ids(self, config: EagleConfig) -> torch.Tensor | None:
+        """The target's id of each draft id, int64 [U]; None: they are the same."""
+        self.skip(names.IN_DRAFT)
+        if not self.has(names.TO_TARGET):
+            if config.draft_vocab_size != config.vocab_size:
+                raise CheckpointError(
+                    f"{self.folder.folder}: {names.TO_TARGET}",
+                    f"is missing, and {config.draft_vocab_size} draft tokens are not the"
+                    f" {config.vocab_size} of the vocabulary",
+                )
+            return None
+        stored = self.folder.stored(names.TO_TARGET)
+        offsets_U = self._source.tensor(stored, (config.draft_vocab_size,)).long()
+        ids_U = offsets_U + torch.arange(len(offsets_U), device=offsets_U.device)
+        if not bool(((ids_U >= 0) & (ids_U < config.vocab_size)).all()):
+            raise CheckpointError(
+                f"{self.folder.folder}: {stored}",
+                f"names tokens beyond the vocabulary of {config.vocab_size}",
+                "it holds what is to be added to each draft id",
+            )
+        if len(ids_U.unique()) != len(ids_U):
+            raise CheckpointError(
+                f"{self.folder.folder}: {stored}", "gives one token to several draft ids"
+            )
+        return ids_U
+
+
+def open_head(context: BuildContext, kind: str) -> HeadFolder:
+    """The folder of a head of that kind. Raises InputError."""
+    folder = HeadFolder(context.config.model)
+    if folder.config.kind != kind:
+        raise InputError(
+            f"--speculative-config method {kind}",
+            f"{folder.folder} is a head of the kind {folder.config.kind}",
+            f"use method {folder.config.kind}",
+        )
+    return folder
+
+
+def check_fits(config: HeadConfig, context: BuildContext) -> None:
+    """Raise CheckpointError where an EAGLE head was made for another model."""
+    target = context.target.config
+    for key, found, expected in (
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if found != expected:
+            raise CheckpointError(
+                f"{context.config.model}: config.json {key}",
+                f"expected {expected} as the model's, found {found}",
+                "is this the model that the head was trained for?",
+            )

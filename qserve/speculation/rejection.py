@@ -1,0 +1,132 @@
+"""The rejection sampler of the literature (Leviathan et al., arXiv 2211.17192; Chen et al.,
+2302.01318): `--spec-acceptance rejection`.
+
+A draft x that was drawn from q passes with the probability min(1, p(x) / q(x)), p being the model's
+distribution of its row, with all filters and penalties. At the first that does not, the token is
+drawn from what p has more than q; behind the last, from p. What comes out has the model's
+distribution, whatever q is, but is another text than without drafts. More drafts pass than with the
+shared noise of `exact`. A draft that was not drawn (n-gram, greedy) is a point mass: q is 1 there.
+
+Legend: S rows that sample, D chunks that sample, V vocabulary, N rows of the tables, K drafts.
+"""
+
+import torch
+
+from qkernels.sampling.reference import (
+    MIN_TEMPERATURE,
+    adjust,
+    filter_logits,
+    gumbel_noise,
+    row_logprobs,
+)
+from qkernels.sampling.settings import (
+    HISTORY_ROW,
+    INVALID_TOKEN,
+    SEED,
+    Samples,
+    SampleSettings,
+)
+from qserve.speculation.acceptance import Verify
+
+# One noise for the draft and for what is drawn in its place would bias the output: the token that
+# the draft's noise made likely is the one that was refused.
+DRAFT_SALT = 0x5DEECE66D
+CHANCE_SALT = 0x2545F4914F6CDD1D
+
+
+def probabilities(
+    logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What each row's token is drawn from, float32 [S, V]: of temperature 0 a point mass."""
+    adjusted_SV = adjust(logits_SV.float(), settings, history_WV)
+    temperature_S1 = settings.column("temperature")[:, None]
+    scaled_SV = adjusted_SV / temperature_S1.clamp(min=MIN_TEMPERATURE)
+    if settings.any_filter:
+        filters = (settings.column(name) for name in ("min_p", "top_k", "top_p"))
+        scaled_SV = filter_logits(scaled_SV, *filters)
+    best_S = adjusted_SV.argmax(-1)
+    point_SV = torch.zeros_like(adjusted_SV).scatter_(1, best_S[:, None], 1.0)
+    return torch.where(temperature_S1 == 0, point_SV, scaled_SV.softmax(-1))
+
+
+def salted(words_SP: torch.Tensor, salt: int) -> torch.Tensor:
+    """Settings of the same rows with a noise of their own."""
+    words_SP = words_SP.clone()
+    words_SP[:, SEED] ^= salt
+    return words_SP
+
+
+def judge(
+    p_DV: torch.Tensor,
+    q_DV: torch.Tensor | None,
+    drafts_D: torch.Tensor,
+    is_draft_D: torch.Tensor,
+    seed_D: torch.Tensor,
+    position_D: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each row, int64 [D], and whether it is the draft that came true.
+
+    `is_draft_D` False: the row is the last of its chunk. `q_DV` None: all drafts are point masses.
+    """
+    V = p_DV.shape[1]
+    drafts_D1 = drafts_D[:, None]
+    if q_DV is None:
+        q_DV = torch.zeros_like(p_DV).scatter_(1, drafts_D1, 1.0)
+    gumbel_D1 = gumbel_noise(seed_D ^ CHANCE_SALT, position_D, 1)
+    chance_D = torch.exp(-torch.exp(-gumbel_D1[:, 0]))  # uniform
+    p_D, q_D = p_DV.gather(1, drafts_D1)[:, 0], q_DV.gather(1, drafts_D1)[:, 0]
+    passes_D = is_draft_D & (chance_D * q_D < p_D)
+    # rounding may leave nothing where p and q are equal; then no draft is refused but by rounding
+    more_DV = (p_DV - q_DV).clamp(min=0)
+    left_DV = torch.where(more_DV.sum(1, keepdim=True) > 0, more_DV, p_DV)
+    from_DV = torch.where(is_draft_D[:, None], left_DV, p_DV)
+    drawn_D = (from_DV.log() + gumbel_noise(seed_D, position_D, V)).argmax(-1)
+    return torch.where(passes_D, drafts_D, drawn_D), passes_D
+
+
+def draw_verify(
+    logits_SV: torch.Tensor,
+    settings: SampleSettings,
+    history_WV: torch.Tensor | None,
+    verify: Verify,
+    q_DKV: torch.Tensor | None,
+) -> tuple[Samples, torch.Tensor]:
+    """The tokens of all rows, and how many drafts of each chunk come true, int64 [D].
+
+    Row by row of the chunks, as what penalties count follows from the rows before. What is emitted
+    is added to `history_WV`; rows beyond mean nothing.
+    """
+    words_SP, position_S = settings.words_SP, settings.column("position")
+    tokens_S = torch.zeros(len(words_SP), dtype=torch.int64, device=words_SP.device)
+    alive_D = torch.ones_like(verify.first_D, dtype=torch.bool)
+    accepted_D = torch.zeros_like(verify.first_D)
+    for column in range(verify.most):
+        # chunks that end before: their last row again, for nothing
+        exists_D = alive_D & (column < verify.count_D)
+        row_D = verify.first_D + verify.count_D.sub(1).clamp(max=column)
+        words_DP = words_SP[row_D]
+        words_DP[:, HISTORY_ROW] = torch.where(exists_D, words_DP[:, HISTORY_ROW], -1)
+        of_rows = settings.of_rows(words_DP)
+        p_DV = probabilities(logits_SV[row_D], of_rows, history_WV)
+        q_DV = None if q_DKV is None else q_DKV[:, min(column, q_DKV.shape[1] - 1)]
+        token_D, passes_D = judge(
+            p_DV,
+            q_DV,
+            verify.drafts_S[row_D],
+            column < verify.count_D - 1,
+            of_rows.column("seed"),
+            position_S[row_D],
+        )
+        invalid_D = logits_SV[row_D].isnan().any(-1)
+        token_D, passes_D = token_D.masked_fill(invalid_D, INVALID_TOKEN), passes_D & ~invalid_D
+        tokens_S[row_D] = torch.where(exists_D, token_D, tokens_S[row_D])
+        if history_WV is not None:
+            row_H = words_DP[:, HISTORY_ROW]
+            counted_D = (row_H >= 0) & (token_D >= 0)
+            index = row_H.clamp(min=0), token_D.clamp(min=0)
+            history_WV.index_put_(index, 2 * counted_D.int(), accumulate=True)
+        alive_D = exists_D & passes_D
+        accepted_D += alive_D
+    if settings.num_logprobs < 0:
+        return Samples(tokens_S, None, None, None), accepted_D
+    return Samples(tokens_S, *row_logprobs(logits_SV.float(), tokens_S, settings)), accepted_D

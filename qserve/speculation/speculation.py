@@ -1,0 +1,148 @@
+"""Speculation: how many drafts each request gets in a step, and what became of them.
+
+The host's side, which the scheduler asks. Knows requests and pages, no tensors.
+"""
+
+from collections.abc import Iterable
+
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.request import Request
+from qserve.engine.step_plan import Chunk, Drafting, StepPlan
+from qserve.speculation.config import SpeculativeConfig
+from qserve.speculation.depth import Depth
+from qserve.speculation.drafter import HostDrafter, build_host_drafter
+
+
+class Speculation:
+    """Of one engine."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        depth: Depth,
+        *,
+        max_model_len: int,
+        host_drafter: HostDrafter | None = None,
+        looks_ahead: bool = False,
+    ) -> None:
+        """`looks_ahead`: whether a drafter's keys follow from the next token, too."""
+        self.looks_ahead = looks_ahead
+        self.config = config
+        self.depth = depth
+        self._max_model_len = max_model_len
+        self._host = host_drafter
+        self._drafting = Drafting()
+        self._num_drafts = 0  # the most that a request may have in the step that is planned
+        self._counts = [0] * (2 + config.most_tokens)
+
+    def add(self, request: Request) -> None:
+        """A request came. What it may sample at a position must be known to the host then."""
+        if self._host is None and request.params.min_tokens:
+            request.follows_last = True
+
+    def begin_step(self, num_running: int, budget: int) -> None:
+        """Decide for a step of so many requests and tokens."""
+        choice = self.depth.choose(num_running)
+        most = budget // max(1, num_running) - 1
+        self._num_drafts = max(0, min(choice.num_drafts, most))
+        runs = self._host is None and choice.runs_drafter
+        self._drafting = Drafting(choice.num_drafts if runs else 0, runs)
+
+    def num_rows(self, request: Request, num_tokens: int, pool: PagePool) -> int:
+        """Rows of a request that decodes: its newest token and drafts; 0: it has to wait.
+
+        `num_tokens`: prompt and output, as many as there can be. Takes pages for the drafts, but
+        none that another request holds.
+        """
+        if self._host is not None and request.num_pending:
+            # what may follow is found in tokens that are not here yet
+            return 0 if self._num_drafts or request.num_pending > 1 else 1
+        most = min(self._num_drafts, self._max_model_len - num_tokens)
+        if self._host is not None or request.follows_last:
+            request.drafts = self._known_drafts(request, most)
+            count = len(request.drafts)
+        else:
+            count = max(0, min(most, request.num_drafts))
+        table, wanted = request.block_table, num_tokens + count
+        # A device drafter also writes keys of what it proposes for the step after.
+        for length in (wanted + self._drafting.num_drafts, wanted):
+            if pool.can_grow(table, length):
+                pool.grow_(table, length)
+                return 1 + count
+        request.drafts = ()
+        return 1
+
+    def end_step(self, chunks: Iterable[Chunk]) -> Drafting:
+        """What the planned step does for the next. Notes which requests have drafts then."""
+        drafting = self._drafting
+        if self._host is not None:
+            return drafting
+        for request, _, _, num_sampled in chunks:
+            if num_sampled:
+                request.num_drafts = drafting.num_drafts
+        return drafting
+
+    def take_drafts(self, chunks: Iterable[Chunk], drafts: list[list[int]]) -> None:
+        """Learn what a device drafter proposed for each chunk of a step that sampled."""
+        sampled = [chunk.request for chunk in chunks if chunk.num_sampled]
+        for request, proposed in zip(sampled, drafts, strict=True):
+            if request.follows_last and request.num_drafts:
+                request.drafts = tuple(proposed)
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verify."""
+        counts = self._counts
+        counts[0] += 1
+        counts[1] += num_drafts
+        for position in range(num_accepted):
+            counts[2 + position] += 1
+        self.depth.observe(num_drafts, num_accepted)
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """Learn how long a step took: one of decodes alone, each with as many drafts."""
+        counts = {(count, num_sampled) for _, _, count, num_sampled in plan.chunks}
+        if len(counts) != 1:
+            return
+        ((count, num_sampled),) = counts
+        # A step that ran the drafter for nothing is none of those to choose from.
+        if count == num_sampled and (self._host or plan.drafting.num_drafts == count - 1):
+            self.depth.observe_seconds(len(plan.chunks), count - 1, seconds)
+
+    def take_counts(self) -> tuple[int, ...]:
+        """Verifies, drafts, and of each position the drafts that came true, since the last call."""
+        counts, self._counts = self._counts, [0] * len(self._counts)
+        return tuple(counts)
+
+    def finish(self, request: Request) -> None:
+        """A request ended."""
+        if self._host is not None:
+            self._host.finish(request.request_id, request.token_ids, request.num_prompt_tokens)
+
+    def _known_drafts(self, request: Request, most: int) -> tuple[int, ...]:
+        """Tokens that the host proposes, or knows of, as far as they may follow."""
+        left = request.max_tokens - (len(request.token_ids) - request.num_prompt_tokens) - 1
+        most = min(most, left)
+        if most < 1:
+            return ()
+        if self._host is None:
+            drafts = request.drafts[:most]
+        else:
+            drafts = tuple(self._host.propose(request.request_id, request.token_ids, most))
+        if request.constraint is None or not drafts:
+            return drafts
+        ends = request.stop_token_ids | request.eos_token_ids
+        until = next((i for i, token in enumerate(drafts) if token in ends), len(drafts))
+        return drafts[: request.constraint.num_valid(drafts[:until])]
+
+
+def make_speculation(
+    config: SpeculativeConfig | None, *, max_model_len: int, looks_ahead: bool
+) -> Speculation | None:
+    """What an engine asks, where it was told to draft."""
+    return config and Speculation(
+        config,
+        Depth(config),
+        max_model_len=max_model_len,
+        host_drafter=build_host_drafter(config),
+        looks_ahead=looks_ahead,
+    )

@@ -1,0 +1,87 @@
+"""--speculative-config: vLLM's keys, refusals that name them, and methods known by the folder."""
+
+import json
+
+import pytest
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.speculation.config import SpeculativeConfig, guess_method
+
+
+def parse(**keys):
+    return SpeculativeConfig.parse(json.dumps(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "ngram", "num_speculative_token": 3}, "mean num_speculative_tokens"),
+        ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting is a key of vLLM"),
+        ({"method": "lookahead"}, "expected one of ngram, suffix, draft_model"),
+        ({"method": "eagle3"}, "needs a drafter"),
+        ({"method": "ngram", "model": "x"}, "takes no model"),
+        ({}, "names no method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "expected 1 to 128, found 0"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "expected a number"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at most"),
+        ({"method": "ngram", "rejection_sample_method": "fly"}, "exact, standard, synthetic"),
+        ({"method": "ngram", "synthetic_acceptance_rates": [0.5]}, "expected with acceptance"),
+        (
+            {
+                "method": "ngram",
+                "acceptance": "synthetic",
+                "synthetic_acceptance_rates": [0.5, 0.6, 0.1],
+            },
+            "none greater than the one before",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [6, 9, 1]]},
+            "follow each other from 1 on",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(keys, message):
+    with pytest.raises(InputError, match=message):
+        parse(**keys)
+
+
+def test_one_end_of_the_lookup_stands_for_both():
+    config = parse(method="ngram", prompt_lookup_max=3)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (3, 3)
+
+
+def test_a_length_stands_for_shares_that_give_it():
+    config = parse(
+        method="ngram",
+        num_speculative_tokens=5,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=3.55,
+    )
+    rates = config.synthetic_acceptance_rates
+    assert 1 + sum(rates) == pytest.approx(3.55) and len(rates) == 5
+    assert rates[1] == pytest.approx(rates[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9}, "eagle3"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
+        ({"medusa_num_heads": 4}, "medusa"),
+        ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+    ],
+)
+def test_the_folder_says_the_method(tmp_path, values, method):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert guess_method(str(tmp_path)) == method
+    assert parse(model=str(tmp_path)).method == method
+
+
+def test_the_engines_flags():
+    text = '{"method": "ngram"}'
+    config = EngineConfig(model="x", speculative_config=text, spec_acceptance="rejection")
+    assert config.speculation.acceptance == "rejection"
+    with pytest.raises(InputError, match="expected a JSON object"):
+        EngineConfig(model="x", speculative_config="ngram")

@@ -1,0 +1,71 @@
+"""How many drafts a step gets: as many as bring the most tokens a second."""
+
+import pytest
+
+from qserve.speculation.config import SpeculativeConfig
+from qserve.speculation.depth import TRIAL_STEPS, TRIALS_EVERY, Depth
+
+MS = 1e-3
+
+
+def make(**settings):
+    return Depth(SpeculativeConfig(method="ngram", num_speculative_tokens=5, **settings))
+
+
+def simulate(depth, num_requests, seconds, passes, steps=2000):
+    """The numbers of drafts of `steps` steps that take seconds(drafts)."""
+    found = []
+    for step in range(steps):
+        count = depth.choose(num_requests).num_drafts
+        found.append(count)
+        depth.observe_seconds(num_requests, count, seconds(count))
+        for request in range(min(num_requests, 4)):
+            accepted = 0
+            while accepted < count and (step * 7 + request * 13 + accepted * 29) % 100 < passes:
+                accepted += 1
+            if count:
+                depth.observe(count, accepted)
+    return found
+
+
+def share(counts, chosen):
+    return counts[500:].count(chosen) / len(counts[500:])
+
+
+def test_drafts_that_cost_little_and_pass_are_many():
+    counts = simulate(make(), 1, lambda k: (1.81 + 0.1 * k) * MS, passes=90)
+    assert share(counts, 5) > 0.9
+
+
+@pytest.mark.parametrize("num_requests", [16, 64])
+def test_where_rows_cost_more_than_they_bring_there_are_none(num_requests):
+    counts = simulate(make(), num_requests, lambda k: (3 + 3 * k) * MS, passes=60)
+    assert share(counts, 0) > 0.95
+    # what trials cost: the share of time beyond that without drafts, less what they bring
+    spent = sum(3 + 3 * k for k in counts[500:])
+    assert spent < 1.03 * 3 * len(counts[500:])
+
+
+def test_drafts_that_never_pass_are_given_up():
+    counts = simulate(make(), 1, lambda k: (1.81 + 0.1 * k) * MS, passes=0)
+    assert share(counts, 0) > 0.95
+
+
+def test_a_change_is_noticed():
+    depth = make()
+    simulate(depth, 1, lambda k: (2 + 3 * k) * MS, passes=50)
+    counts = simulate(depth, 1, lambda k: (2 + 0.1 * k) * MS, passes=90, steps=30 * TRIALS_EVERY)
+    assert counts[-TRIALS_EVERY // 2 :].count(5) > TRIALS_EVERY // 2 - 2 * TRIAL_STEPS
+
+
+def test_rows_of_a_step_are_bounded():
+    depth = make(adaptive=False)
+    assert [depth.choose(n).num_drafts for n in (1, 42, 43, 129)] == [5, 5, 0, 0]
+    assert [make().choose(n).num_drafts for n in (42, 43, 64, 65, 128, 129)] == [5, 3, 3, 1, 1, 0]
+
+
+def test_a_table_is_followed():
+    depth = make(num_speculative_tokens_per_batch_size=((1, 4, 5), (5, 16, 2), (17, 99, 0)))
+    found = [depth.choose(n) for n in (1, 4, 5, 16, 17, 500)]
+    assert [choice.num_drafts for choice in found] == [5, 5, 2, 2, 0, 0]
+    assert [choice.runs_drafter for choice in found] == [True] * 4 + [False] * 2
