@@ -1,36 +1,30 @@
-"""The workers: everything that computes a step. Knows devices and steps, no requests.
+"""The workers: everything that computes a step. Knows steps, no requests.
 
-One worker in this process today. Ranks of a model that is split over GPUs belong here: each gets
-the same StepInput, and the engine above does not learn of them.
+One worker, or the ranks of a model that is shared out: this process has rank 0, the leader, whose
+engine plans every step. The others get the same calls with the same StepInput, in the same order,
+and draw the same tokens; the engine above does not learn of them.
 """
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from qkernels.gpu.device import INTERPRETED
-from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
-from qserve.engine.cuda_graphs import CHUNK_SIZES
-from qserve.engine.memory import (
-    GIB,
-    LESS_MEMORY,
-    num_pages_in,
-    num_pages_on_gpu,
-    out_of_memory_is_named,
-)
+from qserve.engine.crew import Crew
+from qserve.engine.devices import pick_device, use_device
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.rank_executors import ProcessExecutor
+from qserve.engine.rank_link import RankDiedError
 from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
-from qserve.model.dummy_source import DummySource
-from qserve.model.loader import load
+from qserve.engine.warm_up import WarmUpShape
+from qserve.engine.worker import Worker
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
+from qserve.parallel.ranks import join
 
 logger = logging.getLogger(__name__)
 
@@ -39,168 +33,193 @@ class WorkerGroup:
     """A loaded model, ready for steps once it has pages."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-        """Load the model. Raises InputError."""
-        self._max_model_len = max_model_len
-        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        device = _pick_device(config.device)
-        if device.type == "cpu" and config.cpu_threads is not None:
-            torch.set_num_threads(config.cpu_threads)
-        # Where no kernel was compiled yet, its processes start while the model is loaded.
-        self._compile_pool = _compile_pool(config, device)
+        """Load the model. Raises InputError, which names the rank if there are several."""
+        self._config = config
+        self._ours: Worker | None = None  # filled below
+        self._crew: Crew | None = None
+        self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
+        if config.num_ranks == 1:
+            device = pick_device(config)
+            use_device(device, config)
+            self._ours = Worker(config, model, max_model_len, device)
+            return
         try:
-            self.runner = self._load(config, model, device)
+            self._start_ranks(config, model, max_model_len)
         except BaseException:
-            if self._compile_pool is not None:
-                self._compile_pool.close()
+            self.close()
             raise
-        self._warm_up: list[StepInput] = []  # filled by compile_kernels
 
-    def _load(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelRunner:
-        with (
-            phase("Loading the model"),
-            out_of_memory_is_named("loading the weights", "use a smaller or a quantized model"),
-        ):
-            if config.load_format == "dummy":
-                source = DummySource(model, device, config.seed)
-            else:
-                source = WeightSource(CheckpointReader(config.model), model, device)
-            decoder = load(
-                model,
-                source,
-                device=device,
-                dtype=_pick_dtype(config.dtype, model, device),
-                max_model_len=self._max_model_len,
-                kernels=config.kernels,
+    def _start_ranks(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+        executor = _executor(config, max_model_len)
+        device = pick_device(config, executor.leader_index, executor.num_here)
+        use_device(device, config)
+        self._crew = Crew(executor.start)
+        self._crew.at_end(executor.end())
+        with phase(f"Starting {config.num_ranks} ranks"):
+            self._crew.replies()
+            self._crew.tell("load")
+            with self._in_step():
+                ranks = join(
+                    executor.address,
+                    0,
+                    tensor_parallel_size=config.tensor_parallel_size,
+                    stages=config.pipeline_parallel_size,
+                    device=device,
+                    all_reduce=config.all_reduce,
+                    hidden_size=model.hidden_size,
+                )
+        self._crew.at_end(ranks.close)
+        self._crew.watch(abort=ranks.abort)
+        with self._in_step(waits=False):
+            self._ours = Worker(config, model, max_model_len, device, ranks)
+        facts = [self._ours.facts(), *(reply[0] for reply in self._crew.replies())]
+        executor.met()  # only now: others may still have been on their way when we had met
+        for rank, (name, size, layers, heads, kv_heads) in enumerate(facts):
+            logger.info(
+                "Rank %d on %s: weights %.2f GiB, %d layers of %d heads and %d KV heads",
+                *(rank, name, size, layers, heads, kv_heads),
             )
-            return ModelRunner(decoder, config, device)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The leader's."""
+        return self._ours.runner
 
     @property
     def computes_in_launch(self) -> bool:
         """`launch` returns when the step is done: a CPU has no queue of work."""
-        return self.runner.device.type == "cpu"
+        return self._ours.computes_in_launch
+
+    @property
+    def num_ranks(self) -> int:
+        return self._config.num_ranks
+
+    def watch(self, on_death: Callable[[Exception], None]) -> None:
+        """Call `on_death` from another thread when a rank died and no call of ours raised it."""
+        if self._crew is not None:
+            self._crew.watch(on_stuck=on_death)
 
     def compile_kernels(self, largest_step: StepInput) -> None:
-        """Compile in parallel what steps up to the largest will launch. On a GPU alone.
-
-        They run once with nothing launched, which tells what to compile.
-        """
-        if self._compile_pool is None:
-            return
-        runner = self.runner
-        with phase("Planning the kernels"), torch.inference_mode():
-            self._warm_up = runner.warm_up_steps(self._max_num_seqs, self._max_model_len)
-            runner.allocate_pages(largest_step.block_tables_RX.shape[1])
-            sample = runner.sample()
-            with recorded_launches() as jobs:
-                for step in [largest_step, *self._warm_up]:
-                    sample.launch(step).result()
-            runner.caches = []
-        missing = self._compile_pool.missing(jobs.values())
-        with (
-            phase(f"Compiling {missing} of {len(jobs)} kernels")
-            if missing
-            else contextlib.nullcontext(),
-            tqdm(total=missing, desc="Compiling kernels", disable=not missing) as bar,
-        ):
-            self._compile_pool.compile(jobs.values(), on_done=bar.update)
+        """Compile in parallel what steps up to the largest will launch. On a GPU alone."""
+        shapes = self._ours.warm_up_shapes()
+        if self._crew is not None:
+            self._crew.tell("warm_up_shapes")
+            # Ranks with unequal shares have kernels of their own, but each step needs them all.
+            theirs = [shape for reply in self._crew.replies() for shape in reply[0]]
+            shapes = list(dict.fromkeys([*shapes, *theirs]))
+        self._shapes = shapes
+        with self._together("compile_kernels", largest_step, shapes):
+            self._ours.compile_kernels(largest_step, shapes)
 
     def num_pages_that_fit(self, largest_step: StepInput) -> int:
-        """KV pages that the memory holds. Raises InputError where it holds none."""
-        config = self.runner.config
-        if config.kv_cache_memory is not None:
-            return num_pages_in(config.kv_cache_memory, self.runner, "--kv-cache-memory")
-        if self.runner.device.type != "cuda":
-            return num_pages_in(config.cpu_kv_cache_memory, self.runner, "--cpu-kv-cache-memory")
-        graph_step = None if config.enforce_eager else self._graph_step()
-        with phase("Measuring a largest step"), out_of_memory_is_named("measuring it", LESS_MEMORY):
-            return num_pages_on_gpu(self.runner, largest_step, graph_step)
+        """KV pages that the memory of every rank holds. Raises InputError where one holds none."""
+        with self._together("num_pages_that_fit", largest_step):
+            num_pages = self._ours.num_pages_that_fit(largest_step)
+        if self._crew is None:
+            return num_pages
+        fits = [num_pages, *(reply[0] for reply in self._crew.replies())]
+        logger.info("KV pages that fit on ranks 0, 1, ...: %s", ", ".join(map(str, fits)))
+        return min(fits)
 
     def prepare(self, num_pages: int, longest_step: int) -> None:
         """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
-        runner = self.runner
-        with out_of_memory_is_named(
-            "making the KV pages", "lower --gpu-memory-utilization or --kv-cache-memory"
-        ):
-            runner.allocate_pages(num_pages)
-        if runner.device.type != "cuda":
-            return
-        steps = self._warm_up or runner.warm_up_steps(self._max_num_seqs, self._max_model_len)
-        with phase("Warming up"), torch.inference_mode():
-            sample = runner.sample()
-            for step in steps:
-                if step.num_tokens <= longest_step:
-                    sample.launch(step).result()
-        self._warm_up = []
-        if not runner.config.enforce_eager:
-            self._capture_graphs()
+        shapes, self._shapes = self._shapes, []
+        with self._together("prepare", num_pages, longest_step, shapes):
+            self._ours.prepare(num_pages, longest_step, shapes)
+        if self._crew is not None:
+            self._crew.replies()
+
+    def offload_pages(self, num_slots: int) -> None:
+        """Have room for so many KV pages in the host's memory, of all ranks."""
+        with self._together("offload_pages", num_slots):
+            self._ours.offload_pages(num_slots)
 
     def free_unused(self) -> None:
         """Give back the device's memory that nothing uses, after it ran out."""
-        if self.runner.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._ours.free_unused()
 
     def capture_next(self) -> bool:
         """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""
-        return self.runner.capture_next()
-
-    def _capture_graphs(self) -> None:
-        runner = self.runner
-        torch.cuda.empty_cache()  # or what others gave back would count as the graphs' gain
-        free, _ = torch.cuda.mem_get_info(runner.device)
-        with (
-            phase("Capturing the first CUDA graphs"),
-            out_of_memory_is_named(
-                "capturing CUDA graphs", "lower --gpu-memory-utilization, or use --enforce-eager"
-            ),
-        ):
-            runner.capture_graphs(self._max_num_seqs, self._max_model_len)
-        torch.cuda.empty_cache()
-        left, _ = torch.cuda.mem_get_info(runner.device)
-        graphs = runner.graphs
-        logger.info(
-            "CUDA graphs: %d of %d captured, %.2f GiB; the others follow when the engine is idle",
-            graphs.num_captured,
-            graphs.num_keys,
-            (free - left) / GIB,
-        )
-
-    def _graph_step(self) -> StepInput:
-        """As large as the largest step that a graph holds."""
-        config, rows = self.runner.config, self._max_num_seqs
-        tokens = min(CHUNK_SIZES[-1], config.max_num_batched_tokens)
-        count = min(max(1, tokens // rows), self._max_model_len)
-        return StepInput.padding(
-            num_requests=rows, count=count, max_context_len=count, page_size=config.block_size
-        )
+        if not self._ours.can_capture_next:
+            return False
+        with self._together("capture_next"):
+            return self._ours.capture_next()
 
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step. Returns without waiting for it, where the device allows that."""
-        return self.runner.launch(step)
+        if self._crew is None:
+            return self._ours.launch(step)
+        with self._together("launch", step):
+            return self._ours.launch(step)
+
+    def launch_forward(self, step: StepInput) -> None:
+        """Start a step that awaits masks, as far as its logits; `launch_sampling` comes next."""
+        self.runner.launch_forward(step)
+
+    def launch_sampling(self, step: StepInput) -> StepHandle:
+        """Start the rest of it: the same step with its masks."""
+        return self.runner.launch_sampling(step)
 
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step."""
-        return self.runner.logits(step)
+        with self._together("logits", step):
+            return self._ours.logits(step)
+
+    def check(self) -> None:
+        """Raise RankDiedError where a rank is gone, and where one did not take part in a sum."""
+        if self._crew is not None:
+            self._crew.check()
+            self._ours.check()
+
+    def close(self) -> None:
+        """End the other ranks. Nothing can be computed after it."""
+        if self._crew is not None:
+            if self._ours is not None:
+                if not self._crew.has_failed:
+                    # The last step may be under way, unread: without the others it never ends.
+                    self._ours.finish()
+                self._ours.close()
+            self._crew.close()
+
+    @contextlib.contextmanager
+    def _together(self, name: str, *values: object) -> Iterator[None]:
+        """Around our own call, which the others make, too."""
+        if self._crew is None:
+            yield
+            return
+        self._crew.tell(name, *values)
+        with self._in_step():
+            yield
+
+    @contextlib.contextmanager
+    def _in_step(self, waits: bool = True) -> Iterator[None]:
+        """Around what other ranks do, too: an error that one of them caused is its own.
+
+        `waits`: whether it waits for them on the way.
+        """
+        crew = self._crew
+        crew.is_waiting = waits
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"rank 0: {error.subject}", error.problem, error.remedy) from error
+        except torch.OutOfMemoryError as error:
+            first = str(error).partition("\n")[0]
+            raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
+        except Exception as error:
+            crew.explain(error)
+            raise
+        except BaseException:  # Ctrl-C: the others are in the step, and wait for us
+            crew.break_off("it was interrupted in a step; close the model and load it again")
+            raise
+        finally:
+            crew.is_waiting = False
 
 
-def _compile_pool(config: EngineConfig, device: torch.device) -> Any:
-    """The CompilePool for a GPU; None: kernels are compiled where they are launched."""
-    if device.type != "cuda" or INTERPRETED or config.compile_processes == 0:
-        return None
-    from qkernels.gpu.compile_pool import CompilePool  # loads triton, which a CPU may lack
+def _executor(config: EngineConfig, max_model_len: int) -> Any:
+    """Who starts the other ranks."""
+    if config.distributed_executor_backend == "ray":
+        from qserve.engine.ray_executor import RayExecutor  # an extra
 
-    return CompilePool(config.compile_processes)
-
-
-def _pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda", "torch finds no CUDA GPU", "use --device cpu")
-    return torch.device(name)
-
-
-def _pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return getattr(torch, name)
-    # A CPU computes float32 at least as fast, and exactly as the reference does.
-    return torch.float32 if device.type == "cpu" else model.dtype
+        return RayExecutor(config, max_model_len)
+    return ProcessExecutor(config, max_model_len)

@@ -1,0 +1,225 @@
+"""Measure one model over several GPUs: decode steps, a long prompt, throughput.
+
+    python examples/measure_parallel.py --json parallel.json
+
+Parts, each in a process of its own with a time limit, whose results are printed as they come:
+
+- check: the bundled model in W4A16; tokens and logits of 2 ranks against those of 1;
+- 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: the shape of Llama-3-70B or 8B with random weights in W4A16:
+  ms of a decode step at batch 1, 8, 32 and 128, ms to the first token of one prompt of 8000,
+  output tokens/s of 128 requests of 256 tokens in, 128 out, with at most 128 at once.
+
+No part of several ranks is measured where the check fails. The shape, the number of ranks and the
+engine's settings can be given, so that all of it runs on a CPU:
+
+    python examples/measure_parallel.py --device cpu --shape tiny --max-model-len 256 --batches 1 2
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# part -> shape, ranks, seconds that it may take
+PARTS = {
+    "check": ("", 2, 180),
+    "70b-tp2": ("llama-3-70b", 2, 300),
+    "70b-tp1": ("llama-3-70b", 1, 300),
+    "8b-tp2": ("llama-3-8b", 2, 200),
+    "8b-tp1": ("llama-3-8b", 1, 200),
+}
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+RESULT = "RESULT "
+TIE = 0.02  # between the two likeliest tokens' log probabilities: either may be chosen
+# of logits: ranks add in another order than one GPU, and round what they have added
+LIMIT = 0.02
+# NVLink's multicast is not everywhere that NCCL believes to find it.
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def tell(**result: object) -> None:
+    print(RESULT + json.dumps(result), flush=True)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise where two ranks compute something else than one."""
+    from calibrate.pipeline import quantize_checkpoint
+    from formats.scheme import Scheme
+    from qserve import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    texts = [
+        "The borrow checker rejects a program in which",
+        "A trait object is",
+        "In this chapter we",
+        "fn main() {\n    let mut values = vec![1, 2, 3];\n",
+    ]
+    ids = list(range(3, 203))
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "docs-5m-w4a16"
+        scheme = Scheme.parse("w4a16-sym-g32")
+        quantize_checkpoint(HERE / "models" / "docs-5m", model, scheme=scheme, progress=False)
+        for ranks in (1, 2):
+            llm = LLM(
+                str(model),
+                device=arguments.device,
+                dtype="float32" if arguments.device == "cpu" else "float16",
+                max_model_len=512,
+                max_num_seqs=4,
+                num_gpu_blocks_override=256,
+                tensor_parallel_size=ranks,
+            )
+            tell(ready=ranks)
+            outputs = [each.outputs[0] for each in llm.generate(texts, params, use_tqdm=False)]
+            again = llm.generate(texts, params, use_tqdm=False)
+            same = [each.outputs[0].token_ids for each in again]
+            if same != [each.token_ids for each in outputs]:
+                raise SystemExit(f"{ranks} ranks answer differently when they are asked again")
+            tell(answered=ranks)
+            found.append((outputs, llm.logits(ids).float().cpu()))
+            tell(told_logits=ranks)
+            llm.close()
+            del llm
+    (ours, logits), (theirs, other) = found
+    error = float((other - logits).norm() / logits.norm())
+    differences = 0
+    for one, two in zip(ours, theirs, strict=True):
+        pairs = zip(one.token_ids, two.token_ids, strict=True)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is None:
+            continue
+        differences += 1
+        first, second = one.logprobs[place].top_logprobs[:2]
+        if first - second > TIE:
+            raise SystemExit(f"token {place} differs: {one.token_ids} and {two.token_ids}")
+    if error > LIMIT:
+        raise SystemExit(f"logits differ by {error:.4f} of their norm, more than {LIMIT}")
+    tell(ok=True, logits_error=error, prompts=len(texts), prompts_that_part_at_a_tie=differences)
+
+
+def measure(arguments: argparse.Namespace, shape: str, ranks: int) -> None:
+    """Tell the results of one model, one after the other."""
+    import torch
+    from bench_generate import SHAPES, write_config
+    from measure_engine import Workloads
+
+    from qserve import LLM
+
+    SHAPES["llama-3-70b"] = LLAMA_70B
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), shape, "w4a16-sym")
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            device=arguments.device,
+            max_num_seqs=max(arguments.batches),
+            max_model_len=arguments.max_model_len,
+            tensor_parallel_size=ranks,
+            **json.loads(arguments.engine),
+        )
+    is_cuda = llm.engine.runner.device.type == "cuda"
+    name = torch.cuda.get_device_name() if is_cuda else "CPU"
+    tell(device=name, torch=torch.__version__, ready_s=time.perf_counter() - started)
+    if is_cuda:
+        tell(gpu_gib_of_rank_0=torch.cuda.memory_allocated() / 2**30)
+    work = Workloads(llm, SHAPES[shape]["vocab_size"])
+    longest = llm.engine.max_model_len
+    for batch in arguments.batches:
+        length = min(128 if batch < 32 else 64, longest // 4)
+        step_ms = work.step_ms(batch, length, arguments.output, arguments.repeats)
+        tell(**{f"step_ms_{batch}": step_ms})
+    length = min(8000, longest - 2)
+    tell(**{f"first_ms_{length}": work.first_ms(length, arguments.repeats)})
+    if arguments.requests:
+        sizes = (arguments.requests, min(256, longest // 4), min(128, longest // 4))
+        tell(tokens_per_s=work.tokens_per_s(*sizes), requests=sizes)
+    llm.close()
+
+
+def run_part(part: str, limit: float) -> dict | None:
+    """Start a part and print its results. None: it failed, or took too long."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+    environment = {**ENVIRONMENT, **os.environ}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    timer = threading.Timer(limit, process.kill)  # its ranks see it go, and end, too
+    timer.start()
+    found: dict = {}
+    started = time.perf_counter()
+    for line in process.stdout:
+        if line.startswith(RESULT):
+            result = json.loads(line.removeprefix(RESULT))
+            found |= result
+            seconds = time.perf_counter() - started
+            print(f"{seconds:6.1f} s {part}: {result}", flush=True)
+    code = process.wait()
+    timer.cancel()
+    if code:
+        print(f"{part} ended with code {code} after {time.perf_counter() - started:.1f} s")
+        found["failed"] = code
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--shape", help="one of bench_generate.py's, in place of Llama's")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--output", type=int, default=64, help="tokens of a decode run")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=128, help="of the throughput run; 0: none")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own")
+    parser.add_argument("--engine", default="{}", help="more of LLM's settings, as JSON")
+    parser.add_argument("--json", help="file to write the results to")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # that of one of the processes
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if arguments.part is not None:
+        sys.path[:0] = [str(HERE), str(HERE.parent)]
+        shape, ranks, _ = PARTS[arguments.part]
+        if arguments.part == "check":
+            check(arguments)
+        else:
+            measure(arguments, arguments.shape or shape, ranks)
+        sys.stdout.flush()
+        os._exit(0)  # NCCL's threads would be waited for
+    results: dict[str, dict] = {}
+    is_right = True
+    for part in arguments.parts:
+        _, ranks, limit = PARTS[part]
+        if ranks > 1 and not is_right:
+            print(f"{part} is left out: the check failed", flush=True)
+            continue
+        results[part] = run_part(part, arguments.limit or limit)
+        if part == "check":
+            is_right = "ok" in results[part]
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(results, indent=2))
+    for size in ("70b", "8b"):
+        one, two = results.get(f"{size}-tp1", {}), results.get(f"{size}-tp2", {})
+        for name in one.keys() & two.keys():
+            if name.startswith(("step_ms", "first_ms")):
+                gain = one[name] / two[name]
+                print(f"{size} {name}: {one[name]:.3f} to {two[name]:.3f} ms, {gain:.2f} times")
+    sys.exit(not is_right or any("failed" in found for found in results.values()))
+
+
+if __name__ == "__main__":
+    main()

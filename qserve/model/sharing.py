@@ -1,0 +1,161 @@
+"""Which part of a model one rank holds: heads, features of feed-forwards, rows of the vocabulary.
+
+Knows names and sizes, and of weights only how to take their parts. Legend: N outputs, K inputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from formats.family import Linear, Projection
+from formats.scheme import Scheme
+from formats.shares import WIDTHS, HeadShare, Share, share_features, share_heads, share_out
+from formats.slices import Rows, take_inputs, take_outputs, take_rows
+from formats.weights import Weight
+from qserve.model.model_config import ModelConfig
+from qserve.parallel.communicator import Communicator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The part of one linear, as it is stored. None: all outputs, or all inputs."""
+
+    rows: Rows | None = None
+    columns: Share | None = None
+    has_bias: bool = True  # a sum over ranks has the bias of one of them
+
+    def weight(self, weight: Weight, name: str) -> Weight:
+        if self.columns is not None:
+            return take_inputs(weight, *self.columns, name)
+        return weight if self.rows is None else take_outputs(weight, self.rows)
+
+    def tensor(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        if self.columns is not None:
+            return take_rows(weight_NK, (self.columns,), 1)
+        return weight_NK if self.rows is None else take_rows(weight_NK, self.rows)
+
+    def bias(self, bias_N: torch.Tensor) -> torch.Tensor | None:
+        if not self.has_bias:
+            return None
+        return bias_N if self.rows is None else take_rows(bias_N, self.rows)
+
+
+WHOLE = Cut()
+
+
+class Sharing:
+    """How a model is shared out over the ranks of a communicator, and which part is ours.
+
+    Without a communicator everything is.
+    """
+
+    def __init__(self, config: ModelConfig, communicator: Communicator | None = None) -> None:
+        """Raises InputError where the heads cannot be shared out."""
+        self.communicator = communicator
+        self._config, self._sizes = config, config.sizes
+        self._heads: tuple[HeadShare, ...] = ()
+        if communicator is None:
+            return
+        (o,) = config.family.o.linears
+        schemes = {
+            self._scheme(f"{config.family.layer.format(i=number)}.{o.name}")
+            for number in range(config.num_layers)
+        }
+        self._heads = share_heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            communicator.size,
+            sorted(schemes, key=str),
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return self.communicator is None
+
+    @property
+    def heads(self) -> HeadShare:
+        return self._heads[self.communicator.rank]
+
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """Channels of each rank's attention output."""
+        return tuple(share.num_heads * self._config.head_dim for share in self._heads)
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The configuration with this rank's numbers of heads."""
+        if self.is_whole:
+            return config
+        heads = self.heads
+        return replace(config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
+
+    def vocabulary(self) -> tuple[Share, ...]:
+        """Tokens of each rank. Raises InputError where there are fewer than ranks."""
+        found = share_out(self._sizes["vocab_size"], self.communicator.size, (WIDTHS,))
+        assert found is not None, "a vocabulary of fewer tokens than ranks"
+        return found
+
+    def head_rows(self, size: str) -> Share | None:
+        """Of a tensor with an entry for each channel ("q", "kv") or head; None: all."""
+        counted = ("num_attention_heads", "num_key_value_heads")
+        if self.is_whole or size not in ("q", "kv", *counted):
+            return None
+        first, last = self.heads.kv_heads if size in ("kv", counted[1]) else self.heads.heads
+        width = 1 if size in counted else self._config.head_dim
+        return first * width, last * width
+
+    def cut(
+        self,
+        projection: Projection,
+        linear: Linear,
+        prefix: str,
+        order_of: Callable[[str, tuple[int, int]], torch.Tensor | None],
+        down: Projection | None = None,
+    ) -> Cut:
+        """The part of a linear below a layer's prefix. `down`: what reads the features it makes.
+
+        `order_of` tells in which order a quantized linear takes its inputs, None for their own.
+        """
+        if self.is_whole:
+            return WHOLE
+        rank = self.communicator.rank
+        if projection.split == "inputs":
+            if projection.inputs == "q" and order_of(linear.name, self._shape(linear)) is None:
+                columns = self.head_rows("q")
+            else:
+                columns = self._features(linear, prefix)[rank]
+            return Cut(columns=columns, has_bias=rank == 0)
+        rows, offset, order = [], 0, None
+        if down is not None:
+            (down_linear,) = down.linears
+            share = self._features(down_linear, prefix)[rank]
+            order = order_of(down_linear.name, self._shape(down_linear))
+        for size in linear.outputs:
+            start, stop = share if down is not None else self.head_rows(size)
+            rows.append((offset + start, offset + stop))
+            offset += self._sizes[size]
+        if order is None:
+            return Cut(rows=rows)
+        # The rank's run of sorted inputs of `down` is any of its channels.
+        width = self._sizes[linear.outputs[0]]
+        ours = order[share[0] : share[1]]
+        return Cut(rows=torch.cat([ours + width * part for part in range(len(rows))]))
+
+    def features(self, name: str, size: str, scheme: Scheme | None) -> Share:
+        """Ours of the inputs of a linear, in a scheme that the configuration does not name."""
+        shares = share_features(name, self._sizes[size], self.communicator.size, scheme)
+        return shares[self.communicator.rank]
+
+    def _features(self, linear: Linear, prefix: str) -> Sequence[Share]:
+        name = f"{prefix}.{linear.name}"
+        return share_features(
+            name, self._sizes[linear.inputs], self.communicator.size, self._scheme(name)
+        )
+
+    def _shape(self, linear: Linear) -> tuple[int, int]:
+        return sum(self._sizes[size] for size in linear.outputs), self._sizes[linear.inputs]
+
+    def _scheme(self, module: str) -> Scheme | None:
+        quant = self._config.quant
+        return None if quant is None else quant.scheme_for(module)

@@ -1,0 +1,140 @@
+"""What goes through peer memory and what through the process group; what the log says of it."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton")
+
+from formats.scheme import ActivationSpec
+from qkernels import ops
+from qkernels.collective import cuda_ipc, symmetric_memory
+from qkernels.collective import ops as collective
+from qkernels.collective.channels import PeerLayout
+from qkernels.collective.peer_memory import PeerAccessError, virtual_ranks
+from qkernels.operands.codes import InputRounding
+from qserve.parallel.peer_communicator import PeerCommunicator, over_peer_memory
+from qserve.parallel.torch_communicator import TorchCommunicator
+
+CPU = torch.device("cpu")
+HIDDEN = 64
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A process group of two, of which this is the first. Nothing is exchanged."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return TorchCommunicator("group")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was done, by name; the results are the arguments."""
+    found = []
+
+    def noted(name, result):
+        def call(*arguments, **named):
+            found.append(name)
+            return result(*arguments)
+
+        return call
+
+    for owner, name, result in (
+        (collective, "all_reduce", lambda x, peers: x),
+        (collective, "all_reduce_add_rms_norm_into", lambda x, residual, *rest: (x, residual)),
+        (TorchCommunicator, "all_reduce", lambda self, x: x),
+        (ops, "add_rms_norm_into", lambda x, residual, *rest: (x, residual)),
+    ):
+        label = f"torch.{name}" if owner is TorchCommunicator else name
+        monkeypatch.setattr(owner, name, noted(label, result))
+    return found
+
+
+def refuse(*arguments):
+    raise PeerAccessError("GPU 0", "has no peer access to GPU 1 (rank 1)", "use NCCL")
+
+
+def one_of_virtual(rank, num_bytes, device, exchange):
+    return virtual_ranks(2, num_bytes, CPU)[rank]
+
+
+def opened(monkeypatch, group) -> PeerCommunicator:
+    monkeypatch.setattr(cuda_ipc, "open_peer_memory", one_of_virtual)
+    small = PeerLayout.of_model(2, HIDDEN).limits
+    monkeypatch.setattr(
+        "qkernels.collective.channels.limits",
+        lambda ranks: type(small)(one_shot=8192, two_shot=16384, rows=8),
+    )
+    communicator = over_peer_memory(group, HIDDEN, CPU)
+    assert isinstance(communicator, PeerCommunicator)
+    return communicator
+
+
+def test_sums_that_fit_take_peer_memory(monkeypatch, group, calls):
+    communicator = opened(monkeypatch, group)
+    communicator.all_reduce(torch.zeros(4096, dtype=torch.float16))
+    communicator.all_reduce(torch.zeros(8192, dtype=torch.float16))
+    communicator.all_reduce(torch.zeros(8193, dtype=torch.float16))
+    communicator.all_reduce(torch.zeros(5, dtype=torch.int32))
+    assert calls == ["all_reduce", "all_reduce", "torch.all_reduce", "torch.all_reduce"]
+
+
+def test_norms_of_few_rows_are_one_kernel(monkeypatch, group, calls):
+    communicator = opened(monkeypatch, group)
+    groups = InputRounding(ActivationSpec(type="float", per="group"), None)
+
+    def norm(rows: int, form=None) -> list[str]:
+        calls.clear()
+        x = torch.zeros(rows, HIDDEN, dtype=torch.float16)
+        communicator.add_rms_norm_into(x, x, None, 1e-5, form, ops.Branch())
+        return calls
+
+    assert norm(8) == ["all_reduce_add_rms_norm_into"]
+    assert norm(9) == ["all_reduce", "add_rms_norm_into"]
+    assert norm(2, groups) == ["all_reduce", "add_rms_norm_into"]
+    assert norm(200) == ["torch.all_reduce", "add_rms_norm_into"]
+
+
+def test_one_line_of_log_says_why_there_is_no_peer_memory(monkeypatch, group, caplog):
+    monkeypatch.setattr(cuda_ipc, "open_peer_memory", refuse)
+    monkeypatch.setattr(symmetric_memory, "open_peer_memory", refuse)
+    with caplog.at_level(logging.INFO):
+        assert over_peer_memory(group, HIDDEN, CPU) is group
+    (line,) = caplog.messages
+    assert "NCCL alone" in line and "GPU 0: has no peer access to GPU 1" in line
+
+
+def test_symmetric_memory_takes_over_where_handles_are_refused(monkeypatch, group, caplog):
+    monkeypatch.setattr(cuda_ipc, "open_peer_memory", refuse)
+    monkeypatch.setattr(
+        symmetric_memory, "open_peer_memory", lambda *place: one_of_virtual(*place[:4])
+    )
+    with caplog.at_level(logging.INFO):
+        assert isinstance(over_peer_memory(group, HIDDEN, CPU), PeerCommunicator)
+    (line,) = caplog.messages
+    assert "peer memory on each rank" in line
+
+
+def test_more_ranks_than_peer_memory_is_for(monkeypatch, group, caplog):
+    group.size = 16
+    assert over_peer_memory(group, HIDDEN, CPU) is group
+    assert "expected 2 to 8, found 16" in caplog.text
+
+
+def test_a_lost_rank_is_raised_by_the_check(monkeypatch, group):
+    communicator = opened(monkeypatch, group)
+    communicator.check()
+    communicator.peers._report.fill_(2)
+    with pytest.raises(ValueError, match="rank 1 did not send its part"):
+        communicator.check()
+
+
+def test_warm_up_runs_every_way(monkeypatch, group):
+    rows = opened(monkeypatch, group).row_boundaries(HIDDEN, torch.float16)
+    # few rows, more, one shot alone up to 8192 bytes, two shots up to 16384, NCCL
+    assert {1, 5, 9, 65, 129} <= set(rows)

@@ -1,0 +1,305 @@
+"""Ranks in processes: the same tokens as one rank alone, and one clear end where a rank dies."""
+
+import gc
+import json
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine import rank_executors
+from qserve.engine.rank_link import RankDiedError
+from qserve.llm import LLM
+from qserve.sampling_params import SamplingParams
+from tests.qserve.parallel.test_sharing import SCHEMES
+
+NUM_TOKENS = 12
+WAIT_SECONDS = 60  # a guard against hanging, never reached
+SMALL = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8}
+exhaustive = pytest.mark.exhaustive
+
+
+def make_prompts(count=12, vocab_size=512):
+    """Some begin alike, so that they find each other's pages."""
+    rng = random.Random(7)
+    shared = [rng.randrange(3, vocab_size) for _ in range(24)]
+    lengths = [1, 2, 7, 8, 9, *(rng.randint(10, 70) for _ in range(count - 5))]
+    prompts = [[rng.randrange(3, vocab_size) for _ in range(n)] for n in lengths]
+    return [shared + p[:9] if i % 3 == 2 else p for i, p in enumerate(prompts)]
+
+
+def tokens(llm, prompts, **sampling):
+    params = SamplingParams(max_tokens=NUM_TOKENS, **{"temperature": 0, **sampling})
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False, detokenize=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def start(folder, tensor=1, stages=1, **settings):
+    gc.collect()  # an engine of a test before, if one is left
+    return LLM(
+        folder,
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        **{"max_num_seqs": 6, **settings},
+    )
+
+
+@pytest.fixture
+def many(request):
+    """start, and the end of what was started."""
+    started = []
+
+    def make(*args, **settings):
+        started.append(start(*args, **settings))
+        return started[-1]
+
+    yield make
+    for llm in started:
+        llm.close()
+
+
+def count(llm, monkeypatch):
+    """What steps do: preemptions, and tokens found in pages."""
+    facts, counts = llm.engine._step_facts, {"num_preempted": 0, "num_prefix_hits": 0}
+
+    def counting(plan):
+        found = facts(plan)
+        for name in counts:
+            counts[name] += found[name]
+        return found
+
+    monkeypatch.setattr(llm.engine, "_step_facts", counting)
+    return counts
+
+
+def test_tokens_and_the_death_of_a_rank(quantized_5m, many, monkeypatch):
+    """In chunks, with pages of others and pages that run out; then sampled; then without a rank."""
+    alone, two = start(quantized_5m, **SMALL), many(quantized_5m, 2, **SMALL)
+    prompts = make_prompts()
+    counts = count(two, monkeypatch)
+    want = tokens(alone, prompts)
+    assert tokens(two, prompts) == want
+    assert all(counts.values()), counts
+    assert tokens(two, prompts) == want, "asked for a second time"
+    drawn = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "presence_penalty": 0.5}
+    assert tokens(two, prompts[:4], **drawn) == tokens(alone, prompts[:4], **drawn)
+    assert np.allclose(two.logits(prompts[5]), alone.logits(prompts[5]), atol=1e-3)
+
+    (link,) = two.engine.workers._crew._links
+    os.kill(link._handle._process.pid, signal.SIGKILL)
+    with pytest.raises(RankDiedError, match="rank 1 died: its process ended with code -9"):
+        for _ in range(1000):  # the first steps may be gone before the death is seen
+            tokens(two, prompts[:1])
+    with pytest.raises(Exception, match="a step failed"):
+        two.check_health()
+
+
+# Every family and scheme is shared out over threads in test_sharing.py; these are of each kind one.
+@exhaustive
+@pytest.mark.parametrize("family", ["llama", "gemma3", "glm4", "olmo2", "gpt_oss", "qwen2_moe"])
+def test_families(family, tiny_model, many):
+    folder, prompts = tiny_model(family), make_prompts()
+    want = tokens(start(folder, **SMALL), prompts)
+    assert tokens(many(folder, 2, **SMALL), prompts) == want
+
+
+@exhaustive
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_four_ranks(family, tiny_model, many):
+    folder, prompts = tiny_model(family), make_prompts()
+    want = tokens(start(folder, **SMALL), prompts)
+    assert tokens(many(folder, 4, **SMALL), prompts) == want
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    "scheme", [name for name, (_, limit) in SCHEMES.items() if limit < 1e-3][::3]
+)
+def test_schemes(scheme, written, many):
+    """Of those whose inputs are not rounded by a scale for each token, which ranks find apart."""
+    folder, prompts = written(scheme, SCHEMES[scheme][0]), make_prompts()
+    want = tokens(start(folder, **SMALL), prompts)
+    assert tokens(many(folder, 2, **SMALL), prompts) == want
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("tensor", "stages", "family"),
+    [(1, 2, "llama"), (1, 3, "gemma2"), (2, 2, "qwen3_moe"), (2, 2, "llama")],
+)
+def test_stages(tensor, stages, family, tiny_model, many):
+    folder, prompts = tiny_model(family), make_prompts()
+    want = tokens(start(folder, **SMALL), prompts)
+    assert tokens(many(folder, tensor, stages, **SMALL), prompts) == want
+
+
+@exhaustive
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+def test_8_bit_pages(kv_cache, tiny_model, many):
+    settings = {**SMALL, "kv_cache_dtype": kv_cache}
+    folder, prompts = tiny_model("llama"), make_prompts()
+    want = tokens(start(folder, **settings), prompts)
+    assert tokens(many(folder, 2, **settings), prompts) == want
+
+
+@exhaustive
+def test_pages_on_the_host(tiny_model, many):
+    settings = {**SMALL, "kv_offload_gb": 0.01}
+    folder, prompts = tiny_model("llama"), make_prompts()
+    want = tokens(start(folder), prompts)
+    two = many(folder, 2, **settings)
+    assert [tokens(two, prompts) for _ in range(2)] == [want, want]
+    assert two.engine.scheduler.pool.host.num_loaded > 0
+
+
+@exhaustive
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_speculation(drafter, docs_5m, many):
+    """Host drafts reach every rank; a head drafts on each of them, with the target's own tables."""
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    if drafter == "eagle3":
+        config = {"model": str(docs_5m.parent / "docs-5m-eagle3"), "num_speculative_tokens": 3}
+    prompts = [prompt * 2 for prompt in make_prompts(6)]
+    want = tokens(start(docs_5m), prompts)
+    assert tokens(many(docs_5m, 2, speculative_config=json.dumps(config)), prompts) == want
+
+
+@exhaustive
+def test_an_interrupted_step_is_not_gone_on_from(tiny_model, many, monkeypatch):
+    """The other rank is in the middle of it."""
+    two = many(tiny_model("llama"), 2)
+
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(two.engine.workers._ours, "launch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(two, [[5, 6]])
+    monkeypatch.undo()
+    with pytest.raises(RankDiedError, match="rank 0 died: it was interrupted in a step"):
+        tokens(two, [[5, 6]])
+
+
+@exhaustive
+def test_a_rank_that_cannot_start_is_named(tiny_model, many, monkeypatch):
+    monkeypatch.setattr(rank_executors, "MODULE", "tests.qserve.parallel.failing_rank")
+    with pytest.raises(InputError, match="rank 1: GPU memory: ran out while loading"):
+        many(tiny_model("llama"), 2)
+    gc.collect()
+    monkeypatch.undo()
+    assert tokens(many(tiny_model("llama"), 2), [[5, 6]]), "nothing of the first start is left"
+
+
+@exhaustive
+def test_the_leaders_own_failure_names_rank_0(tiny_model, many):
+    with pytest.raises(InputError, match="rank 0: --cpu-kv-cache-memory"):
+        many(tiny_model("llama"), 2, cpu_kv_cache_memory=1e-9)
+
+
+@exhaustive
+def test_two_such_engines_do_not_fit_in_a_process(tiny_model, many):
+    many(tiny_model("llama"), 2)
+    with pytest.raises(InputError, match="has a torch.distributed group already"):
+        many(tiny_model("llama"), 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"speculative_config": '{"method": "ngram"}'}, "drafts are checked by all layers at once"),
+        ({"enable_lora": True}, "adapters are not split over ranks"),
+        ({"kv_transfer_config": '{"kv_connector": "x"}'}, "--kv-transfer-config"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(settings, problem):
+    with pytest.raises(InputError, match=problem):
+        EngineConfig(model="m", pipeline_parallel_size=2, **settings)
+
+
+@exhaustive
+def test_a_server_whose_rank_dies_ends(docs_5m, tmp_path):
+    """/health says 503, and the exit code is not 0."""
+    import httpx
+
+    from tests.conftest import Server
+
+    flags = ("--device", "cpu", "--max-model-len", "64", "--tensor-parallel-size", "2")
+    server = Server(docs_5m, tmp_path / "log", *flags)
+    try:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        children = os.popen("pgrep -f 'rank_process.*--rank=1'").read().split()
+        mine = [pid for pid in children if is_below(int(pid), server.process.pid)]
+        assert len(mine) == 1
+        os.kill(int(mine[0]), signal.SIGKILL)
+        code = server.process.wait(WAIT_SECONDS)
+        assert code != 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert "rank 1 died: its process ended with code -9" in (tmp_path / "log").read_text()
+
+
+def is_below(pid, ancestor):
+    """Whether a process is a child of another, or a child's child."""
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    return False
+
+
+@exhaustive
+def test_ranks_end_with_their_leader(tiny_model):
+    two = start(tiny_model("llama"), 2)
+    (link,) = two.engine.workers._crew._links
+    process = link._handle._process
+    del two, link
+    gc.collect()
+    until = time.monotonic() + WAIT_SECONDS
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert process.poll() == 0
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of this machine."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@exhaustive
+def test_ray_places_ranks_and_tells_of_their_death(cluster, tiny_model, many):
+    folder, prompts = tiny_model("llama"), make_prompts()
+    want = tokens(start(folder, **SMALL), prompts)
+    for _ in range(2):  # what the first had is given back
+        two = many(folder, 2, distributed_executor_backend="ray", **SMALL)
+        assert tokens(two, prompts) == want
+        two.close()
+    two = many(folder, 2, distributed_executor_backend="ray", **SMALL)
+    (link,) = two.engine.workers._crew._links
+    cluster.kill(link._handle._seat)
+    with pytest.raises(RankDiedError, match="rank 1 died: its Ray actor is gone"):
+        for _ in range(1000):
+            tokens(two, prompts[:1])
+
+
+@exhaustive
+def test_a_cluster_without_room_is_named(cluster, tiny_model, many, monkeypatch):
+    from qserve.engine import ray_executor
+
+    monkeypatch.setattr(ray_executor, "PLACE_SECONDS", 1.0)
+    with pytest.raises(InputError, match="the cluster has no room for 4 of"):
+        many(tiny_model("llama"), 4, distributed_executor_backend="ray")

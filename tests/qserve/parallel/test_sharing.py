@@ -1,0 +1,195 @@
+"""Ranks that share a model out compute what one computes alone. Ranks are threads here."""
+
+import pytest
+import torch
+
+from calibrate.data import CalibrationData
+from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.inspect import inspect_checkpoint
+from formats.quant_config import BLOCK
+from formats.scheme import Scheme
+from qserve.config import EngineConfig
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.step_input import StepInput
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
+from qserve.parallel.ranks import Ranks
+from qserve.sampling_params import SamplingParams
+from tests.conftest import TINY_FAMILIES, make_tiny
+from tests.qserve.model.test_variants import reorder
+from tests.qserve.model.variants import TOKENS, edited
+from tests.qserve.parallel.in_threads import run_ranks
+
+CPU = torch.device("cpu")
+FEW = ("olmo2", "phi3", "gpt_oss")
+
+
+def rank_logits(folder, communicator=None, **settings):
+    """Logits [T, V] of TOKENS, and the decoder that made them."""
+    config = ModelConfig.from_folder(folder)
+    source = WeightSource(CheckpointReader(folder), config, CPU)
+    with torch.inference_mode():
+        decoder = load(
+            config,
+            source,
+            device=CPU,
+            dtype=torch.float32,
+            max_model_len=64,
+            progress=False,
+            ranks=Ranks(communicator=communicator),
+        )
+        engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
+        runner = ModelRunner(decoder, engine, CPU)
+        runner.allocate_pages(4)
+        step = StepInput.of_sequence(TOKENS, [1, 2], page_size=16, params=SamplingParams())
+        return runner.logits(step), decoder
+
+
+def assert_shared_out(folder, size, limit=1e-5, **settings):
+    """Every rank has the logits of the whole, bitwise the same as the others'."""
+    want, _ = rank_logits(folder, **settings)
+    found = run_ranks(size, lambda communicator: rank_logits(folder, communicator, **settings))
+    assert all(torch.equal(found[0][0], logits) for logits, _ in found)
+    error = float((found[0][0] - want).norm() / want.norm())
+    assert error < limit, error
+    return [decoder for _, decoder in found]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [(family, 2) for family in FEW]
+    + [
+        pytest.param(family, size, marks=pytest.mark.exhaustive)
+        for family in TINY_FAMILIES
+        for size in (2, 4)
+        if (family, size) not in [(few, 2) for few in FEW]
+    ],
+)
+def test_every_family(family, size, tiny_model):
+    assert_shared_out(tiny_model(family), size)
+
+
+# A rank rounds its own share of a row by a scale of its own. Tiny random models amplify that: wrong
+# codes give more than 1.
+INT8, FLOAT8 = 0.05, 0.3
+SCHEMES = {
+    "w4a16-sym-g32": ("gptq", 1e-5),
+    "w4a16-asym-g32": ("awq", 1e-5),
+    "w8a16-sym-channel": ("gptq", 1e-5),
+    "w8a16-sym-g32": ("gptq", 1e-5),
+    "w4a16-mxfp4": ("compressed-tensors", 1e-5),
+    "w4a16-nvfp4": ("compressed-tensors", 1e-5),
+    "w8a16-fp8": ("compressed-tensors", 1e-5),
+    "w8a8-static": ("compressed-tensors", 1e-5),
+    "w8a8-fp8-static": ("compressed-tensors", 1e-5),
+    "w8a8": ("compressed-tensors", INT8),
+    "w8a8-fp8": ("compressed-tensors", FLOAT8),
+    "w8a8-fp8-block": ("compressed-tensors", FLOAT8),
+    "w4a8-g32": ("compressed-tensors", INT8),
+}
+QUICK = ("w4a16-asym-g32", "w8a8", "w8a8-fp8-block")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family", "size"),
+    [(scheme, "llama", 2) for scheme in QUICK]
+    + [
+        pytest.param(scheme, family, size, marks=pytest.mark.exhaustive)
+        for scheme in SCHEMES
+        for family in ("llama", "phi3", "qwen3_moe")
+        for size in (2, 4)
+        if (scheme, family, size) not in [(quick, "llama", 2) for quick in QUICK]
+    ],
+)
+def test_every_scheme(scheme, family, size, written):
+    layout, limit = SCHEMES[scheme]
+    assert_shared_out(written(scheme, layout, family), size, limit)
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "mlp.up_proj"])
+def test_act_order(name, written, tmp_path):
+    """Rows of gate and up follow the order of down; o gathers what heads of other ranks make."""
+    folder = edited(
+        written("w4a16-sym-g32", "gptq"),
+        tmp_path / "x",
+        lambda state: reorder(state, f"model.layers.1.{name}"),
+        config=lambda c: c[BLOCK].update(desc_act=True),
+    )
+    decoders = assert_shared_out(folder, 2)
+    gathers = decoders[0].layers[1].attention.o_proj.order is not None
+    assert gathers == (name == "self_attn.o_proj")
+
+
+def test_scales_of_each_head_go_to_the_rank_that_has_it(tiny_model, tmp_path):
+    quantize_checkpoint(
+        tiny_model("llama"),
+        tmp_path / "heads",
+        scheme=Scheme.parse("w4a16-sym-g32"),
+        output_format="compressed-tensors",
+        recipe="rtn",
+        kv_cache="int8",
+        kv_per_head=True,
+        calibration=CalibrationData(ids_WS=torch.tensor([TOKENS] * 2), source="tokens", seed=0),
+        progress=False,
+    )
+    whole = CheckpointReader(tmp_path / "heads").get("model.layers.1.self_attn.k_scale")
+    decoders = assert_shared_out(tmp_path / "heads", 2, kv_cache_dtype="auto")
+    found = torch.cat([decoder.layers[1].attention.k_scale for decoder in decoders])
+    assert len(whole) == 2 and whole[0] != whole[1] and torch.equal(found, whole.flatten())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+def test_8_bit_pages(kv_cache, tiny_model):
+    assert_shared_out(tiny_model("llama"), 2, kv_cache_dtype=kv_cache)
+
+
+def test_shares_need_not_be_equal(tmp_path):
+    """Three KV heads, five groups of features and an odd vocabulary over two ranks."""
+    folder = make_tiny(
+        tmp_path / "odd",
+        "LlamaConfig",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "hidden_size": 96,
+            "intermediate_size": 160,
+            "vocab_size": 515,
+        },
+    )
+    decoders = assert_shared_out(folder, 2)
+    assert [decoder.config.num_kv_heads for decoder in decoders] == [2, 1]
+    assert [decoder.head.inner.weight.shape[0] for decoder in decoders] == [384, 131]
+
+
+def test_codes_that_fill_no_words_are_named(written):
+    """32 codes of 3 bits fill whole words, and a group has 32."""
+    folder = written("w3a16-sym-g32", "gptq", "qwen3_moe")
+    with pytest.raises(InputError, match="inputs cannot be shared out in groups of w3a16-sym-g32"):
+        run_ranks(2, lambda communicator: rank_logits(folder, communicator))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("scheme", "family"),
+    [("w4a16-sym-g32", "llama"), ("w3a16-sym-g32", "qwen3_moe"), ("w3a16-sym-g32", "llama")],
+)
+def test_the_doctor_says_what_the_loader_does(scheme, family, written):
+    folder = written(scheme, "gptq", family)
+    for size, reason in inspect_checkpoint(folder).parallel.items():
+        problem = ""
+        try:
+            if size > 1:
+                run_ranks(size, lambda communicator: rank_logits(folder, communicator))
+        except InputError as error:
+            problem = error.problem
+        assert bool(problem) == bool(reason), (size, problem, reason)
+
+
+def test_heads_that_cannot_be_shared_out_are_named(tiny_model):
+    with pytest.raises(InputError, match="4 attention heads of 2 KV heads"):
+        run_ranks(3, lambda communicator: rank_logits(tiny_model("llama"), communicator))
