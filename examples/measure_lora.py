@@ -1,0 +1,162 @@
+"""Measure what LoRA adapters cost: a decode step without, beside and with them.
+
+    python examples/measure_lora.py --json lora.json
+
+Llama-3-8B's shape with random weights in W4A16, adapters of random numbers. For each batch, within
+one run and in turns: an engine without adapters; one that takes them while no request has one; all
+rows with one adapter; each row with its own (as many as --max-loras); half of the rows with one.
+Then both kernels alone, checked against plain torch, in microseconds for each linear of a layer.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from bench_generate import SHAPES, write_config
+
+BATCHES = (1, 8, 32, 128)
+KINDS = ("plain engine", "none", "one", "own", "half")
+
+
+def random_adapters(llm, count: int, rank: int):
+    """Register adapters of random numbers, without files. Returns what requests name them by."""
+    from qkernels.lora.weights import TABLE_COLUMNS
+    from qserve.lora.layout import PackedAdapter
+    from qserve.lora.request import LoRARequest
+
+    layout, dtype = llm.engine.runner.adapters.layout, llm.engine.runner.decoder.dtype
+    generator = torch.Generator().manual_seed(0)
+    pieces = (torch.randn(rank, layout.piece, generator=generator) * 0.01).to(dtype)
+    tables = len(layout.places), TABLE_COLUMNS
+    ranks = torch.full(tables, rank, dtype=torch.int32)
+    found = []
+    for number in range(1, count + 1):
+        packed = PackedAdapter(
+            pieces=pieces.roll(number, 1).pin_memory() if torch.cuda.is_available() else pieces,
+            ranks=ranks,
+            scales=torch.full(tables, 0.5),
+            digest=f"random {number}",
+        )
+        llm.engine.adapters.put(f"a{number}", "", packed)
+        found.append(LoRARequest(f"a{number}", number))
+    return found
+
+
+def loras_of(kind: str, loras: list, batch: int) -> list | None:
+    if kind in ("plain engine", "none"):
+        return None
+    if kind == "half":
+        return [loras[0] if n % 2 else None for n in range(batch)]
+    return [loras[n % len(loras) if kind == "own" else 0] for n in range(batch)]
+
+
+def step_ms(llm, batch: int, length: int, num_output: int, loras, rng: random.Random) -> float:
+    """The time of a decode step: that of a whole run less that of its first tokens."""
+    from qserve import SamplingParams
+
+    def seconds(count: int) -> float:
+        prompts = [[rng.randrange(2, 500) for _ in range(length)] for _ in range(batch)]
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False, detokenize=False, lora_request=loras)
+        return time.perf_counter() - started
+
+    seconds(4)
+    return 1e3 * (seconds(num_output) - seconds(1)) / (num_output - 1)
+
+
+def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    from qserve import LLM
+
+    settings = {"load_format": "dummy", "max_num_seqs": 128, "kv_cache_memory": arguments.kv_gb}
+    adapted = {"max_loras": arguments.max_loras, "max_lora_rank": arguments.rank}
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), arguments.shape, "w4a16-sym")
+        plain = LLM(folder, **settings)
+        llm = LLM(folder, enable_lora=True, **adapted, **settings)
+    loras = random_adapters(llm, arguments.max_loras, arguments.rank)
+    rng, found = random.Random(1), {}
+    for batch in BATCHES:
+        if batch > arguments.max_batch:
+            continue
+        best = dict.fromkeys(KINDS, float("inf"))
+        for _ in range(arguments.repeats):
+            for kind in KINDS:
+                one = plain if kind == "plain engine" else llm
+                asked = loras_of(kind, loras, batch)
+                took = step_ms(one, batch, 128, arguments.output, asked, rng)
+                best[kind] = min(best[kind], took)
+        found[f"batch {batch}"] = best
+        base = best["plain engine"]
+        text = ", ".join(f"{k} {v:.3f} ({100 * (v / base - 1):+.1f} %)" for k, v in best.items())
+        print(f"batch {batch}, ms a step: {text}", flush=True)
+    return found
+
+
+def measure_kernels(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Microseconds of shrink and expand, each linear of a layer, all rows with an adapter."""
+    from qkernels import ops, reference
+    from qkernels.bench.measure import time_calls
+    from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
+
+    shape = SHAPES[arguments.shape]
+    C, I = shape["hidden_size"], shape["intermediate_size"]  # noqa: E741
+    kv = C // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    linears = {"qkv": (C, (C, kv, kv)), "o": (C, (C,)), "gate_up": (C, (I, I)), "down": (I, (C,))}
+    L, R, found = arguments.max_loras, arguments.rank, {}
+    for name, (K, sizes) in linears.items():
+        N, S = sum(sizes), len(sizes)
+        weights = LoraWeights(
+            a_LRSK=torch.randn(L, R, S, K, device="cuda").bfloat16() / K**0.5,
+            b_LRN=torch.randn(L, R, N, device="cuda").bfloat16(),
+            ranks_LS=torch.full((L, TABLE_COLUMNS), R, dtype=torch.int32, device="cuda"),
+            scales_LS=torch.full((L, TABLE_COLUMNS), 0.5, device="cuda"),
+            sizes=sizes,
+        )
+        for T in (1, 8, 32, 128, 2048):
+            x, y = torch.randn(T, K, device="cuda").bfloat16(), torch.zeros(T, N, device="cuda")
+            slots = (torch.arange(T, device="cuda") % L).int()
+            h = ops.lora_shrink(x, slots, weights)
+            ops.lora_expand_(y, h, slots, weights)
+            want = torch.zeros_like(y)
+            h_want = reference.lora_shrink(x, slots, weights)
+            reference.lora_expand_(want, h_want, slots, weights)
+            error = ((y - want).norm() / want.norm()).item()
+            assert error < 0.01, f"{name} T={T}: {error}"
+            y = y.bfloat16()
+            found[f"{name} T={T}"] = {
+                "shrink": time_calls(
+                    [lambda x=x, s=slots, w=weights: ops.lora_shrink(x, s, w)] * 50
+                ),
+                "expand": time_calls(
+                    [lambda y=y, h=h, s=slots, w=weights: ops.lora_expand_(y, h, s, w)] * 50
+                ),
+            }
+            print(f"{name} T={T}: {found[f'{name} T={T}']}, error {error:.1e}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="llama-3-8b", choices=list(SHAPES))
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--max-loras", type=int, default=8)
+    parser.add_argument("--max-batch", type=int, default=128)
+    parser.add_argument("--output", type=int, default=128, help="tokens of each request")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-gb", type=float, default=8.0, help="of each engine's KV pages")
+    parser.add_argument("--json", help="also write the results here")
+    arguments = parser.parse_args()
+    found = {"steps": measure_steps(arguments)}
+    if torch.cuda.is_available():
+        found["kernels"] = measure_kernels(arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

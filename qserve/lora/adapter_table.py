@@ -1,0 +1,266 @@
+"""The adapters that an engine knows, and the requests that wait for one. Knows no tensors.
+
+A request comes to the scheduler when its adapter has a slot on the device, which it keeps until
+it has finished. Until then it stands here, in nobody's way: requests without an adapter, and those
+whose adapter has a slot, go on. Where MAX_PASSES of these have passed over the one that has waited
+longest, no more of them do until it has its slot.
+
+The host keeps the adapters used last. Others are read from their folders again, in a thread.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from formats.errors import InputError
+from formats.lora import read_adapter
+from qserve.config import EngineConfig
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.request import Request
+from qserve.lora.adapter import Adapter
+from qserve.lora.adapter_slots import AdapterSlots
+from qserve.lora.layout import PackedAdapter
+from qserve.lora.request import LoRARequest, parse_modules
+
+MAX_PASSES = 16
+MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
+
+Read = Callable[[str], PackedAdapter]
+Place = Callable[[int, PackedAdapter], None]
+Ready = list[tuple[Request, str | None]]
+
+
+class AdapterTable:
+    """One model's adapters."""
+
+    def __init__(self, read: Read, place: Place, *, num_slots: int, num_on_host: int) -> None:
+        """`read` makes an adapter of a folder, or raises InputError; `place` fills a slot."""
+        self._read, self._place = read, place
+        self._num_on_host = num_on_host
+        self.slots = AdapterSlots(num_slots)
+        self._known: dict[str, Adapter] = {}
+        self._ids: dict[int, str] = {}
+        self._waiting: dict[Adapter, deque[Request]] = {}  # by arrival of their first
+        self._num_waiting = 0
+        self._num_arrived = 0
+        self._arrivals: dict[Request, int] = {}
+        self._oldest: Request | None = None  # of those that wait for a slot
+        self._num_passes = 0  # over it
+        self._clock = 0
+        self._reader: ThreadPoolExecutor | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that are known."""
+        return tuple(self._known)
+
+    def names_in_use(self) -> tuple[str, ...]:
+        return tuple(sorted({adapter.name for adapter in self.slots.in_use()}))
+
+    def names_waited_for(self) -> tuple[str, ...]:
+        return tuple(sorted({adapter.name for adapter in self._waiting}))
+
+    def read(self, path: str) -> PackedAdapter:
+        """What a folder holds. Changes nothing, so any thread may. Raises InputError."""
+        return self._read(path)
+
+    def put(self, name: str, path: str, packed: PackedAdapter) -> None:
+        """Let requests that come from now on have this under a name, new or known."""
+        self.remove(name)
+        adapter = Adapter(name=name, path=path)
+        self._known[name] = adapter
+        self._keep(adapter, packed)
+
+    def remove(self, name: str) -> bool:
+        """Forget a name; requests that have the adapter keep it. Returns whether it was known."""
+        adapter = self._known.pop(name, None)
+        self._ids = {number: each for number, each in self._ids.items() if each != name}
+        if adapter is None:
+            return False
+        if adapter not in self._waiting:
+            self.slots.drop(adapter)
+            adapter.packed = None
+        return True
+
+    def find(self, lora: LoRARequest) -> Adapter:
+        """The adapter that a request asks for, which may have to be read. Raises InputError."""
+        name, number = lora.lora_name, lora.lora_int_id
+        if self._ids.get(number, name) != name:
+            raise InputError(
+                f"adapter {name}", f"its id {number} is that of {self._ids[number]}", "take another"
+            )
+        adapter = self._known.get(name)
+        if adapter is None:
+            if not lora.lora_path:
+                known = ", ".join(self._known) or "none"
+                raise InputError(f"adapter {name}", "unknown", f"known: {known}; or give its path")
+            adapter = self._known[name] = Adapter(name=name, path=lora.lora_path)
+        elif lora.lora_path not in ("", adapter.path):
+            raise InputError(
+                f"adapter {name}",
+                f"expected the folder {adapter.path}, found {lora.lora_path}",
+                "give another folder another name",
+            )
+        self._ids[number] = name
+        return adapter
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its adapter."""
+        self._waiting.setdefault(request.adapter, deque()).append(request)
+        self._num_arrived += 1
+        self._arrivals[request] = self._num_arrived
+        self._num_waiting += 1
+
+    def drop(self, request: Request) -> bool:
+        """Forget one that is not wanted any more. Returns whether it waited here."""
+        if request not in self._arrivals:
+            return False
+        self._leave(request)
+        return True
+
+    def take_ready(self, *, wait_a_little: bool) -> Ready:
+        """Those whose adapter has a slot now, or with why they will never have one."""
+        if not self._waiting:
+            return []
+        if wait_a_little:
+            # One that is done would end the wait at once, step after step.
+            readings = [each.reading for each in self._waiting if each.reading is not None]
+            under_way = [reading for reading in readings if not reading.done()]
+            wait(under_way, MAX_WAIT_SECONDS, FIRST_COMPLETED)
+        ready: Ready = []
+        held_back: Request | None = None
+        for adapter in sorted(self._waiting, key=self._arrival):
+            error = self._fetch(adapter)
+            if error is not None:
+                ready += [(request, error) for request in self._all_of(adapter)]
+            if adapter.packed is None and self.slots.find(adapter) is None:
+                continue
+            if not self._has_slot(adapter):
+                held_back = held_back or self._waiting[adapter][0]
+                self._note_oldest(held_back)
+                continue
+            slot = self.slots.find(adapter)
+            while adapter in self._waiting and (held_back is None or self._may_pass()):
+                request = self._waiting[adapter][0]
+                self._leave(request)
+                self.slots.use(slot, request)
+                ready.append((request, None))
+        if held_back is None:
+            self._note_oldest(None)
+        return ready
+
+    def _arrival(self, adapter: Adapter) -> int:
+        return self._arrivals[self._waiting[adapter][0]]
+
+    def _all_of(self, adapter: Adapter) -> Iterator[Request]:
+        while adapter in self._waiting:
+            request = self._waiting[adapter][0]
+            self._leave(request)
+            yield request
+
+    def _leave(self, request: Request) -> None:
+        waiting = self._waiting[request.adapter]
+        waiting.remove(request)
+        if not waiting:
+            del self._waiting[request.adapter]
+        del self._arrivals[request]
+        self._num_waiting -= 1
+
+    def _has_slot(self, adapter: Adapter) -> bool:
+        """Whether an adapter has a slot, which it gets now where one is free."""
+        if self.slots.find(adapter) is not None:
+            return True
+        slot = self.slots.free()
+        if slot is None:
+            return False
+        self.slots.put(slot, adapter)
+        self._place(slot, adapter.packed)
+        self._forget_unused()
+        return True
+
+    def _note_oldest(self, request: Request | None) -> None:
+        if request is not self._oldest:
+            self._oldest, self._num_passes = request, 0
+
+    def _may_pass(self) -> bool:
+        self._num_passes += 1
+        return self._num_passes <= MAX_PASSES
+
+    def _fetch(self, adapter: Adapter) -> str | None:
+        """See that an adapter is on the host some time. Returns why it cannot be read."""
+        self._clock += 1
+        adapter.last_used = self._clock
+        if adapter.packed is not None or self.slots.find(adapter) is not None:
+            return None
+        if adapter.reading is None:
+            adapter.reading = self._start_reading(adapter.path)
+        if not adapter.reading.done():
+            return None
+        reading, adapter.reading = adapter.reading, None
+        error = reading.exception()
+        if error is None:
+            self._keep(adapter, reading.result())
+            return None
+        if not isinstance(error, InputError | OSError):
+            raise error
+        if self._known.get(adapter.name) is adapter:  # the next request tries again
+            self.remove(adapter.name)
+        return f"adapter {adapter.name}: {error}"
+
+    def _start_reading(self, path: str) -> Future:
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        return self._reader.submit(self._read, path)
+
+    def _keep(self, adapter: Adapter, packed: PackedAdapter) -> None:
+        self._clock += 1
+        adapter.packed, adapter.generation = packed, packed.digest
+        adapter.last_used = self._clock
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Drop what the host has no room for. What is on the device, or awaited, stays.
+
+        So what is read again, and may be other numbers under the name by then, is in no slot.
+        """
+        on_host = [each for each in self._known.values() if each.packed is not None]
+        needed = {*self.slots.held(), *self._waiting}
+        unused = sorted((each for each in on_host if each not in needed), key=_last_used)
+        for adapter in unused[: max(0, len(on_host) - self._num_on_host)]:
+            adapter.packed = None
+
+
+def _last_used(adapter: Adapter) -> int:
+    return adapter.last_used
+
+
+def make_table(config: EngineConfig, runner: ModelRunner) -> AdapterTable | None:
+    """The table of an engine that takes adapters, with those that it is told of. Raises InputError.
+
+    None: it takes none.
+    """
+    memory = runner.adapters
+    if memory is None:
+        return None
+
+    def read(path: str) -> PackedAdapter:
+        found = read_adapter(path, memory.layout.shapes, max_rank=config.max_lora_rank)
+        return memory.layout.pack(found, runner.decoder.dtype, pinned=runner.device.type == "cuda")
+
+    table = AdapterTable(
+        read, memory.place, num_slots=config.max_loras, num_on_host=config.num_cpu_loras
+    )
+    for lora in parse_modules(config.lora_modules):
+        table.put(lora.lora_name, lora.lora_path, read(lora.lora_path))
+    return table
+
+
+def adapters_of(table: AdapterTable | None) -> AdapterTable:
+    """The table. Raises InputError where the engine has none."""
+    if table is None:
+        raise InputError("adapters", "this engine takes none", "start it with --enable-lora")
+    return table

@@ -1,0 +1,95 @@
+"""An adapter added to a float model's weights: one new checkpoint, which knows of no adapter.
+
+One tensor is in memory at a time, besides the adapter and the shard that is being filled.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
+from formats.errors import CheckpointError
+from formats.lora import LoraPair, read_adapter
+from formats.quant_config import find_block
+
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """What was done."""
+
+    source: str
+    adapter: str
+    target: str
+    num_linears: int
+    update: float  # norm of what was added over norm of the weights, of the linears together
+    lost: float  # norm of what rounding to the weights' dtype took from it, over its norm
+
+    def to_text(self) -> str:
+        return (
+            f"{self.num_linears} linears: the adapter changes them by {100 * self.update:.3g} %,"
+            f" of which rounding takes {100 * self.lost:.3g} %\nWrote {self.target}"
+        )
+
+
+def merge_adapter(
+    source: str | Path,
+    adapter: str | Path,
+    target: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+) -> Merge:
+    """Write W + scale * B A for every adapted linear, from float32 rounded to W's dtype.
+
+    All other tensors are copied bit for bit. `target` appears only when it is complete and the
+    merged weights have been read back. Raises InputError; nothing is left behind then.
+    """
+    reader = CheckpointReader(source)
+    if find_block(reader.folder, reader.config) is not None:
+        raise CheckpointError(
+            str(source),
+            "is quantized: on its grid most of an adapter would be rounded away",
+            "merge into the float model and quantize that, or serve the adapter beside this one:"
+            " --enable-lora",
+        )
+    shapes = {
+        name.removesuffix(WEIGHT): entry.shape
+        for name, entry in reader.entries.items()
+        if name.endswith(WEIGHT) and len(entry.shape) == 2 and entry.dtype.is_floating_point
+    }
+    pairs = {f"{name}{WEIGHT}": p for name, p in read_adapter(adapter, shapes).pairs.items()}
+    sums = torch.zeros(3, dtype=torch.float64)  # of squares: weights, updates, what was lost
+    with CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer:
+        for name in reader.entries:
+            weight = reader.get(name)
+            if name in pairs:
+                weight, squares = _merged(name, weight, pairs[name])
+                sums += squares
+            writer.add(name, weight)
+        staged = CheckpointReader(writer.seal(reader.config, side_files_from=reader.folder))
+        for name, pair in pairs.items():
+            if not torch.equal(staged.get(name), _merged(name, reader.get(name), pair)[0]):
+                raise CheckpointError(name, "was not written as it was merged", "try again")
+        writer.publish()
+    norms = sums.sqrt().tolist()
+    return Merge(
+        source=str(source),
+        adapter=str(adapter),
+        target=str(target),
+        num_linears=len(pairs),
+        update=norms[1] / max(norms[0], 1e-30),
+        lost=norms[2] / max(norms[1], 1e-30),
+    )
+
+
+def _merged(name: str, weight: torch.Tensor, pair: LoraPair) -> tuple[torch.Tensor, torch.Tensor]:
+    delta = pair.delta()
+    total = weight.float() + delta
+    rounded = total.to(weight.dtype)
+    if not rounded.isfinite().all():
+        raise CheckpointError(name, f"leaves the range of {weight.dtype} with the adapter")
+    lost = rounded.float() - total
+    squares = [each.double().square().sum() for each in (weight, delta, lost)]
+    return rounded, torch.stack(squares)

@@ -1,0 +1,54 @@
+"""LoRARequest: the adapter that a request runs with. Names follow vLLM's. Loads no torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from formats.errors import InputError
+from qserve.errors import ParameterError
+
+MAX_NAME = 256
+MAX_RANK = 512  # of slots
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter by its name; the path of its PEFT folder is read when the name is new."""
+
+    lora_name: str
+    lora_int_id: int  # no two names share one
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ParameterError."""
+        if not 0 < len(self.lora_name) <= MAX_NAME or not self.lora_name.isprintable():
+            raise ParameterError(
+                "lora_name",
+                f"expected 1 to {MAX_NAME} printable characters, found {self.lora_name[:300]!r}",
+            )
+        if self.lora_int_id < 1:
+            raise ParameterError("lora_int_id", f"expected 1 or more, found {self.lora_int_id}")
+
+
+def parse_modules(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
+    """The adapters of --lora-modules, numbered from 1. Raises InputError."""
+    found = []
+    for number, text in enumerate(modules, start=1):
+        name, path = _parse(text)
+        if name in (each.lora_name for each in found):
+            raise InputError("--lora-modules", f"names {name!r} twice", "give each its own name")
+        found.append(LoRARequest(name, number, path))
+    return tuple(found)
+
+
+def _parse(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise InputError("--lora-modules", f"is no JSON: {error}") from None
+        name, path = value.get("name"), value.get("path")
+    if not (isinstance(name, str) and name and isinstance(path, str) and path):
+        raise InputError("--lora-modules", f"expected NAME=FOLDER, found {text[:300]!r}")
+    return name, path

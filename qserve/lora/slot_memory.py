@@ -1,0 +1,79 @@
+"""The adapters on the device: slots of one size, and the decoder's linears that read them.
+
+Legend as in qkernels/lora/weights.py.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
+from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
+from qserve.model.blocks.gated_mlp import GatedMlp
+from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows
+from qserve.model.blocks.moe import MoeMlp
+from qserve.model.decoder import Decoder
+
+
+class SlotMemory:
+    """Room for so many adapters. From its making on, the decoder's linears read `rows`."""
+
+    def __init__(
+        self, decoder: Decoder, layout: AdapterLayout, *, num_slots: int, max_rank: int
+    ) -> None:
+        device = decoder.device
+        self.rows = AdaptedRows()
+        self.layout = layout
+        self.memory = torch.empty(
+            num_slots, max_rank, layout.piece, dtype=decoder.dtype, device=device
+        )
+        tables = (num_slots, len(layout.places), TABLE_COLUMNS)
+        self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
+        self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
+        for number, place in enumerate(layout.places):
+            owner, name = _linear_of(decoder, place)
+            linear = AdaptedLinear(getattr(owner, name), self._weights(number, place), self.rows)
+            setattr(owner, name, linear)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes + self._ranks.nbytes + self._scales.nbytes
+
+    @property
+    def weights(self) -> Iterator[LoraWeights]:
+        """Of each linear."""
+        return (self._weights(number, place) for number, place in enumerate(self.layout.places))
+
+    @torch.inference_mode()
+    def place(self, slot: int, adapter: PackedAdapter) -> None:
+        """Fill a slot, after the steps that were launched before. Does not wait for it."""
+        self.memory[slot, : adapter.rank].copy_(adapter.pieces, non_blocking=True)
+        self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
+        self._scales[slot].copy_(adapter.scales, non_blocking=True)
+
+    def _weights(self, number: int, place: Place) -> LoraWeights:
+        """Views of one linear's matrices in all slots."""
+        L, R, piece = self.memory.shape
+        S, K, N = len(place.sizes), place.inputs, sum(place.sizes)
+        of_rank = (R * piece, piece)
+        return LoraWeights(
+            a_LRSK=self.memory.as_strided((L, R, S, K), (*of_rank, K, 1), place.a),
+            b_LRN=self.memory.as_strided((L, R, N), (*of_rank, 1), place.b),
+            ranks_LS=self._ranks[:, number],
+            scales_LS=self._scales[:, number],
+            sizes=place.sizes,
+        )
+
+
+def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
+    """The block that has a projection's linear, and what it calls it."""
+    family, layer = decoder.config.family, decoder.layers[place.layer]
+    if place.projection in (family.qkv, family.o):
+        return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
+    mlp = layer.mlp
+    if isinstance(mlp, MoeMlp):
+        mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
+    else:
+        gate_up = family.gate_up
+    assert isinstance(mlp, GatedMlp), f"{place.projection.name} is in no feed-forward"
+    return mlp, "gate_up_proj" if place.projection == gate_up else "down_proj"

@@ -1,0 +1,214 @@
+"""Who gets a slot: random arrivals and ends, with what each slot holds watched."""
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from formats.errors import InputError
+from qserve.engine.request import Request, Status
+from qserve.lora.adapter_table import MAX_PASSES, AdapterTable
+from qserve.lora.request import LoRARequest
+from qserve.sampling_params import SamplingParams
+
+MOST_LOOKS = 200
+
+
+def a_request(table, name, path=None):
+    lora = LoRARequest(name, int(name[1:]) + 1, path or f"/adapters/{name}")
+    return Request(
+        request_id=name,
+        token_ids=[1],
+        num_prompt_tokens=1,
+        max_tokens=1,
+        params=SamplingParams(),
+        seed=0,
+        stop_token_ids=frozenset(),
+        eos_token_ids=frozenset(),
+        adapter=table.find(lora),
+    )
+
+
+class Packed(NamedTuple):
+    path: str
+    digest: str
+
+
+class Device:
+    """A table whose adapters are their paths, and what stands in its slots."""
+
+    def __init__(self, num_slots, num_on_host=8, broken=()):
+        self.slots, self.num_reads, self.broken = {}, 0, broken
+        self.version = 0  # of what folders hold
+        self.table = AdapterTable(
+            self.read, self.place, num_slots=num_slots, num_on_host=num_on_host
+        )
+        self.running = []
+
+    def read(self, path):
+        self.num_reads += 1
+        if path in self.broken:
+            raise InputError(path, "is broken")
+        return Packed(path, f"{path} {self.version}")
+
+    def place(self, slot, packed):
+        users = [each for each in self.running if each.adapter_slot == slot]
+        assert not users, "the slot of a running request was filled anew"
+        self.slots[slot] = packed
+
+    def add(self, name):
+        request = a_request(self.table, name)
+        self.table.add(request)
+        return request
+
+    def look(self):
+        """Take who is ready; returns them in order."""
+        ready = []
+        for request, error in self.table.take_ready(wait_a_little=True):
+            assert error is None
+            assert self.slots[request.adapter_slot].path == request.adapter.path
+            ready.append(request)
+        self.running += ready
+        for request in self.running:
+            assert self.slots[request.adapter_slot].path == request.adapter.path
+        self.table.slots.check_integrity()
+        return ready
+
+    def look_until(self, is_enough):
+        for _ in range(MOST_LOOKS):
+            self.look()
+            if is_enough():
+                return
+        raise AssertionError("nobody gets ready any more")
+
+    def finish(self, request):
+        self.running.remove(request)
+        request.status = Status.FINISHED
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_slots=st.integers(1, 4),
+    events=st.lists(st.tuples(st.sampled_from("aaafl"), st.integers(0, 6)), max_size=60),
+)
+def test_slots_hold_what_running_requests_need(num_slots, events):
+    device = Device(num_slots, num_on_host=num_slots)
+    added = []
+    for event, number in events:
+        if event == "a":
+            added.append(device.add(f"a{number}"))
+        elif event == "f" and device.running:
+            device.finish(device.running[number % len(device.running)])
+        else:
+            device.look()
+    for _ in range(len(added) + 1):
+        device.look_until(lambda: device.running or not device.table.num_waiting)
+        for request in list(device.running):
+            device.finish(request)
+    assert device.table.num_waiting == 0
+    assert all(request.status is Status.FINISHED for request in added)
+    on_host = [each for each in device.table._known.values() if each.packed is not None]
+    assert len(on_host) <= 2 * num_slots  # what is on the device stays, too
+
+
+def test_others_go_on_while_one_waits_for_a_slot_and_not_for_ever():
+    device = Device(1)
+    device.add("a0")
+    device.look_until(lambda: device.running)
+    waiting = device.add("a1")
+    device.look_until(lambda: waiting.adapter.packed is not None)
+    passed = 0
+    for _ in range(3 * MAX_PASSES):
+        device.add("a0")
+        passed += len(device.look())
+    assert passed == MAX_PASSES
+    for request in list(device.running):
+        device.finish(request)
+    device.look_until(lambda: device.running)
+    assert device.running == [waiting]
+    device.finish(waiting)
+    device.look_until(lambda: not device.table.num_waiting)  # the others come back
+    assert len(device.running) == 2 * MAX_PASSES
+
+
+def test_the_slot_used_longest_ago_is_taken():
+    device = Device(2)
+    for name in ("a0", "a1", "a0"):
+        request = device.add(name)
+        device.look_until(lambda: device.running)
+        device.finish(request)
+    device.add("a2")
+    device.look_until(lambda: device.running)
+    assert sorted(held.name for held in device.table.slots.held()) == ["a0", "a2"]
+
+
+def test_what_cannot_be_read_ends_its_requests_alone_and_is_tried_again():
+    device = Device(1, broken={"/adapters/a3"})
+    for _ in range(2):
+        requests, fine = [device.add("a3"), device.add("a3")], device.add("a1")
+        ready = []
+        for _ in range(MOST_LOOKS):
+            ready += device.table.take_ready(wait_a_little=True)
+            if len(ready) == 3:
+                break
+        errors = dict(ready)
+        assert errors[fine] is None
+        assert all("a3: /adapters/a3: is broken" in errors[each] for each in requests)
+        fine.status = Status.FINISHED
+    assert device.num_reads == 3  # a1 once
+
+
+def test_other_numbers_are_another_generation():
+    """What was computed with the folder as it was must not be found; with the same, it may be."""
+    device = Device(1, num_on_host=1)
+    generations = []
+    for name, version in (("a0", 0), ("a1", 0), ("a0", 0), ("a1", 0), ("a0", 1)):
+        device.version = version
+        request = device.add(name)
+        device.look_until(lambda: device.running)
+        generations.append(request.adapter.generation)
+        device.finish(request)
+    first, other, same, _, changed = generations
+    assert first == same and len({first, other, changed}) == 3 and device.num_reads == 5
+
+
+def test_replaced_and_removed_adapters_stay_with_who_has_them():
+    device = Device(2)
+    old = device.add("a0")
+    device.look_until(lambda: device.running)
+    device.table.put("a0", "/other", Packed("/other", "1"))
+    new = a_request(device.table, "a0", "/other")
+    device.table.add(new)
+    device.look_until(lambda: len(device.running) == 2)
+    assert old.adapter is not new.adapter and old.adapter_slot != new.adapter_slot
+    assert device.table.remove("a0") and not device.table.remove("a0")
+    device.look()  # both go on
+    device.finish(old)
+    device.finish(new)
+    with pytest.raises(InputError, match="adapter a0: unknown"):
+        device.table.find(LoRARequest("a0", 1))
+
+
+def test_names_ids_and_paths_belong_together():
+    table = Device(1).table
+    table.find(LoRARequest("a0", 1, "/x"))
+    assert table.find(LoRARequest("a0", 1)).path == "/x"
+    with pytest.raises(InputError, match="its id 1 is that of a0"):
+        table.find(LoRARequest("a1", 1, "/y"))
+    with pytest.raises(InputError, match="expected the folder /x, found /y"):
+        table.find(LoRARequest("a0", 1, "/y"))
+    with pytest.raises(InputError, match="adapter a2: unknown"):
+        table.find(LoRARequest("a2", 3))
+
+
+def test_a_request_that_is_dropped_while_it_waits():
+    device = Device(1)
+    device.add("a0")
+    device.look_until(lambda: device.running)
+    dropped, kept = device.add("a1"), device.add("a1")
+    device.look()
+    assert device.table.drop(dropped) and not device.table.drop(dropped)
+    device.finish(device.running[0])
+    device.look_until(lambda: device.running)
+    assert device.running == [kept]

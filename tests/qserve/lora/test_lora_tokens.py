@@ -1,0 +1,256 @@
+"""Adapters beside a model: the numbers are PEFT's, alone and mixed in one batch, in float32."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.families import FAMILIES
+from formats.lora import adapted_shapes, read_adapter
+from qserve.llm import LLM
+from qserve.lora.request import LoRARequest
+from qserve.sampling_params import SamplingParams
+from tests.adapters import write_adapter
+
+PROMPT = [5, 60, 7, 8, 90, 10, 11, 12, 13, 14, 300, 16, 17, 18, 19, 20, 21, 22]
+PARAMS = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# PEFT takes the feed-forward's names in these families for those of fused experts.
+FUSED_IN_PEFT = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+EXPERTS = (*FUSED_IN_PEFT, "gpt_oss")
+
+
+def engine(model, **settings):
+    settings = {"enable_lora": True, "device": "cpu", "max_loras": 3, **settings}
+    return LLM(str(model), num_gpu_blocks_override=64, **settings)
+
+
+def run(llm, loras, prompt=PROMPT, params=PARAMS):
+    outputs = llm.generate(
+        [prompt] * len(loras), params, False, detokenize=False, lora_request=loras
+    )
+    return [
+        (output.outputs[0].token_ids, [each.logprob for each in output.prompt_logprobs[1:]])
+        for output in outputs
+    ]
+
+
+def assert_is(model, found, prompt=PROMPT):
+    """The log probabilities and the greedy tokens are those of transformers' model."""
+    tokens, logprobs = found
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.inference_mode():
+        logits = model(ids).logits[0].float()
+    want = logits.log_softmax(-1)
+    got = torch.tensor(logprobs)
+    torch.testing.assert_close(
+        want[range(len(prompt) - 1), ids[0, 1 : len(prompt)]], got, atol=2e-4, rtol=1e-4
+    )
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(tokens)
+
+
+def merged(model, folder, adapter):
+    """transformers' model of a folder with an adapter in its weights."""
+    reader = CheckpointReader(folder)
+    shapes = adapted_shapes(FAMILIES[reader.config["architectures"][0]], reader.config)
+    with torch.no_grad():
+        for name, pair in read_adapter(adapter, shapes).pairs.items():
+            model.get_parameter(f"{name}.weight").add_(pair.delta())
+    return model
+
+
+def float_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "family",
+    ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "glm4", "olmo2", *EXPERTS),
+)
+def test_logits_are_peft_s(tiny_model, tmp_path, family):
+    peft = pytest.importorskip("peft")
+    model = tiny_model(family)
+    only = ATTENTION if family in EXPERTS else ()
+    patterns = {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {r"1\..*": 3.5}}
+    some = ATTENTION[2:] if only else ("v_proj", "o_proj", "up_proj", "qkv_proj")
+    folders = [
+        write_adapter(model, tmp_path / "plain", rank=1, only=only),
+        write_adapter(model, tmp_path / "large", rank=16, seed=1, only=only, use_rslora=True),
+        write_adapter(model, tmp_path / "mixed", rank=5, seed=2, only=some, **patterns),
+    ]
+    llm = engine(model)
+    loras = [LoRARequest(path.name, n, str(path)) for n, path in enumerate(folders, start=1)]
+    found = run(llm, [*loras, None])
+    for folder, each in zip(folders, found, strict=False):
+        theirs = peft.PeftModel.from_pretrained(float_model(model), folder).eval()
+        assert_is(theirs, each)
+    assert_is(float_model(model), found[-1])
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", pytest.param("glm4_moe", marks=pytest.mark.exhaustive)]
+)
+def test_every_target_alone(tiny_model, tmp_path, family):
+    """Each linear's adapter reaches that linear, of shared experts and dense layers, too."""
+    model = tiny_model(family)
+    reader = CheckpointReader(model)
+    shapes = adapted_shapes(FAMILIES[reader.config["architectures"][0]], reader.config)
+    kinds = sorted({name.split(".", 3)[3] for name in shapes})
+    assert len(kinds) == 10  # attention, the dense feed-forward, the shared expert
+    llm = engine(model, max_loras=12)
+    loras = []
+    for number, kind in enumerate(kinds, start=1):
+        folder = write_adapter(model, tmp_path / kind, rank=2, seed=number, only=[kind])
+        loras.append(LoRARequest(kind, number, str(folder)))
+    base = float_model(model)
+    for lora, found in zip(loras, run(llm, loras), strict=True):
+        assert_is(merged(copy.deepcopy(base), model, lora.lora_path), found)
+
+
+def test_quantized_base(quantized_5m, transformers_model, tmp_path):
+    """The adapter stands beside the product, whatever the base's numbers are."""
+    model = quantized_5m
+    folders = [write_adapter(model, tmp_path / f"{n}", rank=2 + n, seed=n) for n in range(2)]
+    loras = [LoRARequest(f"a{n}", n + 1, str(folder)) for n, folder in enumerate(folders)]
+    found = run(engine(model), [*loras, None])
+    for folder, each in zip(folders, found, strict=False):
+        assert_is(merged(transformers_model(model), model, folder), each)
+    assert_is(transformers_model(model), found[-1])
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model, tmp_path_factory):
+    """The model and adapters of it."""
+    model, folder = tiny_model("llama"), tmp_path_factory.mktemp("adapters")
+    return model, [
+        LoRARequest(f"a{n}", n + 1, str(write_adapter(model, folder / f"{n}", seed=n, rank=1 + n)))
+        for n in range(4)
+    ]
+
+
+def test_mixed_batches_are_those_of_each_alone(llama):
+    """Whatever shares the step, in chunks of prompts and with fewer slots than adapters."""
+    model, loras = llama
+    alone = engine(model, max_loras=4)
+    want = {lora: run(alone, [lora])[0] for lora in (*loras, None)}
+    crowd = [loras[n] if n < 4 else None for n in (0, 4, 1, 2, 0, 3, 4, 3, 1, 0, 2, 2)]
+    for settings in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 5, "max_loras": 2}):
+        for lora, (tokens, logprobs) in zip(
+            crowd, run(engine(model, **settings), crowd), strict=True
+        ):
+            assert tokens == want[lora][0]
+            assert logprobs == pytest.approx(want[lora][1], abs=1e-4)
+
+
+def test_an_adapter_of_zeros_changes_no_bit(llama, tmp_path):
+    model, _ = llama
+    folder = write_adapter(model, tmp_path / "zeros", size=0.0)
+    with_zeros, without = run(engine(model), [LoRARequest("zeros", 1, str(folder)), None])
+    assert with_zeros == without
+
+
+def test_pages_are_shared_within_an_adapter_alone(llama):
+    model, loras = llama
+    llm = engine(model, block_size=4)
+    params = dataclasses.replace(PARAMS, prompt_logprobs=None)
+
+    def cached(lora):
+        outputs = llm.generate([PROMPT], params, False, detokenize=False, lora_request=lora)
+        return outputs[0].num_cached_tokens
+
+    assert [cached(lora) for lora in (None, loras[0], loras[1])] == [0, 0, 0]
+    assert [cached(lora) for lora in (None, loras[0], loras[1])] == [16, 16, 16]
+    table = llm.engine.adapters
+    table.put("a0", loras[0].lora_path, table.read(loras[2].lora_path))  # other numbers there
+    assert [cached(lora) for lora in (loras[0], loras[1])] == [0, 16]
+    table.put("a0", loras[0].lora_path, table.read(loras[0].lora_path))
+    assert cached(loras[0]) == 16
+
+
+def test_many_in_rotation_leave_nothing_behind(llama, tmp_path):
+    """64 adapters through 3 slots, with room for 5 on the host: memory stays what it was."""
+    model, _ = llama
+    small = {"rank": 1, "only": ("2.mlp.down_proj",), "size": 3.0}
+    loras = [
+        LoRARequest(f"r{n}", n + 1, str(write_adapter(model, tmp_path / f"{n}", **small, seed=n)))
+        for n in range(64)
+    ]
+    llm = engine(model, max_cpu_loras=5)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    slots = llm.engine.runner.adapters.memory
+    before = slots.data_ptr(), slots.nbytes
+    first = {}
+    for turn in range(2):
+        for start in range(0, 64, 8):
+            of_turn = loras[start : start + 8]
+            outputs = llm.generate([[3, 4]] * 8, params, False, False, lora_request=of_turn)
+            tokens = [output.outputs[0].token_ids for output in outputs]
+            assert tokens == first.setdefault(start, tokens), turn
+    assert len({tuple(tokens) for of in first.values() for tokens in of}) > 40
+    known = llm.engine.adapters._known.values()
+    assert sum(each.packed is not None for each in known) <= 5
+    assert (slots.data_ptr(), slots.nbytes) == before
+    pool = llm.engine.scheduler.pool
+    assert pool.num_free == pool.num_pages and not llm.engine.has_work()
+
+
+def test_adapters_are_told_of_at_the_start_and_asked_for_by_name(llama):
+    model, loras = llama
+    llm = engine(model, lora_modules=[f"{lora.lora_name}={lora.lora_path}" for lora in loras[:2]])
+    found = run(llm, [LoRARequest("a0", 1), LoRARequest("a1", 2)])
+    assert found == run(engine(model), loras[:2])
+
+
+def test_abort_and_deadline_while_an_adapter_is_awaited(llama):
+    """Nobody waits for a request that was dropped, wherever it was."""
+    model, loras = llama
+    llm = engine(model, max_loras=1)
+    for number, lora in enumerate(loras):
+        llm.llm_engine.add_request(str(number), PROMPT, PARAMS, lora_request=lora, detokenize=False)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(["1", "2", "3"])
+    assert llm.engine.adapters.num_waiting <= 1
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert not llm.engine.has_work()
+
+
+def test_drafts_are_judged_with_the_adapter(llama):
+    """Speculation changes no token; drafts that come true depend on the adapter's own text."""
+    model, loras = llama
+    crowd, params = [*loras[:2], None], SamplingParams(temperature=0, max_tokens=24)
+    drafting = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+    found = []
+    for settings in ({}, {"speculative_config": drafting}):
+        llm = engine(model, **settings)
+        outputs = llm.generate([PROMPT * 2] * 3, params, False, False, lora_request=crowd)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0]}) == 3
+
+
+def test_several_outputs_of_a_prompt_have_its_adapter(llama):
+    model, loras = llama
+    params = SamplingParams(temperature=1, max_tokens=6, n=3, seed=5)
+    llm = engine(model)
+
+    def texts(lora):
+        (output,) = llm.generate([PROMPT], params, False, False, lora_request=lora)
+        return [each.token_ids for each in output.outputs]
+
+    assert texts(loras[0]) == texts(loras[0]) != texts(None)
+
+
+def test_an_engine_without_adapters_says_so(llama):
+    model, loras = llama
+    llm = LLM(str(model), device="cpu", num_gpu_blocks_override=64)
+    with pytest.raises(InputError, match="this engine takes none .start it with --enable-lora"):
+        run(llm, loras[:1])
+    with pytest.raises(InputError, match="expected one or 1, found 2"):
+        llm.generate([PROMPT], PARAMS, False, False, lora_request=loras[:2])

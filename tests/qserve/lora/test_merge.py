@@ -1,0 +1,80 @@
+"""`qserve merge`: the weights are base plus adapter, the rest is copied, quantized ones refused."""
+
+import pytest
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError
+from qserve import cli
+from qserve.lora.merge import merge_adapter
+from tests.adapters import write_adapter
+
+
+def test_merged_weights_and_copied_ones(tiny_model, tmp_path, capsys):
+    model = tiny_model("llama")
+    adapter = write_adapter(model, tmp_path / "a", rank=3, only=["o_proj", "gate_proj"])
+    target = tmp_path / "merged"
+    assert cli.main(["merge", str(model), str(adapter), "-o", str(target)]) == 0
+    assert "6 linears: the adapter changes them by" in capsys.readouterr().out
+    before, after = CheckpointReader(model), CheckpointReader(target)
+    assert list(before.entries) == list(after.entries) and before.config == after.config
+    stored = {f"{n}.weight" for n in _modules(adapter)}
+    assert len(stored) == 6
+    for name in before.entries:
+        same = torch.equal(before.get(name), after.get(name))
+        assert same == (name not in stored), name
+
+
+def test_scale_and_sum(tiny_model, tmp_path):
+    model = tiny_model("qwen3")
+    adapter = write_adapter(model, tmp_path / "a", rank=4, alpha=6, use_rslora=True)
+    merged = merge_adapter(model, adapter, tmp_path / "merged", max_shard_bytes=50_000)
+    before, after = CheckpointReader(model), CheckpointReader(merged.target)
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    for name, (a, b) in _modules(adapter).items():
+        want = before.get(f"{name}.weight").double() + 6 / 4**0.5 * (b.double() @ a.double())
+        torch.testing.assert_close(after.get(f"{name}.weight").double(), want, atol=1e-6, rtol=1e-5)
+    assert 0.01 < merged.update < 2 and merged.lost < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_merge_is_peft_s(tiny_model, tmp_path):
+    """The same numbers as PEFT's merge_and_unload."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model("phi3")
+    adapter = write_adapter(model, tmp_path / "a", rank=4, alpha_pattern={"o_proj": 1})
+    merge_adapter(model, adapter, tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    ours = CheckpointReader(tmp_path / "merged")
+    for name in ours.entries:
+        torch.testing.assert_close(ours.get(name), theirs[name], atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_refused_leaves_nothing(quantized_5m, docs_5m, tiny_model, tmp_path, capsys):
+    adapter = write_adapter(docs_5m, tmp_path / "a", rank=1)
+    target = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"is quantized.*--enable-lora"):
+        merge_adapter(quantized_5m, adapter, target)
+    assert cli.main(["merge", str(tiny_model("llama")), str(adapter), "-o", str(target)]) == 1
+    assert "was it trained on this model" in capsys.readouterr().err
+    huge = write_adapter(docs_5m, tmp_path / "huge", rank=1, size=1e30, only=["0.mlp.up_proj"])
+    with pytest.raises(CheckpointError, match="leaves the range"):
+        merge_adapter(docs_5m, huge, target)
+    assert not target.exists()
+
+
+def _modules(adapter):
+    from safetensors.torch import load_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    return {
+        name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): (
+            tensor,
+            tensors[name.replace("lora_A", "lora_B")],
+        )
+        for name, tensor in tensors.items()
+        if "lora_A" in name
+    }
