@@ -1,0 +1,75 @@
+"""KvTransferConfig: what --kv-transfer-config asks for. Names are vLLM's. Loads no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from formats.errors import InputError
+
+FLAG = "--kv-transfer-config"
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+# vLLM's keys -> our fields
+NAMES = {
+    "kv_connector": "connector",
+    "kv_role": "role",
+    "kv_connector_extra_config": "extra",
+}
+# What vLLM takes too: pages are found by their keys, so nothing has to name an engine.
+IGNORED = {"engine_id"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferConfig:
+    """Where KV pages go to and come from, beside the engine's own memory."""
+
+    connector: str
+    role: str = "kv_both"
+    extra: Mapping[str, Any] = field(default_factory=dict)  # the connector's own settings
+
+    @property
+    def saves(self) -> bool:
+        return self.role != "kv_consumer"
+
+    @property
+    def loads(self) -> bool:
+        return self.role != "kv_producer"
+
+    @property
+    def answers_after_saving(self) -> bool:
+        """Whoever sends a prompt to a producer sends it to a consumer next, which then has to find
+        its pages."""
+        return self.role == "kv_producer"
+
+    @classmethod
+    def parse(cls, text: str) -> "KvTransferConfig":
+        """Raises InputError."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise InputError(FLAG, f"expected a JSON object, found {text!r:.200}")
+        if found.pop("kv_load_failure_policy", "recompute") != "recompute":
+            raise InputError(
+                FLAG,
+                "kv_load_failure_policy: expected recompute",
+                "pages that cannot be loaded are computed",
+            )
+        unknown = found.keys() - NAMES.keys() - IGNORED
+        if unknown:
+            raise InputError(
+                FLAG,
+                f"has unknown keys: {', '.join(sorted(unknown))}",
+                f"there are {', '.join(NAMES)}",
+            )
+        config = cls(**{"connector": ""} | {NAMES[k]: v for k, v in found.items() if k in NAMES})
+        if not isinstance(config.connector, str) or not config.connector:
+            raise InputError(FLAG, "expected kv_connector: folder, or module:Class with your own")
+        if config.role not in ROLES:
+            raise InputError(
+                FLAG, f"kv_role: expected one of {', '.join(ROLES)}, found {config.role!r}"
+            )
+        if not isinstance(config.extra, dict):
+            raise InputError(FLAG, "kv_connector_extra_config: expected an object")
+        return config

@@ -1,0 +1,209 @@
+"""FolderConnector: KV pages as files of a folder that several engines share. Knows bytes alone.
+
+A file is MAGIC, the page's key, the page, and a BLAKE2b digest of all before it. It is written
+under another name and renamed, so that nobody reads half of one. What has another length, is no
+plain file, or fails its digest is refused and removed. With a secret, the digest is keyed: files
+from who does not know it are refused, too. When the folder outgrows its limit the files go that
+nobody loaded for longest.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from formats.errors import InputError
+from qserve.kv_transfer.config import FLAG
+
+MAGIC = b"qserveKV1\0\0\0\0\0\0\0"
+KEY_BYTES = DIGEST_BYTES = 32
+OVERHEAD = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
+SUFFIX, PARTIAL = ".kv", ".partial"
+SETTINGS = ("path", "max_gb", "secret_file")
+DEFAULT_GB = 16.0
+GIB = 2**30
+# Others write too, so the files are counted anew after so many bytes of one's own.
+RECOUNT_SHARE = 1 / 20
+KEPT_SHARE = 0.9  # of the limit, after files were removed
+ABANDONED_SECONDS = 600.0  # a partial file so old has no writer any more
+MAX_SECRET_BYTES = 64  # a BLAKE2b key's
+
+logger = logging.getLogger(__name__)
+
+
+class FolderConnector:
+    """Pages of one size in a folder, which may hold others of other models beside them."""
+
+    def __init__(
+        self, path: Path, page_bytes: int, *, max_bytes: float = DEFAULT_GB * GIB, secret: bytes
+    ) -> None:
+        """Make the folder where it is missing. Raises InputError where that cannot be."""
+        self.path, self._page_bytes, self._max_bytes = path, page_bytes, int(max_bytes)
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._bytes_since_count = 0
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._prune()
+        except OSError as error:
+            raise InputError(
+                f"{FLAG} path", f"{path} cannot be used: {error}", "give a folder that can be made"
+            ) from error
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], page_bytes: int) -> "FolderConnector":
+        """Of kv_connector_extra_config. Raises InputError."""
+        settings = dict(settings)
+        if "shared_storage_path" in settings:  # vLLM's name
+            settings["path"] = settings.pop("shared_storage_path")
+        unknown = settings.keys() - set(SETTINGS)
+        if unknown:
+            raise InputError(
+                f"{FLAG} kv_connector_extra_config",
+                f"has unknown keys: {', '.join(sorted(unknown))}",
+                f"there are {', '.join(SETTINGS)}",
+            )
+        path, most = settings.get("path"), settings.get("max_gb", DEFAULT_GB)
+        if not isinstance(path, str) or not path:
+            raise InputError(f"{FLAG} path", f"expected a folder, found {path!r}")
+        if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
+            raise InputError(f"{FLAG} max_gb", f"expected a number above 0, found {most!r}")
+        secret = _read_secret(settings.get("secret_file"))
+        return cls(Path(path), page_bytes, max_bytes=most * GIB, secret=secret)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        for count, key in enumerate(keys):
+            if not self._is_there(key):
+                return count
+        return len(keys)
+
+    def load(self, key: bytes, page: memoryview) -> bool:
+        path = self._path(key)
+        try:
+            # A pipe would block for ever, a link may lead anywhere.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            return self._refuse(path, str(error))
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            return self._refuse(path, "is no plain file")
+        with open(descriptor, "rb", buffering=0) as file:
+            if status.st_size != self._page_bytes + OVERHEAD:
+                found = f"{status.st_size} bytes, expected {self._page_bytes + OVERHEAD}"
+                return self._refuse(path, f"has {found}")
+            head = file.read(len(MAGIC) + KEY_BYTES)
+            if head != MAGIC + key:
+                return self._refuse(path, "is not of its name's page")
+            start = 0
+            while start < len(page):
+                count = file.readinto(page[start:])
+                if not count:
+                    return self._refuse(path, "ends before its page does")
+                start += count
+            if not secrets.compare_digest(file.read(DIGEST_BYTES), self._digest(head, page)):
+                return self._refuse(path, "fails its checksum")
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)  # it was of use: others go first
+        return True
+
+    def save(self, key: bytes, page: memoryview) -> None:
+        if self._is_there(key):
+            return
+        path, head = self._path(key), MAGIC + key
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.parent.is_symlink():
+            raise OSError(f"{path.parent} is a link, which may lead out of {self.path}")
+        partial = path.with_name(f"{secrets.token_hex(8)}{PARTIAL}")
+        try:
+            with open(partial, "xb") as file:
+                file.write(head)
+                file.write(page)
+                file.write(self._digest(head, page))
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        with self._lock:
+            self._bytes_since_count += self._page_bytes + OVERHEAD
+            if self._bytes_since_count > RECOUNT_SHARE * self._max_bytes:
+                self._prune()
+
+    def _is_there(self, key: bytes) -> bool:
+        try:
+            return os.lstat(self._path(key)).st_size == self._page_bytes + OVERHEAD
+        except FileNotFoundError:
+            return False
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self.path / name[:2] / f"{name}{SUFFIX}"
+
+    def _digest(self, head: bytes, page: memoryview) -> bytes:
+        digest = blake2b(head, digest_size=DIGEST_BYTES, key=self._secret)
+        digest.update(page)
+        return digest.digest()
+
+    def _refuse(self, path: Path, reason: str) -> bool:
+        """False; the file goes, so that its page can be saved again."""
+        logger.warning("KV page %s %s; it is removed and computed again", path, reason)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return False
+
+    def _prune(self) -> None:
+        """Count the files, and remove the oldest of them where they are too many bytes."""
+        self._bytes_since_count = 0
+        found, now = [], time.time()
+        for folder in _entries(self.path):
+            if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in _entries(folder.path):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(SUFFIX):
+                        found.append((status.st_mtime, status.st_size, entry.path))
+                    elif entry.name.endswith(PARTIAL) and now - status.st_mtime > ABANDONED_SECONDS:
+                        os.unlink(entry.path)
+        total = sum(size for _, size, _ in found)
+        if total <= self._max_bytes:
+            return
+        for _, size, path in sorted(found):
+            if total <= KEPT_SHARE * self._max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            total -= size
+
+
+def _entries(path: str | Path) -> list[os.DirEntry]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _read_secret(path: object) -> bytes:
+    """A file's bytes without white space at the ends; none without a file. Raises InputError."""
+    if path is None:
+        return b""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except (OSError, TypeError) as error:
+        raise InputError(f"{FLAG} secret_file", f"cannot be read: {error}") from error
+    if not 16 <= len(secret) <= MAX_SECRET_BYTES:
+        raise InputError(
+            f"{FLAG} secret_file", f"expected 16 to {MAX_SECRET_BYTES} bytes, found {len(secret)}"
+        )
+    return secret

@@ -1,0 +1,413 @@
+"""Two engines that exchange KV pages: one computes a prompt, the other decodes it."""
+
+import json
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from qserve.config import EngineConfig
+from qserve.engine import page_transfers
+from qserve.engine.engine import Engine
+from qserve.handling import Handling
+from qserve.kv_transfer.connector import CONNECTORS
+from qserve.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
+ONE = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
+PAGE = 4
+PROMPT = list(range(5, 30))  # 6 pages and a token
+MOST_STEPS = 5000  # of an engine that waits for threads, 10 ms each: against hanging
+
+
+class Shelf:
+    """A connector in memory."""
+
+    def __init__(self):
+        self.pages = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = ()
+
+    def match(self, keys):
+        self.gate.wait(60)
+        if "match" in self.fails:
+            raise OSError("the network is down")
+        found = [key in self.pages for key in keys]
+        return found.index(False) if False in found else len(keys)
+
+    def load(self, key, page):
+        self.gate.wait(60)
+        if "load" in self.fails:
+            raise OSError("the network is down")
+        if key not in self.pages:
+            return False
+        page[:] = self.pages[key]
+        return True
+
+    def save(self, key, page):
+        self.gate.wait(60)
+        if "save" in self.fails:
+            raise OSError("the disk is full")
+        self.pages[key] = bytes(page)
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    made = Shelf()
+    monkeypatch.setitem(CONNECTORS, "shelf", lambda settings, page_bytes: made)
+    return made
+
+
+@pytest.fixture
+def make_engine(docs_5m):
+    def make(connector="shelf", role="kv_both", steps_in_flight=0, model=docs_5m, **settings):
+        extra = {"path": str(connector)} if connector != "shelf" else {}
+        transfer = {
+            "kv_connector": "shelf" if connector == "shelf" else "folder",
+            "kv_role": role,
+            "kv_connector_extra_config": extra,
+        }
+        settings = {"num_gpu_blocks_override": 100, "max_num_seqs": 4} | settings
+        settings = {"block_size": PAGE, "kv_transfer_config": json.dumps(transfer)} | settings
+        config = EngineConfig(model=str(model), device="cpu", **settings)
+        return Engine(config, steps_in_flight=steps_in_flight)
+
+    return make
+
+
+def finish(engine, tokens, cached, errors=None):
+    for _ in range(MOST_STEPS):
+        if not engine.has_work():
+            return
+        for event in engine.step():
+            tokens[int(event.request_id)] += event.token_ids
+            cached[int(event.request_id)] = event.num_cached
+            if errors is not None and event.error:
+                errors.append(event.error)
+        engine.scheduler.check_integrity()
+    raise AssertionError("the engine did not come to an end")
+
+
+def run(engine, prompts, params=GREEDY, **handling):
+    """Tokens and cached tokens of each prompt, all at once."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, params, handling=Handling(**handling))
+    tokens, cached = [[] for _ in prompts], [0] * len(prompts)
+    finish(engine, tokens, cached)
+    settle(engine)
+    return tokens, cached
+
+
+def settle(engine):
+    """Wait for what is being written."""
+    for future in list(engine._transfers._writes):
+        future.result(60)
+
+
+@pytest.fixture(scope="module")
+def cold(docs_5m):
+    """dtype of the cache -> what the prompt is continued with, without any cache."""
+    made = {}
+
+    def tokens(dtype="auto"):
+        if dtype not in made:
+            config = EngineConfig(
+                model=str(docs_5m),
+                device="cpu",
+                block_size=PAGE,
+                num_gpu_blocks_override=100,
+                kv_cache_dtype=dtype,
+                enable_prefix_caching=False,
+            )
+            engine = Engine(config)
+            engine.add_request("0", PROMPT, GREEDY)
+            made[dtype] = [[]]
+            while engine.has_work():
+                for event in engine.step():
+                    made[dtype][0] += event.token_ids
+        return made[dtype]
+
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "dtype", ["auto", "int8", pytest.param("fp8", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_what_one_engine_computed_the_other_decodes(
+    dtype, steps_in_flight, make_engine, cold, tmp_path
+):
+    settings = {"kv_cache_dtype": dtype, "steps_in_flight": steps_in_flight}
+    prefill = make_engine(tmp_path, "kv_producer", **settings)
+    first, cached = run(prefill, [PROMPT], ONE)
+    assert cached == [0] and first[0] == cold(dtype)[0][:1]
+    decode = make_engine(tmp_path, "kv_consumer", **settings)
+    counted = [0]
+    launch = decode.workers.launch
+
+    def count(step):
+        counted[0] += step.num_tokens
+        return launch(step)
+
+    decode.workers.launch = count
+    assert run(decode, [PROMPT]) == (cold(dtype), [24])
+    assert counted[0] == 1 + 7, "the last token of the prompt, and those that were fed back"
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_at_the_other_engine(make_engine, shelf):
+    (answer,), _ = run(make_engine(), [PROMPT])
+    turn = [*PROMPT, *answer, 50, 51]
+    want, _ = run(make_engine(role="kv_producer"), [turn])
+    assert run(make_engine(), [turn]) == (want, [32])
+
+
+def test_pages_on_the_device_and_from_elsewhere_make_one_prefix(make_engine, shelf):
+    long = [*PROMPT, *range(60, 75)]
+    want, _ = run(make_engine(), [long])
+    engine = make_engine()
+    shelf_pages, shelf.pages = shelf.pages, {}
+    run(engine, [PROMPT])
+    shelf.pages = shelf_pages
+    before = engine._transfers._num_queries
+    assert run(engine, [long]) == (want, [36])
+    assert engine.scheduler.pool.host.num_loaded == 3, "six of the nine were on the device"
+    assert before == 0
+
+
+def test_requests_of_one_prompt_fetch_it_once(make_engine, shelf, cold):
+    run(make_engine(), [PROMPT])
+    asked = []
+    match = shelf.match
+    shelf.match = lambda keys: asked.append(len(keys)) or match(keys)
+    engine = make_engine()
+    tokens, cached = run(engine, [PROMPT] * 4)
+    assert tokens == cold() * 4 and cached == [24] * 4
+    assert asked == [6]
+
+
+def test_requests_of_one_unknown_prompt_ask_once(make_engine, shelf, cold):
+    asked = []
+    match = shelf.match
+    shelf.match = lambda keys: asked.append(len(keys)) or match(keys)
+    tokens, _ = run(make_engine(), [PROMPT] * 4)
+    assert tokens == cold() * 4 and asked == [6]
+
+
+def test_others_are_computed_while_one_waits(make_engine, shelf, cold):
+    run(make_engine(), [PROMPT])
+    engine = make_engine()
+    shelf.gate.clear()
+    engine.add_request("0", PROMPT, GREEDY)
+    engine.add_request("1", [7, 8], GREEDY)  # shorter than a page: nothing to ask for
+    tokens, cached = [[], []], [0, 0]
+    ended = False
+    for _ in range(MOST_STEPS):
+        for event in engine.step():
+            tokens[int(event.request_id)] += event.token_ids
+            ended |= event.request_id == "1" and event.finish_reason is not None
+        if ended:
+            break
+    assert ended and not tokens[0] and engine.report().num_waiting == 1
+    shelf.gate.set()
+    finish(engine, tokens, cached)
+    assert tokens[0] == cold()[0] and cached[0] == 24
+
+
+@pytest.mark.parametrize("fails", ["match", "load", "save"])
+def test_a_connector_that_fails_costs_time_alone(fails, make_engine, shelf, cold, caplog):
+    if fails != "save":
+        run(make_engine(), [PROMPT])
+    shelf.fails = (fails,)
+    engine = make_engine()
+    assert run(engine, [PROMPT]) == (cold(), [0])
+    assert "network is down" in caplog.text or "disk is full" in caplog.text
+    host = engine.scheduler.pool.host
+    assert len(host._free) + len(host) == host.num_slots, "no slot is lost"
+
+
+def test_a_page_that_goes_missing_ends_the_prefix_there(make_engine, shelf, cold):
+    """As one does that is removed or damaged between match and load."""
+    run(make_engine(), [PROMPT])
+    engine = make_engine()
+    load = shelf.load
+    third = list(shelf.pages)[2]
+    shelf.load = lambda key, page: key != third and load(key, page)
+    assert run(engine, [PROMPT]) == (cold(), [8])
+
+
+def test_a_damaged_file_is_computed_again(make_engine, tmp_path, cold):
+    run(make_engine(tmp_path), [PROMPT])
+    for path in tmp_path.rglob("*.kv"):
+        data = bytearray(path.read_bytes())
+        data[100] ^= 4
+        path.write_bytes(data)
+    assert run(make_engine(tmp_path), [PROMPT]) == (cold(), [0])
+
+
+def test_patience_ends(make_engine, shelf, cold, monkeypatch):
+    run(make_engine(), [PROMPT])
+    monkeypatch.setattr(page_transfers, "PATIENCE_SECONDS", 0.05)
+    engine = make_engine()
+    shelf.gate.clear()
+    engine.add_request("0", PROMPT, GREEDY)
+    tokens, cached = [[]], [0]
+    finish(engine, tokens, cached)
+    shelf.gate.set()
+    assert tokens == cold() and cached == [0]
+
+
+def test_aborted_while_it_waits(make_engine, shelf):
+    run(make_engine(), [PROMPT])
+    engine = make_engine()
+    shelf.gate.clear()
+    engine.add_request("0", PROMPT, GREEDY)
+    engine.abort("0")
+    assert not engine.has_work() and not engine._requests
+    shelf.gate.set()
+    assert run(engine, [PROMPT])[1] == [24]
+
+
+def test_a_producer_answers_when_its_pages_are_saved(make_engine, shelf):
+    engine = make_engine(role="kv_producer")
+    shelf.gate.clear()
+    engine.add_request("0", PROMPT, ONE)
+    for _ in range(20):
+        assert engine.step() == []
+    assert engine.has_work() and not shelf.pages
+    shelf.gate.set()
+    tokens, cached = [[]], [0]
+    finish(engine, tokens, cached)
+    assert len(tokens[0]) == 1 and len(shelf.pages) == 6 and not engine._requests
+
+
+def test_what_is_saved_already_is_not_waited_for(make_engine, shelf, monkeypatch):
+    """Or the engine would spin until the slowest page is there."""
+    engine = make_engine(role="kv_producer")
+    waited = []
+    monkeypatch.setattr(page_transfers, "wait", lambda futures, *_: waited.extend(futures))
+    done, under_way = Future(), Future()
+    done.set_result(None)
+    engine._transfers._held["a"] = (None, [done, under_way])
+    engine._transfers.queue_ready(wait_a_little=True)
+    assert waited == [under_way]
+
+
+def test_an_aborted_producer_holds_nothing(make_engine, shelf):
+    engine = make_engine(role="kv_producer")
+    shelf.gate.clear()
+    engine.add_request("0", PROMPT, ONE)
+    for _ in range(5):
+        engine.step()
+    engine.abort("0")
+    assert not engine.has_work() and not engine._requests
+    shelf.gate.set()
+
+
+# what makes another model, or another form of page, of it
+OTHERS = {
+    "salt": ({}, {"cache_salt": "one"}),
+    "8 bits": ({"kv_cache_dtype": "int8"}, {}),
+    "page size": ({"block_size": 8}, {}),
+    "activations": ({"dtype": "bfloat16"}, {}),
+    "weights": ({"load_format": "dummy"}, {}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_pages_of_another_kind_are_not_found(other, make_engine, shelf):
+    run(make_engine(), [PROMPT])
+    settings, handling = OTHERS[other]
+    assert run(make_engine(**settings), [PROMPT], **handling)[1] == [0]
+
+
+def test_one_changed_weight_is_another_model(make_engine, shelf, docs_5m, tmp_path):
+    run(make_engine(), [PROMPT])
+    for path in docs_5m.iterdir():
+        data = bytearray(path.read_bytes())
+        if path.suffix == ".safetensors":
+            data[-1] ^= 1
+        (tmp_path / path.name).write_bytes(data)
+    assert run(make_engine(model=tmp_path), [PROMPT])[1] == [0]
+    (tmp_path / "model.safetensors").write_bytes((docs_5m / "model.safetensors").read_bytes())
+    assert run(make_engine(model=tmp_path), [PROMPT])[1] == [24], "a copy is the same model"
+
+
+def test_after_a_reset_an_engine_shares_with_nobody(make_engine, shelf, cold):
+    """Not with one that was reset as often, either: each may have new weights of its own."""
+    first, second = make_engine(), make_engine()
+    run(first, [PROMPT])
+    for engine in (first, second):
+        engine.reset_prefix_cache()
+    assert run(first, [PROMPT]) == (cold(), [0])
+    assert run(second, [PROMPT]) == (cold(), [0])
+    assert run(first, [PROMPT]) == (cold(), [24])
+
+
+def test_a_failed_request_gives_nothing_away(make_engine, shelf, monkeypatch):
+    engine = make_engine()
+    logits = engine.runner.decoder.logits
+    monkeypatch.setattr(
+        engine.runner.decoder, "logits", lambda hidden: logits(hidden) * float("nan")
+    )
+    errors = []
+    engine.add_request("0", PROMPT, GREEDY)
+    finish(engine, [[]], [0], errors)
+    assert "NaN" in errors[0] and not shelf.pages
+
+
+def test_little_memory_loads_a_part(make_engine, shelf, cold, monkeypatch):
+    """Half of the slots at most are for what comes from elsewhere."""
+    run(make_engine(), [PROMPT])
+    engine = make_engine()
+    page_bytes = engine.runner.bytes_per_page
+    monkeypatch.setattr(page_transfers, "SLOT_BYTES", 6 * page_bytes)
+    assert run(make_engine(), [PROMPT]) == (cold(), [12])
+
+
+def test_what_is_saved_is_bounded(make_engine, shelf, monkeypatch, caplog):
+    engine = make_engine()
+    monkeypatch.setattr(page_transfers, "MAX_UNWRITTEN_BYTES", 2 * engine.runner.bytes_per_page)
+    run(engine, [PROMPT], ONE)
+    assert len(shelf.pages) == 2 and "are not saved" in caplog.text
+
+
+def test_rounds_of_chats_at_alternating_engines(make_engine, shelf):
+    """Chats that grow, pages that run out on both devices, a small host tier."""
+    plain = make_engine(enable_prefix_caching=False, kv_transfer_config=None)
+    settings = {"num_gpu_blocks_override": 24, "kv_offload_gb": 0.005, "steps_in_flight": 1}
+    engines = [make_engine(**settings) for _ in range(2)]
+    random = np.random.default_rng(3)
+    system = random.integers(3, 8000, 21).tolist()
+    chats = [list(system) for _ in range(3)]
+    hits = 0
+    for turn in range(4):
+        for chat in chats:
+            chat += random.integers(3, 8000, int(random.integers(1, 9))).tolist()
+        want = []
+        for chat in chats:
+            plain.add_request("0", chat, GREEDY)
+            tokens = [[]]
+            finish(plain, tokens, [0])
+            want += tokens
+        got, cached = run(engines[turn % 2], chats)
+        assert got == want
+        hits += sum(cached)
+        for chat, answer in zip(chats, got, strict=True):
+            chat += answer
+    assert hits > 300
+
+
+def test_the_report_counts_what_came_from_elsewhere(make_engine, shelf):
+    run(make_engine(), [PROMPT])
+    engine, queries, hits = make_engine(), 0, 0
+    engine.add_request("0", PROMPT, GREEDY)
+    for _ in range(MOST_STEPS):
+        if not engine.has_work():
+            break
+        engine.step()
+        report = engine.report()
+        queries += report.num_external_queries
+        hits += report.num_external_hits
+    assert (queries, hits) == (24, 24)
