@@ -1,0 +1,124 @@
+"""Flags of replicas, the pages of their metrics, and a server without its listener."""
+
+import asyncio
+import json
+
+import pytest
+
+from formats.errors import InputError
+from qserve.cli import main
+from qserve.config import EngineConfig, ServerConfig
+from qserve.deploy.hosted_app import HostedApp
+from qserve.deploy.metrics_pages import join_pages
+from qserve.deploy.routed_request import RoutedRequest
+from qserve.deploy.settings import DeploySettings
+
+REFUSED = {
+    "replicas alone": ({"replicas": 2}, "--replicas: expected with --backend"),
+    "most alone": ({"max_replicas": 2}, "--max-replicas: expected with --backend"),
+    "models alone": ({"multiplexed_model": ["a=b"]}, "expected with --backend"),
+    "most below least": (
+        {"backend": "ray", "replicas": 3, "max_replicas": 2},
+        "expected at least --replicas",
+    ),
+    "no folder": ({"backend": "ray", "multiplexed_model": ["a"]}, "expected NAME=FOLDER"),
+    "a name twice": ({"backend": "ray", "multiplexed_model": ["a=b", "a=c"]}, "each name once"),
+    "no replica": ({"backend": "ray", "replicas": 0}, "expected 1 or more"),
+    "a backend": ({"backend": "slurm"}, "expected one of ray"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_make_no_sense_are_refused(case):
+    settings, error = REFUSED[case]
+    with pytest.raises(InputError, match=error):
+        DeploySettings(**settings)
+
+
+def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    assert main(["serve", str(tmp_path), "--backend", "ray"]) == 1
+    assert "pip install 'qserve-kit[ray]'" in capsys.readouterr().err
+
+
+PAGE = """# HELP q:running Outputs.
+# TYPE q:running gauge
+q:running{model_name="a {b} c"} 1.0
+# HELP process_x CPU.
+# TYPE process_x counter
+process_x 2.5
+"""
+
+
+def test_pages_of_metrics_are_one_with_a_label_for_each_server():
+    assert join_pages({"7/m": PAGE, "8/m": PAGE}) == (
+        "# HELP q:running Outputs.\n# TYPE q:running gauge\n"
+        'q:running{replica="7/m",model_name="a {b} c"} 1.0\n'
+        'q:running{replica="8/m",model_name="a {b} c"} 1.0\n'
+        "# HELP process_x CPU.\n# TYPE process_x counter\n"
+        'process_x{replica="7/m"} 2.5\n'
+        'process_x{replica="8/m"} 2.5\n'
+    )
+    assert join_pages({}) == ""
+
+
+def test_a_joined_page_is_one_that_prometheus_reads():
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = list(text_string_to_metric_families(join_pages({"7/m": PAGE, "8/m": PAGE})))
+    assert [len(each.samples) for each in families] == [2, 2]
+
+
+def request(path, body=None, method="POST"):
+    data = b"" if body is None else json.dumps(body).encode()
+    return RoutedRequest(
+        method=method,
+        path=path,
+        query=b"",
+        headers=[(b"content-type", b"application/json")],
+        client=("10.0.0.1", 1),
+        body=data,
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_server_without_a_listener_answers_streams_and_aborts(docs_5m):
+    """One engine for all of it: a start takes seconds."""
+
+    async def whole(hosted, asked):
+        answer = hosted.answer(asked)
+        head = await anext(answer)
+        return head, b"".join([piece async for piece in answer])
+
+    async def run():
+        hosted = await HostedApp.start(
+            EngineConfig(model=str(docs_5m), device="cpu", max_num_seqs=4),
+            ServerConfig(served_model_name=["docs"]),
+        )
+        try:
+            assert hosted.is_alive
+            body = {"prompt": "A trait is", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+            (status, headers), plain = await whole(hosted, request("/v1/completions", body))
+            assert status == 200 and (b"content-type", b"application/json") in headers
+            assert json.loads(plain)["usage"]["completion_tokens"] == 3
+            (status, headers), stream = await whole(
+                hosted, request("/v1/completions", body | {"stream": True})
+            )
+            assert status == 200 and stream.count(b"data: ") == 4
+            assert stream.endswith(b"data: [DONE]\n\n")
+            (status, _), error = await whole(hosted, request("/v1/completions", {"prompt": 3.5}))
+            assert status == 400 and json.loads(error)["error"]["code"] == 400
+
+            long = {**body, "max_tokens": 1500, "stream": True}
+            answer = hosted.answer(request("/v1/completions", long))
+            await anext(answer)
+            assert b"data: " in await anext(answer) and hosted.num_open == 1
+            await answer.aclose()
+            assert hosted.num_open == 0
+            _, page = await whole(hosted, request("/metrics", method="GET"))
+            assert b'request_success_total{finished_reason="abort",model_name="docs"} 1.0' in page
+        finally:
+            await hosted.close()
+        assert not hosted.is_alive
+
+    asyncio.run(run())
