@@ -90,6 +90,22 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
     ),
     ("Tokens of a step", "short", quantiles("iteration_tokens_total")),
     (
+        "Drafts that become output",
+        "percentunit",
+        {
+            "share": f"{rate('spec_decode_num_accepted_tokens_total')}"
+            f" / {rate('spec_decode_num_draft_tokens_total')}"
+        },
+    ),
+    (
+        "Tokens of a verify",
+        "short",
+        {
+            "mean": f"1 + {rate('spec_decode_num_accepted_tokens_total')}"
+            f" / {rate('spec_decode_num_drafts_total')}"
+        },
+    ),
+    (
         "Preemptions and refusals, per second",
         "short",
         {

@@ -10,8 +10,9 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from formats.errors import InputError
-from qserve.config import ServerConfig, check_key
+from qserve.config import ServerConfig
 from qserve.server.errors import ApiError
+from qserve.setting import check_key
 
 OPEN = {"/health", "/ready", "/ping"}  # say only whether the server works
 PAGES = {"/", "/docs"}  # the same for everyone; a browser that opens one can send no key

@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -22,7 +22,16 @@ from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.log_limit import limit_logging
-from qserve.server import page_routes, pooling_routes, routes, status_routes, token_routes
+from qserve.lora.request import LoRARequest, parse_modules
+from qserve.server import (
+    lora_routes,
+    page_routes,
+    pooling_routes,
+    routes,
+    status_routes,
+    token_routes,
+)
+from qserve.server.adapters import ServedAdapters
 from qserve.server.admission import Admission
 from qserve.server.api_key import RequireKey, load_keys
 from qserve.server.budget import Budget
@@ -45,6 +54,7 @@ from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
 from qserve.server.sampling import load_defaults
 from qserve.server.service import Client, Service
+from qserve.server.tracing import Tracing, tracing_to
 from qserve.server.worker import WorkerClient
 from qserve.server.worker_messages import Setup
 from qserve.text import Tokenizer
@@ -63,15 +73,17 @@ def build_app(
     *,
     max_num_seqs: int,
     metrics: Metrics | None = None,
+    tracing: Tracing | None = None,
     preparation: Preparation | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
     priority_counts: bool = True,
+    loras: Sequence[LoRARequest] = (),
 ) -> FastAPI:
     """The ASGI app for an engine that runs `max_num_seqs` outputs at once.
 
     `metrics` are those that the engine's reports go to, if any do; `preparation` has a worker
-    process, if there is one. Raises InputError for a broken generation_config.json, and for keys
-    that cannot be read.
+    process, if there is one; `loras` are the adapters of the start. Raises InputError for a broken
+    generation_config.json, and for keys that cannot be read.
     """
     app = FastAPI(
         title="qserve",
@@ -97,18 +109,22 @@ def build_app(
         admission=admission,
         preparation=preparation or Preparation(),
         metrics=metrics,
+        tracing=tracing or Tracing(),
         request_timeout=config.request_timeout,
         is_stopping=is_stopping,
         priority_counts=priority_counts,
         salt_by_key=config.cache_salt_by_key,
         resets_cache=config.enable_cache_reset,
+        adapters=ServedAdapters.of(loras, model_names, config.lora_folder),
     )
-    for topic in (status_routes, page_routes, token_routes, routes, pooling_routes):
+    for topic in (status_routes, page_routes, token_routes, routes, pooling_routes, lora_routes):
         app.include_router(topic.router)
     if config.profiler is not None:
         app.include_router(profile_router(config.profiler))
     add_error_handlers(app)
     keys = load_keys(config)
+    if config.lora_folder is not None and not keys:
+        raise InputError("--lora-folder", "expected with an API key", "give --api-key")
     # The last one added comes first.
     if config.max_requests_per_minute is not None:
         app.add_middleware(LimitRate, limit=config.max_requests_per_minute, by_key=bool(keys))
@@ -142,14 +158,17 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
     limit_logging()
     load_keys(config)
     check_tls(config)
+    tracing = tracing_to(config.otlp_traces_endpoint)
+    _check_adapters(engine_config, config)
     connections = Connections(
         limit=max_connections(config.max_connections, raise_descriptor_limit())
     )
     # The address first: a port in use should not show only after a long load.
     with bind(config) as listener, contextlib.ExitStack() as ends:
         ends.callback(remove, listener)
+        ends.callback(tracing.close)
         metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
-        loading = asyncio.create_task(_load(engine_config, config, engine, metrics))
+        loading = asyncio.create_task(load(engine_config, config, engine, metrics))
         with _on_stop_signal(loading.cancel):
             try:
                 tokenizer, client = await loading
@@ -157,8 +176,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 return 0
         worker = None
         metrics.describe_cache(engine_config)
+        if engine_config.enable_lora:
+            metrics.describe_adapters(engine_config.max_loras)
         try:
-            worker = _start_worker(client, tokenizer, config)
+            worker = start_worker(client, tokenizer, config)
             stopping = threading.Event()
             app = build_app(
                 client,
@@ -166,9 +187,11 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 config,
                 max_num_seqs=engine_config.max_num_seqs,
                 metrics=metrics,
+                tracing=tracing,
                 preparation=Preparation(worker),
                 is_stopping=stopping.is_set,
                 priority_counts=engine_config.scheduling_policy not in ORDER_OF_ARRIVAL,
+                loras=parse_modules(engine_config.lora_modules),
             )
             # What is loaded stays. Else every full collection looks at it, for 100 ms.
             gc.freeze()
@@ -196,7 +219,19 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
                 await worker.close()
 
 
-async def _load(
+def _check_adapters(engine: EngineConfig, config: ServerConfig) -> None:
+    """Raise InputError for what would show only after a long load."""
+    loras, names = parse_modules(engine.lora_modules), config.model_names(engine.model)
+    ServedAdapters.of(loras, names)
+    if config.lora_folder is None:
+        return
+    if not engine.enable_lora:
+        raise InputError("--lora-folder", "expected with --enable-lora", "give it, too")
+    if not Path(config.lora_folder).is_dir():
+        raise InputError("--lora-folder", f"{config.lora_folder} is not a folder")
+
+
+async def load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
 ) -> tuple[Tokenizer, EngineSupervisor]:
     """The tokenizer here and the model in its process, side by side."""
@@ -229,7 +264,7 @@ def _load_tokenizer(folder: str) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def _start_worker(
+def start_worker(
     client: EngineSupervisor, tokenizer: Tokenizer, config: ServerConfig
 ) -> WorkerClient:
     return WorkerClient(

@@ -12,6 +12,7 @@ from qserve.bad_words import with_bad_words
 from qserve.handling import DEFAULT, Handling
 from qserve.output_parsing.output_parser import ParseSettings
 from qserve.sampling_params import SamplingParams
+from qserve.server import beam_fields
 from qserve.server.errors import ApiError
 from qserve.server.output_form import output_form
 from qserve.server.protocol import (
@@ -52,10 +53,18 @@ class Job:
     arrived: float  # time.perf_counter() when the body had been read
     timeout: float | None = None  # seconds from then on that the answer may take
     handling: Handling = DEFAULT
+    trace_headers: dict[str, str] = field(default_factory=dict)  # to which trace it belongs
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params[0].n
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that the engine computes: of a beam search, all of its beams."""
+        search = self.handling.beam_search
+        width = self.params[0].n if search is None else search.beam_width
+        return len(self.prompts) * width
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,6 +73,8 @@ class Job:
     @property
     def num_engine_tokens(self) -> int:
         """Prompt tokens that the engine is given: each prompt once for each of its outputs."""
+        if self.handling.beam_search is not None:
+            return self.num_prompt_tokens
         return self.num_prompt_tokens * self.params[0].n
 
     def num_cached(self, of_choices: Mapping[int, int]) -> int:
@@ -137,7 +148,8 @@ def chat_request_job(
     use = tool_use(request, model)
     prompt = chat_tokens(model, request, use)
     job = _job(model, prefix, request, [prompt], [], arrived, use.form())
-    job = replace(job, ignored=(*ignored, *use.ignored(model)), repeated=repeated or {})
+    ignored = (*ignored, *beam_fields.ignored(request), *use.ignored(model))
+    job = replace(job, ignored=ignored, repeated=repeated or {})
     return _parsed(job, model, use) if is_parsed else job
 
 
@@ -217,10 +229,12 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
             )
     check_truncation(model, request.truncate_prompt_tokens)
     params = sampling_params(request, model.defaults, model.max_model_len)
-    if num_prompts * params.n > MAX_CHOICES:
+    search = beam_fields.beam_search(request)
+    num_each = params.n if search is None else search.beam_width
+    if num_prompts * num_each > MAX_CHOICES:
         raise ApiError(
             400,
-            f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {params.n}.",
+            f"n: expected at most {MAX_CHOICES} choices, found {num_prompts} times {num_each}.",
             "n",
         )
     check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
@@ -249,6 +263,7 @@ def _job(
     form: StructuredOutputsParams | None = None,
 ) -> Job:
     params, form, bad_words = [], form or output_form(request), None
+    search = beam_fields.beam_search(request, form)
     prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
@@ -273,9 +288,14 @@ def _job(
         prompt_logprobs=request.prompt_logprobs,
         returns_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        ignored=tuple(request.ignored),
+        ignored=(*request.ignored, *beam_fields.ignored(request)),
         arrived=arrived,
-        handling=Handling(priority=request.priority or 0, cache_salt=request.cache_salt or ""),
+        handling=Handling(
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            beam_search=search,
+            lora=model.adapter(request.model),
+        ),
     )
 
 

@@ -6,7 +6,7 @@ of the table, statuses and reasons of ours: none can grow with what clients send
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from prometheus_client import (
@@ -17,6 +17,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from qserve.config import EngineConfig
 from qserve.engine.report import EngineReport
@@ -41,6 +43,12 @@ GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
         lambda r: r.num_pages_used / max(1, r.num_pages),
     ),
 }
+# vLLM's older names, which its production stack still reads -> ours; with the prefix vllm alone
+OLD_GAUGES = {"gpu_cache_usage_perc": "kv_cache_usage_perc"}
+OLD_COUNTERS = {
+    "gpu_prefix_cache_queries": "prefix_cache_queries",
+    "gpu_prefix_cache_hits": "prefix_cache_hits",
+}
 # of what Admission holds, in its order
 ADMITTED = {
     "num_requests_admitted": "Outputs under way, which --max-num-queued-reqs limits.",
@@ -51,8 +59,13 @@ COUNTERS = {
     "num_preemptions": "Times that an output gave its KV pages back, to be computed again.",
     "prefix_cache_queries": "Tokens that were looked for in the prefix cache.",
     "prefix_cache_hits": "Tokens that were found there, and so were not computed.",
+    "external_prefix_cache_queries": "Tokens that were looked for in other engines' KV pages.",
+    "external_prefix_cache_hits": "Tokens whose KV pages came from there.",
     "prompt_tokens": "Prompt tokens of outputs that got a token, once for each output.",
     "generation_tokens": "Tokens that the engine made.",
+    "spec_decode_num_drafts": "Verifies of drafts, one for each output and step.",
+    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that became output.",
 }
 # Bounds in seconds. Between tokens there are some milliseconds; a whole request may take an hour.
 TOKEN_SECONDS = (
@@ -118,10 +131,16 @@ class Metrics:
         # A folder's name may have bytes that are no text.
         self._model = model_name.encode(errors="replace").decode()
         self._report = EngineReport()
-        for name, (text, read) in GAUGES.items():
+        is_vllm = prefix == "vllm"
+        older = {old: GAUGES[name] for old, name in OLD_GAUGES.items()} if is_vllm else {}
+        for name, (text, read) in (GAUGES | older).items():
             gauge = self._make(Gauge, name, text)
             gauge.set_function(lambda read=read: read(self._report))
         self._counters = {name: self._make(Counter, name, text) for name, text in COUNTERS.items()}
+        self._older_counters = {
+            name: self._make(Counter, old, COUNTERS[name])
+            for old, name in (OLD_COUNTERS.items() if is_vllm else ())
+        }
         self._histograms = {
             name: self._make(Histogram, name, text, buckets=bounds)
             for name, (text, bounds) in HISTOGRAMS.items()
@@ -148,6 +167,12 @@ class Metrics:
         )
         # Whoever waits here waits for a place or for KV pages.
         waiting.labels(self._model, "capacity").set_function(lambda: self._report.num_waiting)
+        self._accepted = Counter(
+            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that became output, by their position in the draft.",
+            ["model_name", "position"],
+            registry=self._registry,
+        )
         self._responses = Counter(
             f"{self._prefix}:http_requests",
             "HTTP requests by the route and the status of their answer; 499: the client left.",
@@ -178,6 +203,10 @@ class Metrics:
         name = f"{self._prefix}:cache_config_info"
         Gauge(name, text, list(labels), registry=self._registry).labels(**labels).set(1)
 
+    def describe_adapters(self, max_loras: int) -> None:
+        """Show which adapters run and are waited for, of the last report, as vLLM does."""
+        self._registry.register(_AdaptersInfo(self._prefix, max_loras, lambda: self._report))
+
     async def watch_loop(self) -> None:
         """Sample how late the event loop is, until it is cancelled."""
         while True:
@@ -197,8 +226,20 @@ class Metrics:
         if report.num_preempted:
             self._counters["num_preemptions"].inc(report.num_preempted)
         if report.num_prefix_queries:
-            self._counters["prefix_cache_queries"].inc(report.num_prefix_queries)
-            self._counters["prefix_cache_hits"].inc(report.num_prefix_hits)
+            for counters in (self._counters, self._older_counters):
+                if counters:
+                    counters["prefix_cache_queries"].inc(report.num_prefix_queries)
+                    counters["prefix_cache_hits"].inc(report.num_prefix_hits)
+        if report.num_external_queries or report.num_external_hits:
+            self._counters["external_prefix_cache_queries"].inc(report.num_external_queries)
+            self._counters["external_prefix_cache_hits"].inc(report.num_external_hits)
+        if any(report.drafts):
+            drafts, tokens, *accepted = report.drafts
+            self._counters["spec_decode_num_drafts"].inc(drafts)
+            self._counters["spec_decode_num_draft_tokens"].inc(tokens)
+            self._counters["spec_decode_num_accepted_tokens"].inc(sum(accepted))
+            for position, count in enumerate(accepted):
+                self._accepted.labels(self._model, str(position)).inc(count)
         for seconds in report.queue_seconds:
             self._histograms["request_queue_time_seconds"].observe(seconds)
 
@@ -226,6 +267,26 @@ class Metrics:
             f"{self._prefix}:{name}", text, ["model_name"], registry=self._registry, **options
         )
         return metric.labels(self._model)
+
+
+class _AdaptersInfo(Collector):
+    """A gauge of one series, whose labels are what is true now: names do not pile up."""
+
+    def __init__(self, prefix: str, max_loras: int, report: Callable[[], EngineReport]) -> None:
+        self._name, self._max_loras, self._report = (
+            f"{prefix}:lora_requests_info",
+            max_loras,
+            report,
+        )
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        report = self._report()
+        text = "Adapters that run, and that outputs wait for; the value is the time."
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily(self._name, text, labels=labels)
+        names = (",".join(report.running_adapters), ",".join(report.waiting_adapters))
+        family.add_metric([str(self._max_loras), *names], time.time())
+        yield family
 
 
 class OutputMeter:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from qserve import __version__
+from qserve.beam_search_params import MAX_BEAMS
 from qserve.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -16,6 +17,7 @@ from qserve.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from qserve.server.lora_protocol import LoadAdapterRequest, UnloadAdapterRequest
 from qserve.server.pooling_protocol import (
     MAX_INPUTS,
     EmbeddingRequest,
@@ -37,7 +39,7 @@ from qserve.server.protocol import (
 )
 from qserve.server.responses_job import TEXT_PARTS, ResponsesRequest
 from qserve.server.token_job import DetokenizeRequest, TokenizeRequest
-from qserve.server.tool_fields import CALL_ID, MAX_CALLS, MAX_TOOLS
+from qserve.server.tool_fields import CALL_ID, MAX_CALLS, MAX_TOOLS, NAME
 from qserve.server.tool_use import MODES
 from qserve.server.unsupported import TABLES
 
@@ -111,6 +113,28 @@ def _tool_choice() -> dict:
     return {"anyOf": [{"enum": list(MODES)}, named]}
 
 
+def _response_item() -> dict:
+    """A message, or a call of a tool and what it said."""
+    text, call_id = {"type": "string"}, {"type": "string", "pattern": f"^{CALL_ID.pattern}$"}
+    called = {"call_id": call_id, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
+    called |= {"arguments": text | {"description": "The JSON text of an object."}}
+    output = {"call_id": call_id, "output": _parts(TEXT_PARTS)}
+    items = [_message(TEXT_PARTS)]
+    for kind, fields in (("function_call", called), ("function_call_output", output)):
+        properties = {"type": {"const": kind}} | fields
+        items.append({"type": "object", "properties": properties, "required": [*properties]})
+    return {"anyOf": items}
+
+
+def _response_tool_choice() -> dict:
+    named = {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+        "required": ["type", "name"],
+    }
+    return {"anyOf": [{"enum": list(MODES)}, named]}
+
+
 def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     """What a field holds, beyond what its type says; null is allowed beside, but of REQUIRED."""
     tokens = {"type": "array", "items": _integer(0, vocab_size - 1)}
@@ -123,7 +147,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
             "description": "What the model's chat template reads, such as enable_thinking.",
         },
         "frequency_penalty": _number(-2, 2),
-        "input": {"anyOf": [{"type": "string"}, _array(_message(TEXT_PARTS), 1, MAX_MESSAGES)]},
+        "input": {"anyOf": [{"type": "string"}, _array(_response_item(), 1, MAX_MESSAGES)]},
         "logit_bias": {
             "type": "object",
             "maxProperties": MAX_LOGIT_BIAS,
@@ -152,6 +176,8 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
         "seed": _integer(-(2**63), 2**63 - 1),
         "stop": {"anyOf": [STOP, _array(STOP, 0, MAX_STOP_STRINGS)]},
         "stop_token_ids": tokens | {"maxItems": MAX_STOP_TOKEN_IDS},
+        "best_of": _integer(1, MAX_BEAMS),
+        "length_penalty": _number(-100, 100),
         "temperature": _number(0, 2),
         "tokens": tokens,
         "tool_choice": _tool_choice(),
@@ -184,6 +210,10 @@ FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (ScoreRequest, "text_2"): _TEXTS,
     (CompletionRequest, "logprobs"): _integer(0, MAX_LOGPROBS),
     (CompletionRequest, "max_tokens"): _integer(0),
+    (ResponsesRequest, "tool_choice"): _response_tool_choice(),
+    (ResponsesRequest, "tools"): _array(
+        {"$ref": "#/components/schemas/ResponseTool"}, 0, MAX_TOOLS
+    ),
     (TokenizeRequest, "prompt"): {"type": "string"},
 }
 # of these fields one must be there, and be no null
@@ -264,7 +294,24 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
         False,
         (401, 404, 503),
     ),
-    ("/v1/models", "get"): ("The model, under each of its names.", None, False, (401,)),
+    ("/v1/load_lora_adapter", "post"): (
+        "Load an adapter from a folder in --lora-folder.",
+        LoadAdapterRequest,
+        False,
+        OF_BODIES,
+    ),
+    ("/v1/unload_lora_adapter", "post"): (
+        "Forget an adapter (--lora-folder).",
+        UnloadAdapterRequest,
+        False,
+        OF_BODIES,
+    ),
+    ("/v1/models", "get"): (
+        "The model, under each of its names, and its adapters.",
+        None,
+        False,
+        (401,),
+    ),
     ("/v1/models/{name}", "get"): ("The model of one name.", None, False, (401, 404)),
     ("/health", "get"): ("Whether the engine lives.", None, False, (503,)),
     ("/ready", "get"): ("Whether a request would be taken.", None, False, (503,)),
@@ -274,7 +321,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
     ("/load", "get"): ("How many outputs are under way.", None, False, (401,)),
     ("/metrics", "get"): ("Prometheus metrics.", None, False, (401,)),
 }
-TEXT_ROUTES = ("/metrics",)
+TEXT_ROUTES = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 OPEN_ROUTES = ("/health", "/ready", "/ping")
 EMPTY_ROUTES = (*OPEN_ROUTES, "/reset_prefix_cache")
 

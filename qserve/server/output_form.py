@@ -9,7 +9,7 @@ from qserve.structured.grammar import check_grammar
 from qserve.structured.params import StructuredOutputsParams, as_structured_outputs
 
 PARAM = "response_format"
-TYPES = ("text", "json_object", "json_schema")
+TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def output_form(request: GenerationRequest) -> StructuredOutputsParams | None:
@@ -46,6 +46,12 @@ def _of_response_format(asked: dict[str, Any]) -> StructuredOutputsParams | None
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
+    if kind == "structural_tag":
+        fields = {name: value for name, value in asked.items() if name != "type"}
+        try:
+            return StructuredOutputsParams(structural_tag=fields)
+        except ParameterError as error:
+            raise ApiError(400, f"{PARAM}: {error.problem}.", PARAM) from None
     named = asked.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
         raise ApiError(

@@ -162,7 +162,11 @@ def _job(
     ignored = unsupported.unknown(request.model_extra, UNSUPPORTED)
     if request.user is not None:
         ignored.append("user")
-    handling = Handling(priority=request.priority or 0, cache_salt=request.cache_salt or "")
+    handling = Handling(
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        lora=model.adapter(request.model),
+    )
     return new_job(
         prefix,
         prompts=prompts,

@@ -48,5 +48,5 @@ async def _answer(
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: the numbers of many vectors take a while to write.
     return await service.preparation.run(
-        client, lambda: json_response(reply(job, service.model_name, outputs), headers=headers)
+        client, lambda: json_response(reply(job, service.name_for(job), outputs), headers=headers)
     )

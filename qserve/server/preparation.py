@@ -5,10 +5,11 @@ What is longer goes to the worker process.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from qserve.lora.request import LoRARequest
 from qserve.server.job import Job
 from qserve.server.jobs import JOBS
 from qserve.server.served_model import ServedModel
@@ -23,7 +24,13 @@ Result = TypeVar("Result")
 class Worker(Protocol):
     """The part of WorkerClient that is used here."""
 
-    async def prepare(self, route: str, body: bytes | bytearray, arrived: float) -> Job: ...
+    async def prepare(
+        self,
+        route: str,
+        body: bytes | bytearray,
+        arrived: float,
+        adapters: Mapping[str, LoRARequest],
+    ) -> Job: ...
 
 
 class Preparation:
@@ -40,7 +47,9 @@ class Preparation:
         """The job of a body of one of the routes in JOBS. Raises ApiError and InputError."""
         if self._worker is not None and len(body) > LARGE_BYTES:
             return await _in_turn(
-                self._long, client, lambda: self._worker.prepare(route, body, arrived)
+                self._long,
+                client,
+                lambda: self._worker.prepare(route, body, arrived, model.adapters),
             )
         return await self.run(client, JOBS[route], model, body, arrived)
 

@@ -3,6 +3,7 @@
 Types are strict: "5" is no number. Numeric ranges are SamplingParams' to check.
 """
 
+import json
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -31,6 +32,7 @@ MAX_TEMPLATE_SETTINGS = 64
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # A role goes into the template as it is, so it is one of these.
 ROLES = ("system", "developer", "user", "assistant", "tool")
+WHOLE_FLOAT = re.compile(rb"[0-9](?:\.0|[eE])")
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
 CONTENT_FORMS = "text, or a list of parts of type text"
 PROMPT_FORMS = "text, token ids, or a list of either"
@@ -174,6 +176,10 @@ class GenerationRequest(Body):
     priority: int | None = None
     cache_salt: Annotated[str | None, AfterValidator(_not_empty)] = None
     n: int | None = None
+    use_beam_search: bool | None = None  # beam_fields.py reads it, and the next three
+    best_of: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -288,7 +294,21 @@ def read(body: bytes | bytearray, kind: type[AnyBody]) -> AnyBody:
     try:
         return kind.model_validate_json(body)
     except PydanticError as error:
-        raise _api_error(error) from None
+        if not WHOLE_FLOAT.search(body):
+            raise _api_error(error) from None
+    # 580.0 and 58e1 are integers to JSON, and to a schema that says "integer".
+    try:
+        numbers = json.loads(body, parse_float=_whole)
+        return kind.model_validate_json(json.dumps(numbers))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, PydanticError):
+            raise _api_error(error) from None
+        raise ApiError(400, "The body is no valid JSON.") from None
+
+
+def _whole(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**63 else number
 
 
 def parse(body: bytes | bytearray, kind: type[Request]) -> Request:

@@ -1,7 +1,7 @@
 """The JSON of successful replies, whole and in stream chunks. Pure: objects in, dicts out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from qserve.engine.request import TokenLogprobs
@@ -20,23 +20,35 @@ from qserve.server.text_offsets import TextOffsets
 from qserve.text import TextDelta, Tokenizer
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached: int) -> dict:
+def usage(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached: int,
+    drafts: Collection[tuple[int, int]] = (),
+) -> dict:
+    """`drafts`: of each choice, those that became output, and those that did not."""
+    accepted, rejected = (sum(each) for each in zip((0, 0), *drafts, strict=True))
+    found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    details = {"completion_tokens_details": found} if accepted or rejected else {}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        **details,
     }
 
 
-def model_card(name: str, created: int, max_model_len: int) -> dict:
-    return {
+def model_card(name: str, created: int, max_model_len: int, parent: str | None = None) -> dict:
+    """`parent`: the model that an adapter of this name runs beside."""
+    card = {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "qserve",
         "max_model_len": max_model_len,
     }
+    return card if parent is None else card | {"root": name, "parent": parent}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,10 +57,11 @@ class Counts:
 
     num_tokens: int = 0  # generated
     cached: dict[int, int] = field(default_factory=dict)  # of the prompt, by the choice's index
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)  # accepted, rejected
 
     def add(self, index: int, delta: TextDelta) -> None:
         self.num_tokens += len(delta.token_ids)
-        self.cached[index] = delta.num_cached
+        self.cached[index], self.drafts[index] = delta.num_cached, delta.drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +98,7 @@ class Reply:
         counts = Counts(
             num_tokens=sum(output.num_tokens for output in outputs),
             cached={index: output.num_cached for index, output in enumerate(outputs)},
+            drafts={index: output.drafts for index, output in enumerate(outputs)},
         )
         reply = self._envelope(self.whole_object, choices) | {"usage": self._usage(counts)}
         return reply | self._of_prompt(outputs)
@@ -106,7 +120,8 @@ class Reply:
 
     def _usage(self, counts: Counts) -> dict:
         num_cached = self.job.num_cached(counts.cached)
-        return usage(self.job.num_prompt_tokens, counts.num_tokens, num_cached)
+        drafts = counts.drafts.values()
+        return usage(self.job.num_prompt_tokens, counts.num_tokens, num_cached, drafts)
 
     def _chunk(self, index: int, fields: dict, delta: TextDelta, so_far: Counts) -> dict:
         logprobs = self._logprobs(index, delta)
@@ -160,7 +175,11 @@ class Reply:
 
     def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
         """How a choice ended; `fields`: what its reply or chunk has of it."""
-        return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        ending = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        if part.beam is None:
+            return ending
+        found = {"cumulative_logprob": part.beam.cumulative_logprob, "score": part.beam.score}
+        return ending | found
 
     def _envelope(self, kind: str, choices: list[dict]) -> dict:
         return {

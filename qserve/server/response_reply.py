@@ -5,8 +5,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+from qserve.output_parsing.output_parser import Message, OutputParser
+from qserve.output_parsing.pieces import CONTENT, Piece
 from qserve.server.generation import Deltas, Output
 from qserve.server.job import Job
+from qserve.server.response_items import COMPLETED, IN_PROGRESS, INCOMPLETE, Items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,53 +25,53 @@ class ResponseReply:
     def whole(self, outputs: list[Output]) -> dict:
         """The reply that is not streamed."""
         (output,) = outputs
-        return self._response(output)
+        items, parsing = self._items(), self.job.parsing
+        found = Message(content=output.text)
+        if parsing is not None:
+            pieces = OutputParser(parsing).parse(output.text)
+            found = Message.of(pieces, is_cut=output.finish_reason == "length")
+        items.add_whole(found, _status(output))
+        return self._response(output, items.fields)
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[dict, None]:
         """The stream's events; `type` names each."""
-        output, number = Output(), 0
+        output, number, parsing = Output(), 0, self.job.parsing
+        items = self._items()
+        parser = None if parsing is None else OutputParser(parsing)
 
-        def event(kind: str, **fields: Any) -> dict:
+        def event(kind: str, fields: dict[str, Any]) -> dict:
             nonlocal number
             number += 1
             return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
 
-        place = {"output_index": 0, "content_index": 0, "item_id": self._item_id}
-        opening = (
-            event("created", response=self._response(None)),
-            event("in_progress", response=self._response(None)),
-            event("output_item.added", output_index=0, item=self._item(None)),
-            event("content_part.added", **place, part=_part("")),
-        )
+        has_begun = False
         async for _, delta in deltas:
-            for each in opening:
-                yield each
-            opening = ()
+            if not has_begun:
+                for kind in ("created", "in_progress"):
+                    yield event(kind, {"response": self._response(None, [])})
+            has_begun = True
             output.add(delta)
-            yield event("output_text.delta", **place, delta=delta.text, logprobs=[])
-        yield event("output_text.done", **place, text=output.text, logprobs=[])
-        yield event("content_part.done", **place, part=_part(output.text))
-        yield event("output_item.done", output_index=0, item=self._item(output))
-        yield event(_status(output), response=self._response(output))
+            pieces = [Piece(CONTENT, delta.text)] if parser is None else parser.push(delta.text)
+            if parser is not None and delta.finish_reason is not None:
+                pieces += parser.finish()
+            for piece in pieces:
+                for kind, fields in items.take(piece):
+                    yield event(kind, fields)
+        status = _status(output)
+        for kind, fields in items.end(status):
+            yield event(kind, fields)
+        yield event(status, {"response": self._response(output, items.fields)})
 
-    @property
-    def _item_id(self) -> str:
-        return self.job.request_id.replace("resp-", "msg-", 1)
+    def _items(self) -> Items:
+        return Items(
+            key=self.job.request_id.removeprefix(f"{self.prefix}-"), call_ids=self.job.parsing
+        )
 
-    def _item(self, output: Output | None) -> dict:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "status": _status(output),
-            "role": "assistant",
-            "content": [] if output is None else [_part(output.text)],
-        }
-
-    def _response(self, output: Output | None) -> dict:
+    def _response(self, output: Output | None, items: list[dict]) -> dict:
         """The response object; without an output, as it is before the first token."""
         (params,) = self.job.params
         status = _status(output)
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        reason = {"reason": "max_output_tokens"} if status == INCOMPLETE else None
         return {
             "id": self.job.request_id,
             "object": "response",
@@ -78,7 +81,7 @@ class ResponseReply:
             "error": None,
             "incomplete_details": reason,
             "model": self.model,
-            "output": [] if output is None else [self._item(output)],
+            "output": items,
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
@@ -106,9 +109,5 @@ class ResponseReply:
 
 def _status(output: Output | None) -> str:
     if output is None:
-        return "in_progress"
-    return "incomplete" if output.finish_reason == "length" else "completed"
-
-
-def _part(text: str) -> dict:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return IN_PROGRESS
+    return INCOMPLETE if output.finish_reason == "length" else COMPLETED

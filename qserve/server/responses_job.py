@@ -1,8 +1,9 @@
-"""Jobs of POST /v1/responses: text alone, and nothing is stored. Each becomes a chat's job."""
+"""Jobs of POST /v1/responses: nothing is stored, and each becomes a chat's job."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from qserve.server import unsupported
@@ -20,7 +21,9 @@ from qserve.server.protocol import (
     validate,
 )
 from qserve.server.served_model import ServedModel
+from qserve.server.tool_fields import MAX_TOOLS, Function
 
+TAG_OF_ITEM = re.compile(r"^(input\.\d+)\.(message|function_call|function_call_output|reasoning)\b")
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Of a chat's fields those that OpenAI's Responses have not; they mean the same here.
 PASSED_ON = (
@@ -34,9 +37,12 @@ PASSED_ON = (
 # field: the values that change nothing, besides null
 REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "background": (False,),
+    "best_of": (1,),
     "conversation": (),
+    "early_stopping": (False,),
     "echo": (False,),
     "include": ([],),
+    "length_penalty": (1,),
     "logprobs": (False,),
     "max_tokens": (),
     "max_completion_tokens": (),
@@ -49,14 +55,14 @@ REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "response_format": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
+    "use_beam_search": (False,),
 }
 # of an earlier answer's items, which clients send again
 ITEM_FACTS: dict[str, tuple] = {"id": (), "status": ()}
 HINTS = unsupported.HINTS | {
+    "use_beam_search": "use /v1/chat/completions",
     "conversation": "nothing is stored here: send the conversation as input",
     "max_tokens": "use max_output_tokens",
     "max_completion_tokens": "use max_output_tokens",
@@ -74,12 +80,6 @@ def _text_part(kind: str) -> str:
     return kind
 
 
-def _message(kind: str) -> str:
-    if kind != "message":
-        raise PydanticCustomError("item", "expected an item of type message; tools are not called")
-    return kind
-
-
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
@@ -93,13 +93,60 @@ class InputPart(Body):
     text: str
 
 
-class InputItem(Body):
-    type: Annotated[str, AfterValidator(_message)] = "message"
+Parts = Annotated[
+    list[InputPart], ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
+]
+
+
+class InputMessage(Body):
+    type: Literal["message"] = "message"
     role: Annotated[str, AfterValidator(check_role)]
     name: str | None = None  # a chat checks it
-    content: Annotated[
-        list[InputPart], ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
-    ]
+    content: Parts
+
+
+class CallItem(Body):
+    """A call that an earlier answer made; a chat checks its fields."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutput(Body):
+    """What a called tool said."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer, which is not said again."""
+
+    type: Literal["reasoning"]
+
+
+def _kind_of(item: Any) -> str:
+    """Which of the items; a message may leave its type out."""
+    kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    return kind if isinstance(kind, str) else ""
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="item",
+        custom_error_message=(
+            "expected an item of type message, function_call, function_call_output or reasoning"
+        ),
+    ),
+]
 
 
 class TextFormat(Body):
@@ -119,6 +166,21 @@ class TextFormat(Body):
         return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
 
 
+def _function(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") != "function":
+        raise PydanticCustomError(
+            "tool", "expected a tool of type function; this server has no tools of its own"
+        )
+    return value
+
+
+class ResponseTool(Function):
+    type: Literal["function"]
+
+
+AnyTool = Annotated[ResponseTool, BeforeValidator(_function)]
+
+
 class TextSettings(Body):
     format: TextFormat | None = None
 
@@ -134,25 +196,43 @@ class ResponsesRequest(Body):
     metadata: dict[str, str] | None = None
     text: TextSettings | None = None
     store: bool | None = None
+    tools: Annotated[list[AnyTool] | None, ONE_ERROR, at_most(MAX_TOOLS, "tools")] = None
+    tool_choice: Any = None  # tool_use.py reads it
+    parallel_tool_calls: bool | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
         """The same as a chat. Raises ApiError."""
         extra = self.model_extra or {}
-        messages = [
-            {
-                "role": item.role,
-                "name": item.name,
-                "content": [{"type": "text", "text": part.text} for part in item.content],
-            }
-            for item in self.input
-        ]
+        messages = _messages(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         fields = {name: extra[name] for name in PASSED_ON if name in extra}
         fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.response_format
-        return validate(fields, ChatCompletionRequest)
+        return validate(fields | self._tool_fields(), ChatCompletionRequest)
+
+    def _tool_fields(self) -> dict[str, Any]:
+        """OpenAI writes a tool's name and schema beside its type here."""
+        if not self.tools:
+            is_neutral = self.tool_choice in (None, "none", "auto")
+            return {} if is_neutral else {"tool_choice": self.tool_choice}
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = _named(choice)
+        elif isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+            names = [_named(each) if isinstance(each, dict) else each for each in choice["tools"]]
+            allowed = {"mode": choice.get("mode"), "tools": names}
+            choice = {"type": choice.get("type"), "allowed_tools": allowed}
+        return {
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
 
     @property
     def ignored(self) -> list[str]:
@@ -165,14 +245,50 @@ class ResponsesRequest(Body):
         }
         return [
             *["store"] * bool(self.store),
+            *["parallel_tool_calls"] * (self.parallel_tool_calls is not None and not self.tools),
             *unsupported.unknown(self.model_extra, table),
             *(f"input.{name}" for name in of_items),
         ]
 
 
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
+    """The items as a chat's messages; calls belong to the assistant's message before them."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            continue
+        if isinstance(item, CallItem):
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant":
+                last = {"role": "assistant", "content": None}
+                messages.append(last)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            last["tool_calls"] = [*last.get("tool_calls", ()), call]
+            continue
+        is_output = isinstance(item, CallOutput)
+        parts = item.output if is_output else item.content
+        content = [{"type": "text", "text": part.text} for part in parts]
+        whose = {"role": "tool", "tool_call_id": item.call_id} if is_output else {}
+        named = {} if is_output else {"role": item.role, "name": item.name}
+        messages.append({**whose, **named, "content": content})
+    return messages
+
+
+def _named(choice: dict[str, Any]) -> dict[str, Any]:
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+
+
 def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/responses. Raises ApiError and InputError."""
-    request = read(body, ResponsesRequest)
+    try:
+        request = read(body, ResponsesRequest)
+    except ApiError as error:
+        # Without pydantic's name of the kind of item that was read.
+        message, param = (
+            TAG_OF_ITEM.sub(r"\1", text or "") for text in (error.message, error.param)
+        )
+        raise ApiError(error.status, message, param or None) from None
     unsupported.refuse(request.model_extra, REFUSED, hints=HINTS)
     if not request.input:
         raise ApiError(400, "input: expected at least one message.", "input")
@@ -190,9 +306,23 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -
         "metadata": request.metadata or {},
         "user": chat.user,
     }
+    if request.tools:
+        repeated |= {
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools],
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+        }
     ignored = (*chat.ignored, *request.ignored)
     if request.text is not None and request.text.format is not None:
         repeated["text"] = {
             "format": request.text.format.model_dump(by_alias=True, exclude_none=True)
         }
-    return chat_request_job(model, chat, arrived, "resp", ignored=ignored, repeated=repeated)
+    try:
+        return chat_request_job(
+            model, chat, arrived, "resp", ignored=ignored, is_parsed=True, repeated=repeated
+        )
+    except ApiError as error:
+        # A chat's tool has a function.
+        texts = error.message, error.param or ""
+        message, param = (text.replace(".function", "", 1) for text in texts)
+        raise ApiError(error.status, message, param or None) from None

@@ -16,6 +16,7 @@ from qserve.server.prepared import prepared_job
 from qserve.server.replies import ChatReply, CompletionReply, Counts, Reply
 from qserve.server.response_reply import ResponseReply
 from qserve.server.service import Service, service_of
+from qserve.server.tracing import trace_headers
 
 router = APIRouter()
 
@@ -33,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/responses")
 async def responses(request: Request) -> Response:
     service, client, job, headers = await job_of(request, "responses", ResponseReply.prefix)
-    reply = ResponseReply(job=job, model=service.model_name)
+    reply = ResponseReply(job=job, model=service.name_for(job))
     if job.streams:
         events = _events(service, client, job, reply)
         return EventStream(events, headers, are_named=True)
@@ -55,7 +56,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     service, client, job, headers = await job_of(request, route, kind.prefix)
-    reply = kind(job=job, model=service.model_name, tokenizer=service.tokenizer)
+    reply = kind(job=job, model=service.name_for(job), tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, client, job, reply), headers)
     outputs = await while_connected(request.receive, generation.run(service, client, job))
@@ -76,6 +77,8 @@ async def job_of(
     name = request_id.settle(request.state, job.asked_id)
     timeout = deadline.seconds(request.headers, service.request_timeout)
     job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
+    if service.tracing.is_on:
+        job = replace(job, trace_headers=trace_headers(request.headers))
     headers = ignored_fields.headers(job, priority_counts=service.priority_counts)
     return service, client, job, headers
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from formats.errors import InputError
 from qserve.errors import ParameterError
 from qserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from qserve.server.beam_fields import WITHOUT_EFFECT
 from qserve.server.protocol import ChatCompletionRequest, GenerationRequest
 from qserve.structured.params import StructuredOutputsParams
 
 FILE = "generation_config.json"
 # the fields that the file may set
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 COMPLETION_MAX_TOKENS = 16  # of OpenAI's completions route; a chat gets all the room
 
 
@@ -81,4 +83,8 @@ def sampling_params(
     fields["logprobs"], fields["prompt_logprobs"] = logprobs, prompt_logprobs
     fields["structured_outputs"] = form
     given = {name: value for name, value in fields.items() if value is not None}
+    if request.use_beam_search:
+        # It draws nothing, and what the model's folder says of drawing is not for it.
+        defaults = {"temperature": 0.0}
+        given = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     return SamplingParams(**(defaults | given), max_tokens=min(max_tokens, room))

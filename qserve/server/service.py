@@ -10,13 +10,17 @@ from fastapi import Request
 
 from qserve.engine.request import RequestEvent
 from qserve.handling import Handling
+from qserve.lora.request import LoRARequest
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
+from qserve.server.adapters import ServedAdapters
 from qserve.server.admission import Admission
 from qserve.server.budget import Budget
+from qserve.server.job import Job
 from qserve.server.metrics import Metrics
 from qserve.server.preparation import Preparation
 from qserve.server.served_model import ServedModel
+from qserve.server.tracing import Tracing
 from qserve.text import Tokenizer
 
 
@@ -48,6 +52,10 @@ class Client(Protocol):
 
     async def profile(self, config: ProfilerConfig | None) -> str: ...
 
+    async def load_adapter(self, lora: LoRARequest) -> str: ...
+
+    def unload_adapter(self, name: str) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -65,11 +73,13 @@ class Service:
     admission: Admission
     preparation: Preparation
     metrics: Metrics
+    tracing: Tracing = field(default_factory=Tracing)
     request_timeout: float | None = None  # seconds that an answer may take
     is_stopping: Callable[[], bool] = lambda: False
     priority_counts: bool = True  # under the engine's scheduling policy
     salt_by_key: bool = False  # KV pages are shared within an API key alone
     resets_cache: bool = False  # on request of a client
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop
 
@@ -88,7 +98,13 @@ class Service:
             chat_special_tokens=self.chat_special_tokens,
             auto_tool_parser=self.auto_tool_parser,
             reasoning_parser=self.reasoning_parser,
+            adapters=self.adapters.of_name,
         )
+
+    def name_for(self, job: Job) -> str:
+        """What a reply calls the model: the adapter's name where the job has one."""
+        lora = job.handling.lora
+        return self.model_name if lora is None else lora.lora_name
 
 
 def service_of(request: Request) -> Service:

@@ -56,7 +56,7 @@ async def metrics(request: Request) -> Response:
 @router.api_route("/v1/models", methods=READ)
 async def models(request: Request) -> Response:
     service = service_of(request)
-    cards = [_card(service, name) for name in service.model_names]
+    cards = [_card(service, name) for name in (*service.model_names, *service.adapters.of_name)]
     return json_response({"object": "list", "data": cards})
 
 
@@ -68,4 +68,5 @@ async def model(request: Request, name: str) -> Response:
 
 
 def _card(service: Service, name: str) -> dict:
-    return model_card(name, service.created, service.client.max_model_len)
+    parent = service.model_name if name in service.adapters.of_name else None
+    return model_card(name, service.created, service.client.max_model_len, parent)

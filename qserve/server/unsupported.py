@@ -16,19 +16,16 @@ COMMON: dict[str, tuple] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
+    "no_stop_trim": (False,),  # which routers add to each body
     "prompt_embeds": (),
     "repetition_detection": (),
     "thinking_token_budget": (),
-    "use_beam_search": (False,),
 }
 # names of other servers and of older versions: the field that says the same here
 _INSTEAD = {
-    "beam_width": "n",
-    "best_of": "n",
+    "beam_width": "use_beam_search with n, and best_of for more beams than answers",
     "ebnf": 'structured_outputs: {"grammar": ...}',
     "grammar": 'structured_outputs: {"grammar": ...}',
     "guided_choice": 'structured_outputs: {"choice": ...}',
@@ -50,26 +47,22 @@ _INSTEAD = {
     "return_logprob": "logprobs",
     "sampling_params": "its fields, each by itself",
     "stop_regex": "stop",
-    "structural_tag": "structured_outputs",
+    "structural_tag": 'structured_outputs: {"structural_tag": ...}',
     "top_logprobs_num": "top_logprobs",
 }
 HINTS = {name: f"use {other}" for name, other in _INSTEAD.items()} | {
-    "best_of": "use n and choose among the answers",
     "messages": "use /v1/chat/completions",
     "prompt": "use messages, or /v1/completions",
     "top_logprobs": "use logprobs: N",
-    "use_beam_search": "use n with a temperature",
 }
 COMMON = dict.fromkeys(_INSTEAD, ()) | COMMON
 COMPLETION = COMMON | {
-    "best_of": (1,),
     "messages": (),
     "suffix": ("",),
     "top_logprobs": (),
 }
 CHAT = COMMON | {
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from qserve import frames
 from qserve.child_process import start_child
+from qserve.lora.request import LoRARequest
 from qserve.server.errors import ApiError
 from qserve.server.job import Job
 from qserve.server.worker_messages import (
@@ -31,12 +32,19 @@ class WorkerClient:
         self._setup, self._arguments = setup, arguments
         self._starting = asyncio.create_task(self._start())
 
-    async def prepare(self, route: str, body: bytes | bytearray, arrived: float) -> Job:
+    async def prepare(
+        self,
+        route: str,
+        body: bytes | bytearray,
+        arrived: float,
+        adapters: Mapping[str, LoRARequest],
+    ) -> Job:
         """The job of a body; one at a time. Raises ApiError."""
         try:
             process, reader, writer = await asyncio.shield(self._starting)
             async with asyncio.timeout(PREPARE_SECONDS):
-                writer.write(encode(Prepare(route=route, arrived=arrived)))
+                message = Prepare(route=route, arrived=arrived, adapters=dict(adapters))
+                writer.write(encode(message))
                 await frames.write(writer, body)
                 answer = decode(await frames.read(reader), FromWorker)
         except TimeoutError:

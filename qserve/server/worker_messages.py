@@ -4,6 +4,7 @@ import msgspec
 
 from qserve import frames
 from qserve.frames import MessageError
+from qserve.lora.request import LoRARequest
 from qserve.server.job import Job
 
 
@@ -25,6 +26,7 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     route: str  # one of JOBS
     arrived: float
+    adapters: dict[str, LoRARequest]  # that there are now
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -6,6 +6,7 @@ The server starts it and it ends when the server is gone. Knows no HTTP and no e
 import argparse
 import socket
 import sys
+from dataclasses import replace
 
 from qserve import frames, logs
 from qserve.server.errors import as_api_error
@@ -56,6 +57,7 @@ def _load(setup: Setup) -> ServedModel:
 
 
 def _answer(model: ServedModel, message: Prepare, body: bytes) -> FromWorker:
+    model = replace(model, adapters=message.adapters)
     try:
         return Prepared(job=JOBS[message.route](model, body, message.arrived))
     except Exception as error:

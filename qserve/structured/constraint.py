@@ -4,7 +4,7 @@ A mask is a row of int32 words, a bit for each token: token t is bit t & 31 of w
 allows it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +35,16 @@ class Constraint:
         """Go on by a token of the output."""
         if not self.error and not self._matcher.consume_token(token):
             self._fail(self._matcher.get_error())
+
+    def copy(self) -> "Constraint":
+        """One that goes on by itself: along drafts."""
+        copy = Constraint(self._matcher.deep_copy(), self._vocab_size, self._model_ends)
+        copy.error, copy._slow_seconds = self.error, self._slow_seconds
+        return copy
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after the other."""
+        return 0 if self.error else self._matcher.validate_tokens(list(tokens))
 
     def mask(self, ends: Iterable[int], may_end: bool) -> np.ndarray:
         """The mask of the next token, in words of 64 bits."""

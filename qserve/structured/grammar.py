@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from qserve.errors import ParameterError
+from qserve.structured import structural_tag
 from qserve.structured.backend import library, limits
 from qserve.structured.params import FIELD, StructuredOutputsParams
 
@@ -88,12 +89,24 @@ def _grammar(params: StructuredOutputsParams) -> dict[str, Any]:
         raise refusal(params, str(error)) from None
 
 
+def _structural_tag(params: StructuredOutputsParams) -> dict[str, Any]:
+    def body(tag: structural_tag.Tag) -> str:
+        if tag.kind == "const_string":
+            return quoted(tag.content) if tag.content else ""
+        if tag.kind == "regex":
+            return f"/{library().regex_to_lark(tag.content, '')}/"
+        return f"%json {json.dumps(_schema(params, tag.content)['json_schema'])}"
+
+    return {"lark_grammar": structural_tag.read(params.structural_tag).lark(body)}
+
+
 _BODIES = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
+    "structural_tag": _structural_tag,
 }
 
 

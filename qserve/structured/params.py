@@ -7,7 +7,7 @@ from typing import Any
 
 from qserve.errors import ParameterError
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
 MAX_GRAMMAR_CHARS = 64 * 1024  # of a grammar, a regex, all choices
 MAX_CHOICES = 4096
@@ -28,6 +28,7 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] = ()  # one of these texts
     grammar: str | None = None  # Lark, or GBNF (llama.cpp's)
     json_object: bool = False  # any JSON object
+    structural_tag: str | None = None  # free text with tags of a form: JSON text, or a dict
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False  # where the schema does not say
     whitespace_pattern: str | None = None
@@ -36,6 +37,8 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping | bool):
             object.__setattr__(self, "json", _dump(self.json))
+        if isinstance(self.structural_tag, Mapping):
+            object.__setattr__(self, "structural_tag", _dump(self.structural_tag))
         object.__setattr__(self, "choice", tuple(self.choice or ()))
         given = [name for name in KINDS if getattr(self, name) not in (None, (), False)]
         if len(given) != 1:
@@ -76,6 +79,9 @@ class StructuredOutputsParams:
             raise ParameterError(
                 f"{FIELD}.json", f"expected a JSON schema, found {type(schema).__name__}"
             )
+
+    def _check_structural_tag(self) -> None:
+        self._limit("structural_tag", self.structural_tag, MAX_SCHEMA_CHARS)
 
     def _check_choice(self) -> None:
         if len(self.choice) > MAX_CHOICES:

@@ -9,8 +9,9 @@ import pytest
 
 from formats.errors import InputError
 from qserve.cli import main
-from qserve.config import BatchConfig, EngineConfig
+from qserve.config import EngineConfig
 from qserve.run_batch import read_requests, run_batch
+from qserve.tool_config import BatchConfig
 
 TEXT = "Hello there, general reader."
 

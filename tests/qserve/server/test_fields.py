@@ -187,3 +187,27 @@ def test_priority_is_named_where_the_policy_does_not_look_at_it(server):
     object.__setattr__(server.app.state.service, "priority_counts", False)
     assert server.complete(priority=3).headers["x-ignored-fields"] == "priority"
     assert "x-ignored-fields" not in server.complete(priority=0).headers
+
+
+@pytest.mark.parametrize("number", ["6.0", "6.00", "60e-1", "0.6E1"])
+def test_integers_may_be_written_as_floats(server, number):
+    body = f'{{"prompt": [[5.0, 6]], "max_tokens": {number}, "logit_bias": {{"7": 1.0}}}}'
+    reply = server.request("POST", "/v1/completions", content=body)
+    assert reply.status_code == 200, reply.text
+    _, prompt, params = server.client.requests[0]
+    assert (prompt, params.max_tokens, params.logit_bias) == ([5, 6], 6, ((7, 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"prompt": "1.0", "max_tokens": 6.5}', "max_tokens"),
+        ('{"prompt": "1.0", "max_tokens": "6.0"}', "max_tokens"),
+        ('{"prompt": "1.0", "n": 1e300}', "n"),
+        ('{"prompt": "1.0", "n": 1e999}', "n"),
+        ('{"prompt": "1.0", "stream": 1.0}', "stream"),
+        ('{"prompt": "1.0",', None),
+    ],
+)
+def test_other_numbers_are_no_integers(server, error, body, param):
+    assert error(server.request("POST", "/v1/completions", content=body), 400)["param"] == param

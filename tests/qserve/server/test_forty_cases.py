@@ -315,6 +315,24 @@ def test_27_forms_that_cannot_be(api):
         assert error["param"] == name and "structured_outputs" in error["message"]
     refused(api.chat(response_format={"type": "json_schema"}))
     assert api.chat(response_format={"type": "text"}).status_code == 200
+    wrong = [{"json": {"type": "x"}}, {"json": {"$ref": "#/nowhere"}}, {"json": {"$ref": "#"}}]
+    for form in (*wrong, {"regex": "[a"}, {"regex": "a" * 100_000}, {"regex": "(" * 1000}):
+        assert "structured_outputs" in refused(api.chat(structured_outputs=form))["message"]
+    assert api.complete().status_code == 200
+
+
+def test_27_forms(api):
+    schema = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}
+    schema["additionalProperties"] = False
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    text = api.chat(response_format=named, max_tokens=60).json()["choices"][0]["message"]["content"]
+    assert json.loads(text)["kind"] in ("a", "b")
+    reply = api.chat(response_format={"type": "json_object"}, max_tokens=100)
+    (choice,) = reply.json()["choices"]
+    text = choice["message"]["content"]
+    assert text.startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(text), dict)
 
 
 def test_28_parts_of_messages(api):
@@ -417,6 +435,8 @@ def test_35_key_guards_all_but_probes(api, header):
                     assert reply.status_code == 200
                 else:
                     assert refused(reply, 401)["type"] == "authentication_error"
+        asked = {"Access-Control-Request-Method": "POST", "Origin": ORIGIN}
+        assert client.options("/v1/completions", headers=asked).status_code == 200
 
 
 def test_36_other_origins(api):

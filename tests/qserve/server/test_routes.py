@@ -6,7 +6,14 @@ import re
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server import page_routes, pooling_routes, routes, status_routes, token_routes
+from qserve.server import (
+    lora_routes,
+    page_routes,
+    pooling_routes,
+    routes,
+    status_routes,
+    token_routes,
+)
 from qserve.server.openapi import ROUTES, document
 
 TEXT = "Hello there, general reader."
@@ -228,7 +235,10 @@ def test_fields_of_a_response_that_change_nothing_are_named(server):
 def test_description_names_every_route_and_nothing_else(server):
     known = {
         (route.path.replace(":path", ""), method.lower())
-        for topic in (routes, status_routes, token_routes, pooling_routes, page_routes)
+        for topic in (
+            *(routes, status_routes, token_routes, pooling_routes, page_routes),
+            lora_routes,
+        )
         for route in topic.router.routes
         for method in route.methods - {"HEAD"}
     }
@@ -245,7 +255,7 @@ def test_description_is_whole():
     fields = document(256, 8192)["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert fields["guided_json"] == {"enum": [None]}
-    assert fields["use_beam_search"] == {"enum": [False, None]}
+    assert fields["suffix"] == {"enum": ["", None]}
     assert fields["max_tokens"]["anyOf"][0]["maximum"] == 256
 
 

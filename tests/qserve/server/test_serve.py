@@ -25,7 +25,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.server import app
 if sys.argv[6] == "0":  # it takes seconds to load
-    app._start_worker = lambda *arguments: None
+    app.start_worker = lambda *arguments: None
 settings = dict(each.split("=") for each in sys.argv[7:])
 settings = {name: (float if "timeout" in name else int)(value) for name, value in settings.items()}
 config = ServerConfig(
@@ -131,6 +131,7 @@ def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp
     assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.exhaustive
 def test_interrupt_from_the_terminal_reaches_the_server_alone(start, tmp_path):
     """Ctrl-C goes to every process of the group; the engine must outlive the running requests."""
     process = start()
@@ -149,6 +150,7 @@ def test_interrupt_from_the_terminal_reaches_the_server_alone(start, tmp_path):
     assert process.wait(GUARD) == 0
 
 
+@pytest.mark.exhaustive
 def test_second_signal_drops_what_runs(start, tmp_path):
     process = start(grace=1000)  # which the test would not wait for
     url = url_of(process)
@@ -163,6 +165,7 @@ def test_second_signal_drops_what_runs(start, tmp_path):
     assert not is_running(engine_pid(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
     process = start(grace=0.5)
     url = url_of(process)
@@ -186,6 +189,7 @@ def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
     assert not is_running(engine_pid(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_half_a_body_at_the_end_is_hung_up_on(start, tmp_path):
     process = start(grace=0.3)
     address = httpx.URL(url_of(process))
@@ -275,6 +279,7 @@ def test_engine_out_of_memory_under_a_real_limit_ends_and_comes_back(start, tmp_
     assert "The engine died" in process.stderr.read()
 
 
+@pytest.mark.exhaustive
 def test_signal_while_the_engine_is_started_again_stops_everything(start, tmp_path):
     process = start(restart_engine=1)
     url = url_of(process)
@@ -377,6 +382,7 @@ def test_signal_while_loading_stops_everything(start, tmp_path):
     assert not is_running(pid)
 
 
+@pytest.mark.exhaustive
 def test_ipv6_address_is_printed_in_brackets(start):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

@@ -76,3 +76,13 @@ def test_responses_write_it_in_text(server):
 def test_what_cannot_be_is_a_400(server, error, fields, param):
     assert error(server.chat(**fields), 400)["param"] == param
     assert not server.client.requests
+
+
+def test_structural_tags(server, error):
+    tag = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+    want = StructuredOutputsParams(structural_tag=tag)
+    assert server.chat(response_format={"type": "structural_tag", **tag}).status_code == 200
+    assert server.chat(structured_outputs={"structural_tag": tag}).status_code == 200
+    assert [each[2].structured_outputs for each in server.client.requests] == [want, want]
+    wrong = {"type": "structural_tag", **tag, "triggers": ["<g"]}
+    assert error(server.chat(response_format=wrong), 400)["param"] == "response_format"

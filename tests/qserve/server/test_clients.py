@@ -1,0 +1,28 @@
+"""The clients of examples/clients against a real server; each skipped without its library."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "examples" / "clients"
+SCRIPTS = {
+    "langchain_tools": "langchain_openai",
+    "pydantic_ai_agent": "pydantic_ai",
+    "instructor_object": "instructor",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_runs(start_server, docs_5m, name):
+    pytest.importorskip(SCRIPTS[name])
+    server = start_server(docs_5m, "--served-model-name", "docs", "--max-model-len", "1024")
+    command = [sys.executable, FOLDER / f"{name}.py", f"{server.url}/v1", "--model", "docs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_example_is_tested():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS}

@@ -1,0 +1,145 @@
+"""Tools on /v1/responses: the items of an answer, its events, and conversations with calls."""
+
+import json
+
+import openai
+import pytest
+
+from qserve.config import ServerConfig
+from tests.qserve.server.test_tools import CALL, WEATHER
+
+TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "description": "Look."}
+ASKED = [{"role": "user", "content": "Oslo?"}]
+
+
+@pytest.fixture
+def hermes(make_server):
+    config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    config["served_model_name"] = ["tiny"]
+    return make_server(ServerConfig(**config))
+
+
+def ask(server, **fields):
+    return server.post("/v1/responses", {"input": ASKED, "tools": [TOOL], **fields})
+
+
+def test_an_answer_and_two_calls(hermes):
+    hermes.client.text = f"Let me look.\n{CALL}\n{CALL}"
+    reply = ask(hermes).json()
+    text, *calls = reply["output"]
+    assert (text["type"], text["content"][0]["text"].strip()) == ("message", "Let me look.")
+    for call in calls:
+        assert (call["type"], call["name"], call["status"]) == (
+            *("function_call", "get_weather", "completed"),
+        )
+        assert json.loads(call["arguments"]) == {"city": "Oslo"}
+    assert len(calls) == 2 and len({each["id"] for each in reply["output"]}) == 3
+    assert calls[0]["call_id"] != calls[1]["call_id"]
+    assert reply["tools"][0]["name"] == "get_weather" and reply["tool_choice"] == "auto"
+
+
+def test_a_client_goes_on_after_a_call(hermes, run_live):
+    """openai's client: a stream whose calls it puts together, then their outputs."""
+    hermes.client.text = f"Let me look.\n{CALL}"
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{run_live(hermes)}/v1", api_key="-")
+    with client.responses.stream(model="tiny", input=ASKED, tools=[TOOL]) as stream:
+        kinds = [event.type.removeprefix("response.") for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "created" and kinds[-1] == "completed"
+    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 2
+    assert kinds.index("output_text.done") < kinds.index("function_call_arguments.delta")
+    call = final.output[1]
+    assert json.loads(call.arguments) == {"city": "Oslo"}
+    said = [*ASKED, *(item.model_dump() for item in final.output)]
+    said.append({"type": "function_call_output", "call_id": call.call_id, "output": "5 degrees"})
+    hermes.client.text = "It is cold."
+    reply = client.responses.create(model="tiny", input=said, tools=[TOOL])
+    assert reply.output_text == "It is cold."
+    prompt = hermes.client.requests[-1][1]
+    called = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+    calls = [{"id": call.call_id, "type": "function", "function": called}]
+    text = final.output[0].content[0].text
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": text, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "5 degrees"},
+    ]
+    function = {key: TOOL[key] for key in ("name", "description", "parameters")}
+    tools = [{"type": "function", "function": function}]
+    assert prompt == hermes.tokenizer.encode_chat(messages, tools=tools)
+
+
+def test_events_add_up_to_the_whole(hermes):
+    hermes.client.text = f"Let me look.\n{CALL} Done."
+    blocks = ask(hermes, stream=True).text.rstrip("\n").split("\n\n")
+    events = [json.loads(block.partition("data: ")[2]) for block in blocks]
+    whole = ask(hermes).json()
+    items = {}
+    for event in events:
+        if "delta" in event:
+            index = event["output_index"]
+            items[index] = items.get(index, "") + event["delta"]
+    streamed = events[-1]["response"]["output"]
+    texts = [each.get("arguments") or each["content"][0]["text"] for each in streamed]
+    assert texts == [items[index] for index in range(len(items))]
+    assert [each["type"] for each in streamed] == ["message", "function_call", "message"]
+    calls = [
+        [each for each in of if each["type"] != "message"] for of in (streamed, whole["output"])
+    ]
+    assert calls[0][0]["arguments"] == calls[1][0]["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("required", '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]'),
+        ({"type": "function", "name": "get_weather"}, '{"city": "Oslo"}'),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{**TOOL}]},
+            '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]',
+        ),
+    ],
+)
+def test_calls_that_have_to_be(server, choice, text):
+    server.client.text = text
+    reply = ask(server, tool_choice=choice).json()
+    (call,) = reply["output"]
+    assert (call["name"], json.loads(call["arguments"])) == ("get_weather", {"city": "Oslo"})
+    assert server.client.requests[0][2].structured_outputs is not None
+    assert reply["tool_choice"] == choice
+
+
+def test_reasoning_is_an_item(make_server):
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
+    server.client.text = "<think>Hm.</think>Yes."
+    reasoning, text = server.post("/v1/responses", {"input": "Hi"}).json()["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert reasoning["type"] == "reasoning" and text["content"][0]["text"] == "Yes."
+    stream = server.post("/v1/responses", {"input": "Hi", "stream": True}).text
+    assert stream.count("event: response.reasoning_text.done") == 1
+    # What comes back of it is not said again.
+    again = {"input": [*ASKED, reasoning, text, *ASKED]}
+    assert server.post("/v1/responses", again).status_code == 200
+    messages = [*ASKED, {"role": "assistant", "content": "Yes."}, *ASKED]
+    assert server.client.requests[-1][1] == server.tokenizer.encode_chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
+        ({"input": [{"type": "web_search_call"}]}, "input.0"),
+    ],
+)
+def test_what_is_refused(hermes, error, fields, param):
+    assert error(ask(hermes, **fields), 400)["param"] == param
+
+
+def test_auto_needs_a_parser(server, error):
+    assert "--tool-call-parser" in error(ask(server), 400)["message"]
