@@ -17,6 +17,7 @@ from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.handling import Handling
+from qserve.lora.request import LoRARequest
 from qserve.outputs import (
     EngineDeadError,
     OutputBuilder,
@@ -77,6 +78,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields all of its output whenever there is more of it.
 
@@ -91,7 +93,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
-        handling = handling_of(prompt, priority)
+        handling = handling_of(prompt, priority, lora_request)
         builder = OutputBuilder(name, text, ids, params, tokenizer)
         if name in self._inboxes:
             raise InputError(f"request {name}", "is running already", "give each its own id")

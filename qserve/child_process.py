@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +34,20 @@ async def start_child(
         writer.close()
         raise
     return process, reader, writer
+
+
+def start_child_blocking(module: str, *arguments: str) -> tuple[subprocess.Popen, socket.socket]:
+    """`start_child` for who has no event loop."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, f"--fd={theirs.fileno()}", *arguments],
+            pass_fds=(theirs.fileno(),),
+            env=_environment(),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )
+    return process, ours
 
 
 def _environment() -> dict[str, str]:

@@ -17,15 +17,16 @@ from formats.errors import InputError
 from qserve import config_file
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command import Command
-from qserve.config import (
+from qserve.config import EngineConfig, ServerConfig
+from qserve.deploy.settings import DeploySettings
+from qserve.lora.command import MERGE
+from qserve.tool_config import (
     BatchConfig,
     ConvertConfig,
-    EngineConfig,
     EvalConfig,
     GenerateConfig,
     InspectConfig,
     QuantizeConfig,
-    ServerConfig,
     TalkConfig,
 )
 
@@ -33,41 +34,61 @@ SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
+    from calibrate.heads.quantize import quantize_head
     from calibrate.pipeline import quantize_checkpoint
     from calibrate.recipe import default_recipe
+    from formats.heads.folder import is_head_folder
     from formats.plan import parse_override
     from formats.scheme import Scheme
     from formats.table import parse_size
 
     config = _with_recipe_file(config)
     scheme = Scheme.parse(config.scheme, config.group_size)
-    report = quantize_checkpoint(
-        model,
-        config.output,
-        scheme=scheme,
-        recipe=config.recipe or default_recipe(scheme),
-        output_format=config.format,
-        ignore=config.ignore,
-        overrides=[parse_override(text) for text in config.override],
-        bits=config.bits,
-        pad=config.pad,
-        max_shard_bytes=parse_size(config.max_shard_size),
-        kv_cache=config.kv_cache_scheme,
-        calibration=config.calibration,
-        samples=config.samples,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        eval_text=config.eval_text,
-        spill=config.spill,
-        device=_device(config.device),
-        quantizer=f"qserve-kit:{qserve.__version__}",
-        settings=_recipe_settings(config),
-    )
+    settings = {
+        "scheme": scheme,
+        "recipe": config.recipe,
+        "output_format": config.format,
+        "ignore": config.ignore,
+        "overrides": [parse_override(text) for text in config.override],
+        "calibration": config.calibration,
+        "samples": config.samples,
+        "sequence_length": config.sequence_length,
+        "seed": config.seed,
+        "device": _device(config.device),
+        "quantizer": f"qserve-kit:{qserve.__version__}",
+    }
+    if is_head_folder(model):
+        for name in NOT_OF_A_HEAD:
+            if getattr(config, name):
+                flag = "--" + name.replace("_", "-")
+                raise InputError(flag, f"{model} is a draft head", "leave it out")
+        report = quantize_head(model, config.output, target=config.target, **settings)
+    elif config.target is not None:
+        raise InputError("--target", f"{model} is no draft head", "leave it out")
+    else:
+        settings["recipe"] = config.recipe or default_recipe(scheme)
+        report = quantize_checkpoint(
+            model,
+            config.output,
+            bits=config.bits,
+            pad=config.pad,
+            act_order=config.act_order,
+            max_shard_bytes=parse_size(config.max_shard_size),
+            kv_cache=config.kv_cache_scheme,
+            adapter=config.adapter,
+            kv_per_head=config.kv_per_head,
+            eval_text=config.eval_text,
+            spill=config.spill,
+            settings=_recipe_settings(config),
+            **settings,
+        )
     print(report.to_text())
     print(f"Wrote and verified {config.output}")
     return 0
 
 
+# settings of `quantize` for models alone
+NOT_OF_A_HEAD = ("act_order", "bits", "pad", "kv_cache_scheme", "kv_per_head", "eval_text", "spill")
 NOT_IN_A_RECIPE = ("output", "config", "device")  # of the machine, not of the result
 
 
@@ -119,7 +140,17 @@ def _is_of(value: object, hint: object) -> bool:
     return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
 
 
-def serve(model: str, engine: EngineConfig, server: ServerConfig) -> int:
+def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: DeploySettings) -> int:
+    if replicas.backend == "ray":
+        try:
+            import ray  # noqa: F401
+        except ImportError:
+            raise InputError(
+                "--backend ray", "needs Ray Serve", "pip install 'qserve-kit[ray]'"
+            ) from None
+        from qserve.deploy.ray_app import serve_on_ray
+
+        return serve_on_ray(engine, server, replicas)
     from qserve.server.app import serve as serve_http
 
     return serve_http(engine, server)
@@ -180,9 +211,14 @@ def convert(model: str, config: ConvertConfig) -> int:
 
 
 def inspect(model: str, config: InspectConfig) -> int:
+    from formats.heads.folder import is_head_folder
+    from formats.heads.inspect import inspect_head
     from formats.inspect import inspect_checkpoint
 
-    inspection = inspect_checkpoint(model)
+    is_head = is_head_folder(model)
+    if is_head and config.deep is not None:
+        raise InputError("--deep", f"{model} is a draft head, which says nothing alone", "leave it")
+    inspection = inspect_head(model) if is_head else inspect_checkpoint(model)
     comparison = None
     if config.deep is not None and inspection.ok:
         from qserve.compare import compare_models
@@ -236,7 +272,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "serve": Command(
         help="serve a model behind an OpenAI-compatible endpoint",
-        settings=(EngineConfig, ServerConfig),
+        settings=(EngineConfig, ServerConfig, DeploySettings),
         run=serve,
     ),
     "chat": Command(
@@ -266,6 +302,7 @@ COMMANDS: dict[str, Command] = {
         settings=(ConvertConfig,),
         run=convert,
     ),
+    "merge": MERGE,
     "inspect": Command(
         help="show what a checkpoint holds and what is wrong with it: reads all but integer codes",
         settings=(InspectConfig,),

@@ -4,73 +4,29 @@ A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the
 Names follow vLLM where the meaning is the same.
 """
 
-import math
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 from formats.errors import InputError
-from formats.names import FORMATS, KV_CACHES, RECIPES
+from formats.names import KV_CACHES
+from qserve.kv_transfer.config import KvTransferConfig
 from qserve.logs import FORMATS as LOG_FORMATS
 from qserve.logs import LEVELS
+from qserve.lora.request import MAX_RANK, parse_modules
 from qserve.output_parsing.output_parser import TOOL_PARSERS
 from qserve.output_parsing.reasoning import REASONING_PARSERS
 from qserve.profile.profiler_config import ProfilerConfig
+from qserve.setting import check_key, check_settings, setting
+from qserve.speculation.config import SpeculativeConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+EXECUTORS = ("mp", "ray")
+ALL_REDUCES = ("auto", "nccl")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
 KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
 
 PREFIXES = ("qserve", "vllm")
-
-REQUIRED = MISSING  # as a default: the flag must be given
-
-
-def setting(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    *,
-    positional: bool = False,
-    many: bool = False,
-    low: float | None = None,
-    high: float | None = None,
-) -> Any:
-    """A dataclass field that is also a command-line flag, or an argument without one.
-
-    A list is a flag that may be repeated, and with `many` takes several values at once. `low` and
-    `high` are the ends of a number's range.
-    """
-    metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
-    metadata |= {"low": low, "high": high}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def check_settings(config: object) -> None:
-    """Raise InputError for a setting that is none of its choices, or outside of its range."""
-    for each in fields(config):
-        value, allowed = getattr(config, each.name), each.metadata
-        flag = f"--{each.name.replace('_', '-')}"
-        if value is None or not allowed:
-            continue
-        if allowed["choices"] is not None and value not in allowed["choices"]:
-            raise InputError(
-                flag, f"expected one of {', '.join(allowed['choices'])}, found {value!r}"
-            )
-        low, high = allowed["low"], allowed["high"]
-        if low is not None and not low <= value <= (math.inf if high is None else high):
-            expected = f"{low} or more" if high is None else f"{low} to {high}"
-            raise InputError(flag, f"expected {expected}, found {value}")
-
-
-def check_key(source: str, key: str) -> None:
-    """Raise InputError for an API key that no client can send; the error does not show it."""
-    # HTTP drops white space at the ends of a header.
-    if not key or key != key.strip():
-        raise InputError(source, "expected a key without white space at its ends")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +40,23 @@ class EngineConfig:
     device: str = setting("auto", "where to run; auto: the GPU if there is one", DEVICES)
     max_model_len: int | None = setting(
         None, "longest prompt plus output, in tokens; default: the model's own limit"
+    )
+    tensor_parallel_size: int = setting(
+        1, "GPUs that each layer is shared out over; on a CPU, processes", low=1, high=64
+    )
+    pipeline_parallel_size: int = setting(
+        1, "stages that the layers are shared out over, each on GPUs of its own", low=1, high=64
+    )
+    distributed_executor_backend: str = setting(
+        "mp",
+        "who starts the ranks of such a model; mp: processes of this machine, ray: actors of a"
+        " cluster",
+        EXECUTORS,
+    )
+    all_reduce: str = setting(
+        "auto",
+        "how GPUs add up their parts; auto: through each other's memory where they reach it",
+        ALL_REDUCES,
     )
     max_num_seqs: int = setting(256, "most requests in one step", low=1)
     max_num_batched_tokens: int = setting(
@@ -128,6 +101,12 @@ class EngineConfig:
         low=0,
         high=2**20,
     )
+    kv_transfer_config: str | None = setting(
+        None,
+        'exchange KV pages with other engines: {"kv_connector": "folder",'
+        ' "kv_connector_extra_config": {"path": DIR, "max_gb": 16}}, with "kv_role" kv_both,'
+        " kv_producer or kv_consumer; or module:Class with your own connector",
+    )
     scheduling_policy: str = setting(
         "fcfs",
         "who is computed next: fcfs, priority (a request's field, lower first), prefill-first,"
@@ -164,6 +143,32 @@ class EngineConfig:
         "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
         " attention; NAME as qkernels/README.md lists them; may be repeated",
     )
+    enable_lora: bool = setting(False, "serve LoRA adapters beside the model")
+    lora_modules: list[str] = setting(
+        [],
+        'adapters that PEFT saved, NAME=FOLDER or {"name": NAME, "path": FOLDER}; requests choose'
+        " one by giving its name as the model's",
+        many=True,
+    )
+    max_loras: int = setting(4, "most adapters on the device, and so in one step", low=1)
+    max_lora_rank: int = setting(16, "largest rank of an adapter", low=1, high=MAX_RANK)
+    max_cpu_loras: int | None = setting(
+        None,
+        "most adapters in the host's memory, others are read again; default: 4 times --max-loras",
+        low=1,
+    )
+    speculative_config: str | None = setting(
+        None,
+        'draft tokens and verify several in a step: {"method": "ngram",'
+        ' "num_speculative_tokens": 4}, or suffix, or with "model": FOLDER draft_model, eagle,'
+        " eagle3, medusa; keys as vLLM's",
+    )
+    spec_acceptance: str = setting(
+        "exact",
+        "which drafts become output; exact: those that make the same text as without them;"
+        " rejection: more where tokens are drawn, of the same distribution",
+        ("exact", "rejection"),
+    )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
     )
@@ -173,7 +178,60 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        _ = self.speculation  # raises where it cannot be read
         _ = self.kernels  # raises where a choice cannot be read
+        if self.kv_transfer is not None and not self.enable_prefix_caching:
+            raise InputError(
+                "--kv-transfer-config", "expected with the prefix cache, whose pages it exchanges"
+            )
+        if self.speculation is not None and self.pipeline_parallel_size > 1:
+            raise InputError(
+                "--speculative-config",
+                "drafts are checked by all layers at once, and --pipeline-parallel-size shares them"
+                " out",
+                "use --tensor-parallel-size",
+            )
+        if self.kv_transfer is not None and self.num_ranks > 1:
+            raise InputError(
+                "--kv-transfer-config",
+                "exchanges the pages of one rank, and this model has several",
+                "leave out --tensor-parallel-size and --pipeline-parallel-size",
+            )
+        if parse_modules(self.lora_modules) and not self.enable_lora:
+            raise InputError("--lora-modules", "expected with --enable-lora", "give it, too")
+        if self.num_cpu_loras < self.max_loras:
+            raise InputError(
+                "--max-cpu-loras",
+                f"expected at least --max-loras ({self.max_loras}), found {self.max_cpu_loras}",
+            )
+        if self.enable_lora and self.num_ranks > 1:
+            raise InputError(
+                "--enable-lora",
+                "adapters are not split over ranks, and this model has several",
+                "leave out --tensor-parallel-size and --pipeline-parallel-size",
+            )
+
+    @property
+    def num_cpu_loras(self) -> int:
+        return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
+    def kv_transfer(self) -> KvTransferConfig | None:
+        """Raises InputError."""
+        return self.kv_transfer_config and KvTransferConfig.parse(self.kv_transfer_config)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What --speculative-config says. Raises InputError."""
+        if self.speculative_config is None:
+            return None
+        found = SpeculativeConfig.parse(self.speculative_config)
+        return found if self.spec_acceptance == "exact" else found.with_rejection()
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, each with a GPU, that compute one model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -238,6 +296,9 @@ class ServerConfig:
     )
     log_level: str = setting("info", "least level of log lines", LEVELS)
     log_format: str = setting("text", "form of log lines", LOG_FORMATS)
+    otlp_traces_endpoint: str | None = setting(
+        None, "where spans of requests go, by OTLP over HTTP, such as http://host:4318/v1/traces"
+    )
     metrics_prefix: str = setting(
         "qserve", "prefix of the metrics' names; vllm: dashboards made for vLLM work", PREFIXES
     )
@@ -270,6 +331,11 @@ class ServerConfig:
     )
     enable_cache_reset: bool = setting(
         False, "let clients empty the prefix cache: POST /reset_prefix_cache"
+    )
+    lora_folder: str | None = setting(
+        None,
+        "let clients load adapters from the folders in this one: POST /v1/load_lora_adapter,"
+        " /v1/unload_lora_adapter; needs an API key",
     )
     profiler_config: str | None = setting(
         None,
@@ -324,136 +390,3 @@ class ServerConfig:
     def model_names(self, folder: str) -> tuple[str, ...]:
         """What clients call the model of a folder."""
         return tuple(self.served_model_name) or (folder,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeConfig:
-    """What `qserve quantize` is told beside the model."""
-
-    output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
-    scheme: str = setting(
-        "w4a16-sym", "numerics of the linear layers, such as w4a16-sym, w8a8, w8a8-fp8"
-    )
-    format: str | None = setting(
-        None, "layout on disk; default: the one that most servers load the scheme from", FORMATS
-    )
-    recipe: str | None = setting(
-        None,
-        "how codes are chosen; rtn: round to nearest, without data (default: gptq at 4 bits,"
-        " smoothquant+gptq at w8a8, else rtn)",
-        RECIPES,
-    )
-    calibration: str | None = setting(
-        None,
-        "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
-        " or folder (default: a small set that the package brings)",
-    )
-    samples: int = setting(128, "calibration windows")
-    sequence_length: int = setting(2048, "tokens of a calibration window")
-    kv_cache_scheme: str | None = setting(
-        None,
-        "also write the scales of an 8-bit KV cache (compressed-tensors only)",
-        tuple(KV_CACHES),
-    )
-    seed: int = setting(0, "seed of the order of the texts, and of rotations")
-    eval_text: str | None = setting(
-        None, "file to measure perplexity on, before and after, in windows of 1024 tokens"
-    )
-    spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
-    group_size: int | None = setting(
-        None, "inputs that share a scale; -1: one scale for each output (default: 128)"
-    )
-    device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
-    bits: float | None = setting(
-        None,
-        "mean bits per weight, scales included: each linear gets 2 to 8 by what the data says that"
-        " it needs (compressed-tensors)",
-    )
-    config: str | None = setting(
-        None, "recipe file (YAML) with these settings; flags that are given go before it"
-    )
-    ignore: list[str] = setting(
-        [],
-        "leave linears in float whose name has this part, fits this glob or re:EXPRESSION;"
-        " may be given again",
-    )
-    override: list[str] = setting(
-        [], "PATTERN=SCHEME: another scheme for some linears; may be given again"
-    )
-    pad: bool = setting(
-        False, "widen the feed-forward with zeros where its size does not fit the groups"
-    )
-    max_shard_size: str = setting("2GB", "most bytes of one weight file, such as 500MB")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertConfig:
-    """What `qserve convert` is told beside the folder to read."""
-
-    output: str = setting(REQUIRED, "folder to write; must not exist or be empty", positional=True)
-    format: str = setting(REQUIRED, "layout on disk", FORMATS)
-    max_shard_size: str = setting("1GB", "most bytes of one weight file, such as 500MB")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig:
-    """What `qserve generate` is told beside the engine's settings."""
-
-    prompt: str = setting(REQUIRED, "text to continue, or the user's message with --chat")
-    chat: bool = setting(False, "apply the model's chat template")
-    max_tokens: int = setting(128, "most tokens to generate")
-    temperature: float = setting(0.0, "0: always the likeliest token")
-    top_p: float = setting(1.0, "keep the likeliest tokens up to this probability")
-    top_k: int = setting(0, "keep this many of the likeliest tokens; 0: all")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TalkConfig:
-    """What `qserve chat` and `qserve complete` are told."""
-
-    url: str = setting("http://127.0.0.1:8000/v1", "the server, up to its /v1")
-    model_name: str | None = setting(None, "the model; default: the first that the server has")
-    api_key: str | None = setting(
-        None, "the server's key; default: the environment's QSERVE_API_KEY or OPENAI_API_KEY"
-    )
-    quick: str | None = setting(None, "answer this one text and end")
-    system_prompt: str | None = setting(None, "what the system says before a chat")
-    max_tokens: int | None = setting(None, "most tokens of an answer", low=1)
-    temperature: float | None = setting(None, "default: the server's", low=0, high=2)
-    top_p: float | None = setting(None, "default: the server's", low=0, high=1)
-    seed: int | None = setting(None, "for the same answer again, where the server can do that")
-    stats: bool = setting(False, "print the time to the first token, and tokens per second")
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchConfig:
-    """What `qserve run-batch` is told beside the engine's settings."""
-
-    input: str = setting(REQUIRED, "file with a request in each line, in OpenAI's batch format")
-    output: str = setting(REQUIRED, "file for the answers, in the order in which they end")
-    served_model_name: list[str] = setting(
-        [], "names that requests may give; default: the model folder as typed", many=True
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
-    """What `qserve eval` is told beside the engine's settings."""
-
-    text: str = setting(REQUIRED, "file to measure on: .jsonl with a text field, or plain text")
-    sequence_length: int = setting(1024, "tokens of a window")
-    windows: int | None = setting(None, "number of windows; default: all that the file fills")
-    json: bool = setting(False, "print the result as JSON")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectConfig:
-    """What `qserve inspect` is told beside the folder."""
-
-    json: bool = setting(False, "print the findings as JSON")
-    deep: str | None = setting(
-        None, "a float model folder: load both models and compare their logits"
-    )

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from qserve.beam_search_params import BeamSearchParams
 from qserve.errors import ParameterError
+from qserve.lora.request import LoRARequest
 from qserve.pooling_params import PoolingParams
 
 MAX_SALT_CHARS = 256
@@ -17,6 +19,8 @@ class Handling:
     cache_salt: str = ""  # it shares KV pages with requests of the same salt alone
     timeout: float | None = None  # seconds from its arrival, then it ends with an error
     pooling: PoolingParams | None = None  # make vectors of the prompt, and generate nothing
+    beam_search: BeamSearchParams | None = None  # generate the best beams, all at once
+    lora: LoRARequest | None = None  # the adapter that it runs with
 
     def __post_init__(self) -> None:
         if abs(self.priority) > MAX_PRIORITY:

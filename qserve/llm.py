@@ -8,8 +8,10 @@ import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
-from qserve import llm_pooling, scoring
+from qserve import llm_beams, llm_pooling, scoring
+from qserve.beam_search_params import BeamSearchParams
 from qserve.engine.engine import Engine
+from qserve.llm_beams import BeamSearchOutput
 from qserve.llm_engine import LLMEngine, engine_config
 from qserve.llm_pooling import (
     ClassificationOutput,
@@ -19,6 +21,7 @@ from qserve.llm_pooling import (
     ScoringOutput,
     Vectors,
 )
+from qserve.lora.request import LoRARequest
 from qserve.outputs import Prompt, RequestOutput, as_batch
 from qserve.pooling_config import PoolingConfig
 from qserve.pooling_params import LABELS, PoolingParams
@@ -43,6 +46,10 @@ class LLM:
         """What is below the texts."""
         return self.llm_engine.engine
 
+    def close(self) -> None:
+        """End the other ranks of a model that is shared out. Nothing can be asked after it."""
+        self.engine.close()
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when first needed: prompts of token ids need none."""
         return self.llm_engine.get_tokenizer()
@@ -54,12 +61,13 @@ class LLM:
         use_tqdm: bool = True,
         detokenize: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt, a text, a list of token ids, or a dict with one of them.
 
         Outputs come in the prompts' order. `detokenize` False leaves texts empty and needs no
         tokenizer. `priority`: one for each prompt; with the policy "priority" the lower go first.
-        Raises InputError.
+        `lora_request`: the adapter to run with, or one for each prompt. Raises InputError.
         """
         batch = as_batch(prompts)
         if isinstance(sampling_params, Sequence):
@@ -73,12 +81,21 @@ class LLM:
         priorities = [0] * len(batch) if priority is None else list(priority)
         if len(priorities) != len(batch):
             raise InputError("priority", f"expected {len(batch)}, found {len(priorities)}")
+        loras = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(batch)
+        if len(loras) != len(batch):
+            raise InputError("lora_request", f"expected one or {len(batch)}, found {len(loras)}")
         names = [str(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
+        each_of = zip(names, batch, params, priorities, loras, strict=True)
         try:
-            for name, prompt, each, order in zip(names, batch, params, priorities, strict=True):
+            for name, prompt, each, order, lora in each_of:
                 self.llm_engine.add_request(
-                    name, prompt, each, priority=order, detokenize=detokenize
+                    name,
+                    prompt,
+                    each,
+                    lora_request=lora,
+                    priority=order,
+                    detokenize=detokenize,
                 )
             found = self._run(len(batch), use_tqdm)
         except BaseException:
@@ -94,6 +111,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template.
 
@@ -108,11 +126,27 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
         prompts = [tokenizer.encode_chat(each, **settings) for each in conversations]
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
+        outputs = self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
         return [
             replace(output, prompt=tokenizer.render_chat(each, **settings))
             for output, each in zip(outputs, conversations, strict=True)
         ]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        detokenize: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt, found by a beam search. Raises InputError.
+
+        `detokenize` False leaves texts out and needs no tokenizer for prompts of token ids.
+        """
+        batch = as_batch(prompts)
+        names = [str(self._num_requests + i) for i in range(len(batch))]
+        self._num_requests += len(batch)
+        return llm_beams.run(self.llm_engine, batch, params, names, use_tqdm, detokenize)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV pages of earlier prompts: those that come find none."""

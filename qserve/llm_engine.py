@@ -3,6 +3,7 @@
 For programs that drive the engine themselves; `LLM` is the loop around it. Knows no HTTP.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from formats.errors import InputError
 from qserve.bad_words import with_bad_words
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
+from qserve.lora.request import LoRARequest
 from qserve.outputs import (
     EngineDeadError,
     OutputBuilder,
@@ -27,6 +29,9 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
     if unknown:
         raise InputError(f"LLM({', '.join(sorted(unknown))})", "no such setting")
+    speculation = settings.get("speculative_config")
+    if isinstance(speculation, dict):
+        settings = settings | {"speculative_config": json.dumps(speculation)}
     return EngineConfig(model=str(model), **settings)
 
 
@@ -58,6 +63,7 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
         *,
         priority: int = 0,
         detokenize: bool = True,
@@ -65,7 +71,7 @@ class LLMEngine:
         """Queue a prompt. Raises InputError where it can never run.
 
         `arrival_time` is by time.perf_counter(). With the policy "priority" a lower `priority` goes
-        first. `detokenize` False leaves texts empty.
+        first. `detokenize` False leaves texts empty. `lora_request`: the adapter to run with.
         """
         self.check_health()
         if request_id in self._builders:
@@ -73,7 +79,7 @@ class LLMEngine:
                 f"request {request_id}", "is running already", "give each request its own id"
             )
         text, ids = read_prompt(prompt, self.get_tokenizer)
-        handling = handling_of(prompt, priority)
+        handling = handling_of(prompt, priority, lora_request)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if detokenize else None
         builder = OutputBuilder(request_id, text, ids, params, tokenizer)

@@ -11,6 +11,7 @@ from typing import Any
 from formats.errors import InputError
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.handling import Handling
+from qserve.lora.request import LoRARequest
 from qserve.sampling_params import SamplingParams
 from qserve.text import TextStream, Tokenizer
 
@@ -111,16 +112,18 @@ class OutputBuilder:
             self.output.prompt_logprobs = list(event.prompt_logprobs)
         if index == 0:
             self.output.num_cached_tokens = event.num_cached
-        completion.token_ids += event.token_ids
+        delta = None if stream is None or event.finish_reason == "error" else stream.push(event)
+        # of an event of several tokens none behind a stop string
+        count = len(event.token_ids if delta is None else delta.token_ids)
+        completion.token_ids += event.token_ids[:count]
         if event.logprobs:
-            completion.logprobs = [*(completion.logprobs or ()), *event.logprobs]
+            completion.logprobs = [*(completion.logprobs or ()), *event.logprobs[:count]]
         if event.finish_reason == "error":
             completion.finish_reason, completion.stop_reason = "error", event.error
             completion.is_asked_for = event.is_asked_for
-        elif stream is None:
+        elif delta is None:
             completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_token
         else:
-            delta = stream.push(event)
             completion.text += delta.text
             completion.finish_reason = delta.finish_reason
             completion.stop_reason = delta.stop_reason
@@ -162,10 +165,10 @@ def read_prompt(prompt: Prompt, tokenizer_of: Any) -> tuple[str | None, list[int
     return None, list(prompt)
 
 
-def handling_of(prompt: Prompt, priority: int) -> Handling:
+def handling_of(prompt: Prompt, priority: int, lora: LoRARequest | None = None) -> Handling:
     """What a prompt asks of the engine beside its sampling. Raises InputError."""
     salt = prompt.get(CACHE_SALT) if isinstance(prompt, Mapping) else None
-    return Handling(priority=priority, cache_salt=salt or "")
+    return Handling(priority=priority, cache_salt=salt or "", lora=lora)
 
 
 def as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

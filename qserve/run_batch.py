@@ -13,11 +13,13 @@ from typing import Any
 
 from formats.errors import InputError
 from qserve import logs
-from qserve.config import BatchConfig, EngineConfig, ServerConfig
+from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
+from qserve.lora.request import parse_modules
 from qserve.server.app import build_app
 from qserve.text import Tokenizer
+from qserve.tool_config import BatchConfig
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MANY = 2**31 - 1  # no limit: one user's file is no crowd
@@ -80,7 +82,13 @@ async def _run(
     )
     num_done = num_failed = 0
     try:
-        app = build_app(client, tokenizer, server, max_num_seqs=engine_config.max_num_seqs)
+        app = build_app(
+            client,
+            tokenizer,
+            server,
+            max_num_seqs=engine_config.max_num_seqs,
+            loras=parse_modules(engine_config.lora_modules),
+        )
         # Enough that the engine always has as many as it can take, and texts wait for no one.
         places = asyncio.Semaphore(2 * engine_config.max_num_seqs)
         partial = target.with_name(f"{target.name}.partial")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from qserve.client_http import ServerClient, ServerError
-from qserve.config import TalkConfig
+from qserve.tool_config import TalkConfig
 
 KEYS = ("QSERVE_API_KEY", "OPENAI_API_KEY")  # environment variables, where no --api-key is given
 PROMPT = "> "

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
 from qserve.chat_prompt import ChatPrompt, control_pattern
-from qserve.engine.request import RequestEvent, TokenLogprobs
+from qserve.engine.request import Hypothesis, RequestEvent, TokenLogprobs
 from qserve.sampling_params import ParameterError, SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are not, or not yet, a character
@@ -342,7 +342,9 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # where asked for: of token_ids, less a hidden end
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # where asked for, the first
     num_cached: int = 0  # tokens of the prompt that were not computed
+    drafts: tuple[int, int] = (0, 0)  # that became output so far, and that did not
     pooled: bytes = b""  # vectors of the prompt, where asked for
+    beam: Hypothesis | None = None  # the whole output is one of a beam search
 
 
 class TextStream:
@@ -385,6 +387,7 @@ class TextStream:
                 token_ids=event.token_ids,
                 logprobs=logprobs,
                 num_cached=event.num_cached,
+                drafts=(event.num_accepted, event.num_rejected),
             )
         text, stop = self._take(self._detokenizer.flush())
         shown.append(text)
@@ -399,6 +402,7 @@ class TextStream:
             stop_reason=event.stop_token,
             logprobs=logprobs,
             num_cached=event.num_cached,
+            drafts=(event.num_accepted, event.num_rejected),
         )
 
     def _end_at(self, stop: str, shown: list[str], event: RequestEvent, count: int) -> TextDelta:
@@ -411,6 +415,7 @@ class TextStream:
             stop_reason=stop,
             logprobs=event.logprobs[:count],
             num_cached=event.num_cached,
+            drafts=(event.num_accepted, event.num_rejected),
         )
 
     def _take(self, new: str) -> tuple[str, str | None]:

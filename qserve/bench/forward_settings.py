@@ -6,7 +6,7 @@ from pathlib import Path
 
 from formats.errors import InputError
 from qserve.bench.step_case import CaseRequests, StepCase, decode_cases, prefill_cases
-from qserve.config import check_settings, setting
+from qserve.setting import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qserve.config import setting
+from qserve.setting import setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

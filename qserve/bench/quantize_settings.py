@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from qserve.config import DEVICES, RECIPES, check_settings, setting
+from formats.names import RECIPES
+from qserve.config import DEVICES
+from qserve.setting import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

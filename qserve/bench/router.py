@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qserve.bench.replica import Replica, SimulatedRequest
+from qserve.deploy.prefix_table import PrefixTable
 
 PREFIX = 512  # leading tokens by which "prefix" tells prompts apart
 
@@ -49,9 +50,23 @@ def _prefix(seed: int) -> Choose:
     return choose
 
 
+def _prefix_load(seed: int) -> Choose:
+    """As `qserve serve --router prefix`: by what each was sent, and what it has to do."""
+    table = PrefixTable()
+
+    def choose(replicas: Sequence[Replica], request: SimulatedRequest) -> int:
+        prompt = request.prompt
+        text = request.name.encode() if prompt is None else np.array(prompt, np.int32).tobytes()
+        loads = {str(index): each.num_open for index, each in enumerate(replicas)}
+        return int(table.choose(text, loads)[0])
+
+    return choose
+
+
 ROUTERS: dict[str, Callable[[int], Choose]] = {
     "round-robin": _round_robin,
     "random": _random,
     "least-outstanding": _least_outstanding,
     "prefix": _prefix,
+    "prefix-load": _prefix_load,
 }

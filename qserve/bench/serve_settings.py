@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from formats.errors import InputError
-from qserve.config import check_settings, setting
+from qserve.setting import check_settings, setting
 
 BACKENDS = ("openai", "openai-chat", "vllm", "vllm-chat", "sglang", "sglang-oai", "qserve")
 RAMP_UPS = ("linear", "exponential")
@@ -136,14 +136,7 @@ class ServeBenchSettings:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Of METRICS, those to report, in the table's order."""
-        asked = [name for name in self.percentile_metrics.split(",") if name]
-        for name in asked:
-            if name not in METRICS:
-                raise InputError(
-                    "--percentile-metrics", f"expected some of {', '.join(METRICS)}, found {name!r}"
-                )
-        return tuple(name for name in METRICS if name in asked)
+        return read_metrics(self.percentile_metrics)
 
     @property
     def percentiles(self) -> tuple[float, ...]:
@@ -157,6 +150,17 @@ class ServeBenchSettings:
     @property
     def headers(self) -> dict[str, str]:
         return read_pairs("--header", self.header)
+
+
+def read_metrics(text: str) -> tuple[str, ...]:
+    """Of METRICS, those to report, in the table's order. Raises InputError."""
+    asked = [name for name in text.split(",") if name]
+    for name in asked:
+        if name not in METRICS:
+            raise InputError(
+                "--percentile-metrics", f"expected some of {', '.join(METRICS)}, found {name!r}"
+            )
+    return tuple(name for name in METRICS if name in asked)
 
 
 def read_percentiles(text: str) -> tuple[float, ...]:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from formats.errors import InputError
-from qserve.bench.serve_settings import METRICS, read_limits, read_percentiles
-from qserve.config import check_settings, setting
+from qserve.bench.serve_settings import METRICS, read_limits, read_metrics, read_percentiles
+from qserve.setting import check_settings, setting
 
-ROUTERS = ("round-robin", "random", "least-outstanding", "prefix")
+ROUTERS = ("round-robin", "random", "least-outstanding", "prefix", "prefix-load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class SimulateSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _ = self.percentiles, self.limits_ms
+        _ = self.metrics, self.percentiles, self.limits_ms
         if (self.steps is None) == (self.step_ms is None):
             raise InputError("--steps", "expected either --steps or --step-ms")
         if self.find_max_rate and (not self.goodput or self.trace is not None):
@@ -57,8 +57,7 @@ class SimulateSettings:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        asked = self.percentile_metrics.split(",")
-        return tuple(name for name in METRICS if name in asked)
+        return read_metrics(self.percentile_metrics)
 
     @property
     def percentiles(self) -> tuple[float, ...]:

@@ -27,6 +27,13 @@ class StepTimer:
     """Runs cases on an idle engine."""
 
     def __init__(self, engine: Engine) -> None:
+        """Raises InputError for a model of several ranks, which one alone cannot run."""
+        if engine.config.num_ranks > 1:
+            raise InputError(
+                "exact steps",
+                f"run on one rank, and this model has {engine.config.num_ranks}",
+                "measure it with examples/measure_parallel.py or `qserve bench latency`",
+            )
         self._engine = engine
         self._runner = engine.runner
         self._on_gpu = engine.runner.device.type == "cuda"

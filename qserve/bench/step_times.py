@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from formats.errors import InputError
-from qserve.engine.scheduler import load_of
 from qserve.engine.step_pace import StepLoad
-from qserve.engine.step_plan import StepPlan
+from qserve.engine.step_plan import StepPlan, load_of
 
 KEYS, PAIRS = 1e5, 1e7  # in which keys and pairs are counted, so that the factors are alike
 MEDIAN, WHOLE = "median_us", "step_us"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qserve.config import REQUIRED, check_settings, setting
+from qserve.setting import REQUIRED, check_settings, setting
 
 WORKLOADS = ("request_rate", "max_concurrency")
 

@@ -28,12 +28,15 @@ class Batch(StepInputs):
 
     token_ids_T: torch.Tensor
     logits_rows_S: torch.Tensor
+    adapter_slots_T: torch.Tensor | None = None  # None: no row has an adapter
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device) -> "Batch":
         """Copy to the device without waiting for it."""
+        slots_T = step.adapter_slots_T
         return cls(
             **{name: to_device(getattr(step, name), device) for name in ARRAYS},
+            adapter_slots_T=None if slots_T is None else to_device(slots_T, device),
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
         )

@@ -17,11 +17,13 @@ from qserve.config import EngineConfig
 from qserve.engine import messages
 from qserve.engine.messages import (
     Abort,
+    AdapterLoaded,
     Add,
     Beat,
     EngineDied,
     Events,
     FromEngine,
+    LoadAdapter,
     Profile,
     Profiled,
     Ready,
@@ -29,11 +31,13 @@ from qserve.engine.messages import (
     ResetPrefixCache,
     Start,
     StartFailed,
+    UnloadAdapter,
 )
 from qserve.engine.process import ENGINE
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.handling import DEFAULT, Handling
+from qserve.lora.request import LoRARequest
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 
@@ -115,6 +119,9 @@ class _Output:
             prompt_logprobs=prompt_logprobs,
             is_asked_for=last.is_asked_for,
             pooled=last.pooled,
+            beams=last.beams,
+            num_accepted=last.num_accepted,
+            num_rejected=last.num_rejected,
         )
 
 
@@ -140,6 +147,8 @@ class EngineClient:
         self._adding = asyncio.Lock()
         self._profiling = asyncio.Lock()
         self._profiled: asyncio.Future[str] | None = None  # what `profile` waits for
+        self._loading = asyncio.Lock()
+        self._adapter_loaded: asyncio.Future[str] | None = None  # the same of `load_adapter`
         self._outputs: dict[str, _Output] = {}
         self._tasks: list[asyncio.Task] = []
         self._dead = asyncio.Event()
@@ -262,6 +271,20 @@ class EngineClient:
             self._writer.write(messages.encode(Profile(config=config)))
             return await self._profiled
 
+    async def load_adapter(self, lora: LoRARequest) -> str:
+        """Have the engine read an adapter. Returns when requests can have it: empty, or why not."""
+        async with self._loading:
+            self._adapter_loaded = asyncio.get_running_loop().create_future()
+            if not self.is_alive:
+                return self._cause_of_death
+            self._writer.write(messages.encode(LoadAdapter(lora=lora)))
+            return await self._adapter_loaded
+
+    def unload_adapter(self, name: str) -> None:
+        """Let the engine forget an adapter. Requests that have it keep it."""
+        if self.is_alive:
+            self._writer.write(messages.encode(UnloadAdapter(name=name)))
+
     async def close(self) -> None:
         """End the process: it leaves when the socket closes; else it is told to, then killed."""
         for task in self._tasks:
@@ -314,7 +337,9 @@ class EngineClient:
                     refusal = RefusedError(message.subject, message.problem, message.remedy)
                     self._outputs[message.request_id].refuse(refusal)
                 elif isinstance(message, Profiled):
-                    self._end_profile(message.problem)
+                    _settle(self._profiled, message.problem)
+                elif isinstance(message, AdapterLoaded):
+                    _settle(self._adapter_loaded, message.problem)
                 elif isinstance(message, Beat):
                     self._busy_seconds = message.busy_seconds
                 elif isinstance(message, EngineDied):
@@ -354,13 +379,16 @@ class EngineClient:
         self._cause_of_death = cause
         self._dead.set()
         self._watch(EngineReport())
-        self._end_profile(cause)
+        _settle(self._profiled, cause)
+        _settle(self._adapter_loaded, cause)
         for request_id, output in self._outputs.items():
             output.put(self._death_event(request_id))
 
-    def _end_profile(self, problem: str) -> None:
-        if self._profiled is not None and not self._profiled.done():
-            self._profiled.set_result(problem)
-
     def _death_event(self, request_id: str) -> RequestEvent:
         return RequestEvent.failure(request_id, self._cause_of_death)
+
+
+def _settle(future: asyncio.Future[str] | None, problem: str) -> None:
+    """Give the answer to who waits for it, if anybody does."""
+    if future is not None and not future.done():
+        future.set_result(problem)

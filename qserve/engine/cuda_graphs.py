@@ -11,13 +11,15 @@ request runs in. The others are captured while the engine is idle, or when a ste
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 
 from qserve.engine.batch import Batch
 from qserve.engine.step_buffers import GraphKey, StepBuffers
 from qserve.engine.step_input import StepInput, table_width
+from qserve.engine.step_outputs import StepOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -34,42 +36,60 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def graph_keys(max_num_seqs: int, max_num_tokens: int) -> list[GraphKey]:
+def graph_keys(
+    max_num_seqs: int,
+    max_num_tokens: int,
+    counts: Collection[int] = (1,),
+    max_rows: int = 0,
+    with_adapters: bool = False,
+) -> list[GraphKey]:
     """What to capture, the smallest first.
 
-    Chunks come twice: a request that is not there costs attention blocks and rows of the head.
+    `counts`: tokens that each request of a decode may have: 1, and more with drafts, of which there
+    are at most `max_rows` together. Chunks come twice: a request that is not there costs attention
+    blocks and rows of the head. `with_adapters`: all come again, for steps that have some.
     """
+    most = max(max_num_seqs, max_rows)  # of a chunk's rows that sample
     decodes = [
-        GraphKey(is_chunk=False, num_tokens=size, num_requests=size)
+        GraphKey(is_chunk=False, num_tokens=size * count, num_requests=size)
+        for count in counts
         for size in graph_sizes(max_num_seqs)
+        if count == 1 or size * count <= min(max_rows, max_num_tokens)
     ]
     chunks = {
-        GraphKey(is_chunk=True, num_tokens=size, num_requests=min(requests, size, max_num_seqs))
+        GraphKey(is_chunk=True, num_tokens=size, num_requests=min(requests, size, most))
         for size in CHUNK_SIZES
         if size <= max_num_tokens
-        for requests in (FEW_REQUESTS, max_num_seqs)
+        for requests in (FEW_REQUESTS, most)
     }
-    return sorted([*decodes, *chunks], key=lambda key: (key.num_tokens, key.num_requests))
+    keys = [*decodes, *chunks]
+    if with_adapters:
+        keys += [replace(key, has_adapters=True) for key in keys]
+    return sorted(keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters))
 
 
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     """The first of `keys` that holds a step, or None."""
-    is_chunk = step.max_query_len > 1
+    count, has_adapters = step.rows_each, step.adapter_slots_T is not None
+    is_chunk = count == 0 or not any(key.count == count for key in keys if not key.is_chunk)
     # a chunk graph has as many rows of logits as requests
-    num_rows = max(step.num_requests, step.num_sampled)
+    num_rows = max(step.num_requests, step.num_sampled) if is_chunk else step.num_requests
     for key in keys:
         fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
-        if fits and key.is_chunk == is_chunk:
+        if key.has_adapters != has_adapters:
+            continue
+        if fits and key.is_chunk == is_chunk and (is_chunk or key.count == count):
             return key
     return None
 
 
 def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
     """What a start captures, the largest first: the smaller ones then fit into its memory."""
-    ends = []
-    for is_chunk in (True, False):
-        of_sort = [key for key in keys if key.is_chunk is is_chunk]
-        ends += of_sort[:1] + of_sort[-1:]
+    sorts: dict[tuple[int, bool], list[GraphKey]] = {}
+    for key in keys:
+        sort = 0 if key.is_chunk else key.count, key.has_adapters
+        sorts.setdefault(sort, []).append(key)
+    ends = [key for of_sort in sorts.values() for key in (of_sort[0], of_sort[-1])]
     return sorted(set(ends), key=keys.index, reverse=True)
 
 
@@ -78,26 +98,33 @@ class StepGraphs:
 
     def __init__(
         self,
-        step: Callable[[Batch], torch.Tensor],
+        step: Callable[[Batch], StepOutputs],
         *,
         max_num_seqs: int,
         max_num_tokens: int,
         max_context_len: int,
         page_size: int,
         device: torch.device,
+        in_step: bool = False,
+        counts: Collection[int] = (1,),
+        max_rows: int = 0,
+        with_adapters: bool = False,
     ) -> None:
-        """Graphs of `step`, which maps a batch to logits [S, V]. Captures the first of them.
+        """Graphs of `step`. Captures the first of them. `counts`, `max_rows`: as graph_keys.
 
-        Steps with a longer context than `max_context_len` run in none.
+        Steps with a longer context than `max_context_len` run in none. `in_step`: other ranks
+        capture and replay the same graphs in the same order, and wait for ours.
         """
+        self._in_step = in_step
         self._step = step
         self._device = device
-        self._keys = graph_keys(max_num_seqs, max_num_tokens)
+        self._keys = graph_keys(max_num_seqs, max_num_tokens, counts, max_rows, with_adapters)
         width = -(-max_context_len // page_size)
         self._max_context_len = width * page_size
-        self._buffers = StepBuffers(self._keys, max_num_seqs, table_width(width), device)
+        most = max(key.num_requests for key in self._keys)
+        self._buffers = StepBuffers(self._keys, most, table_width(width), device)
         self._batches: dict[GraphKey, Batch] = {}
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self._pool: tuple[int, int] | None = None
         for key in first_keys(self._keys):
             self._capture(key)
@@ -124,6 +151,8 @@ class StepGraphs:
             try:
                 self._capture(key)
             except torch.OutOfMemoryError:
+                if self._in_step:  # the others have the graph, and would wait for this rank in it
+                    raise
                 self._keys = [each for each in self._keys if each in self._batches]
                 logger.warning(
                     "No memory for more than %d CUDA graphs; lower --gpu-memory-utilization",
@@ -139,10 +168,12 @@ class StepGraphs:
         self._step(batch)  # compiles kernels, which a capture may not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits_SV = self._step(batch)
+        # Other threads may call CUDA meanwhile, which a capture of all threads forbids: NCCL's own,
+        # those that read adapters and KV pages into pinned memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = self._step(batch)
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph, logits_SV
+        self._graphs[key] = graph, outputs
         self._batches[key] = batch
 
     def key_for(self, step: StepInput) -> GraphKey | None:
@@ -152,17 +183,21 @@ class StepGraphs:
         key = smallest_key(self._keys, step)
         return key if key is None or self._has(key) else smallest_key(self._keys, step)
 
-    def fill_(self, key: GraphKey, step: StepInput) -> torch.Tensor:
-        """Copy a step to where its graph reads it. Returns the place of the token ids."""
+    def fill_(self, key: GraphKey, step: StepInput) -> Batch:
+        """Copy a step to where its graph reads it. Returns these places."""
         self._buffers.fill_(key, step)
-        return self._batches[key].token_ids_T
+        return self._batches[key]
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        """Run the graph on the buffers. Logits [S, V], valid until the next replay.
+    def outputs(self, key: GraphKey) -> StepOutputs:
+        """Where the graph leaves its results."""
+        return self._graphs[key][1]
+
+    def replay(self, key: GraphKey) -> StepOutputs:
+        """Run the graph on the buffers. Its results are valid until the next replay.
 
         A row for each request of a decode step, for each entry of logits_rows_S of another; rows
         beyond are padding.
         """
-        graph, logits_SV = self._graphs[key]
+        graph, outputs = self._graphs[key]
         graph.replay()
-        return logits_SV
+        return outputs

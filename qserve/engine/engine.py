@@ -17,37 +17,44 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.beams import BeamGroup
 from qserve.engine.constrained import Constrained
 from qserve.engine.deadlines import Deadlines
+from qserve.engine.entrance import Entrance
 from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.page_transfers import PageTransfers, num_slots
 from qserve.engine.policies import make_policy
 from qserve.engine.pooled import Pooled
 from qserve.engine.pooling import NO_HEAD, PoolPlan, check_pooling, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_rows import RequestRows, dead_end
-from qserve.engine.scheduler import Scheduler, load_of
+from qserve.engine.request_rows import RequestRows, token_filter
+from qserve.engine.scheduler import Scheduler
+from qserve.engine.sizes import largest_step, pick_length
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
-from qserve.engine.step_plan import StepPlan
+from qserve.engine.step_plan import StepPlan, load_of
 from qserve.engine.step_ranges import StepRanges
-from qserve.engine.token_filter import TokenFilter, without
 from qserve.engine.workers import WorkerGroup
 from qserve.handling import DEFAULT, Handling
+from qserve.lora.adapter_table import adapters_of, make_table
 from qserve.model.model_config import ModelConfig
 from qserve.pooling_params import KINDS_OF_LAST_ROW
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
 from qserve.sampling_params import SamplingParams
+from qserve.speculation.speculation import make_speculation
 
 # The fields of EngineReport that tell of a step, and their values where there was none.
 NO_STEP = {"num_step_tokens": 0, "num_preempted": 0, "queue_seconds": ()} | {
     "num_prefix_queries": 0,
     "num_prefix_hits": 0,
+    "num_external_queries": 0,
+    "num_external_hits": 0,
 }
 
 logger = logging.getLogger(__name__)
@@ -81,12 +88,12 @@ class Engine:
         # Before the model: a name that is mistyped should not show only after a long load.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
         self.model_config = ModelConfig.from_folder(config.model)
-        self.max_model_len = _pick_length(config, self.model_config)
+        self.max_model_len = pick_length(config, self.model_config)
         self.model_config.check_length(self.max_model_len)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
-        largest_step = self._largest_step()
-        self.workers.compile_kernels(largest_step)
-        num_pages = self._pick_num_pages(largest_step)
+        largest = largest_step(config, self.max_model_len, self.runner.drafting)
+        self.workers.compile_kernels(largest)
+        num_pages = self._pick_num_pages(largest)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         longest_step = min(
             self.max_model_len, config.max_num_batched_tokens, num_pages * config.block_size
@@ -112,11 +119,24 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
+            speculation=make_speculation(
+                config.speculation,
+                max_model_len=self.max_model_len,
+                looks_ahead=self.runner.looks_ahead,
+            ),
+        )
+        self._transfers = PageTransfers.make(
+            config, self.model_config, self.max_model_len, self.runner, self.scheduler
         )
         self.step_ranges = StepRanges()
         self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
         self._requests: dict[str, Request] = {}
-        self._constrained = Constrained(config.model, self.model_config)
+        # Masks follow drafts, and every rank samples: then rows wait for the token before.
+        self._waits = self.scheduler.speculation is not None or self.workers.num_ranks > 1
+        self._telling: set[str] = set()  # of these, who asks what steps tell of prompts
+        self.adapters = make_table(config, self.runner)
+        constrained = Constrained(config.model, self.model_config)
+        self._entrance = Entrance(self.scheduler, constrained, self.adapters, self._transfers)
         self._rows = RequestRows(config.max_num_seqs)
         self._in_flight: deque[_Flight] = deque()
         self._last_result = 0.0  # when the last step's tokens came, by `clock`
@@ -138,9 +158,7 @@ class Engine:
         return self.model_config.vocab_size
 
     def has_work(self) -> bool:
-        if self._in_flight or self.scheduler.num_requests:
-            return True
-        return self._constrained.num_waiting > 0
+        return bool(self._in_flight or self.scheduler.num_requests) or self._entrance.has_work
 
     def add_request(
         self,
@@ -217,42 +235,44 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None
             and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
-            follows_last=params.structured_outputs is not None,
             pooled=None if pooling is None else Pooled(params=pooling),
+            follows_last=self._waits and params.structured_outputs is not None,
+            adapter=handling.lora and adapters_of(self.adapters).find(handling.lora),
         )
         if params.has_filter:
-            self._filter_tokens(request)
-        if params.structured_outputs is None:
-            self.scheduler.add(request)
-        else:
-            self.scheduler.check(request)
-            self._constrained.add(request)
+            request.token_filter = token_filter(request, self.vocab_size)
+            request.follows_last |= self._waits and request.token_filter.follows_output
+        if handling.beam_search is not None and self.scheduler.speculation is not None:
+            raise InputError(
+                f"request {request_id} use_beam_search",
+                "does not run beside speculation",
+                "start the engine without --speculative-config",
+            )
+        if handling.beam_search is not None:
+            request.beams = BeamGroup(request, handling.beam_search, self.vocab_size)
+        self._entrance.add(request)
         self._requests[request_id] = request
+        if request.prompt_logprobs is not None or request.pooled is not None:
+            self._telling.add(request_id)
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
 
-    def _filter_tokens(self, request: Request) -> None:
-        """Give a request its filter. Raises InputError where that leaves nothing to begin with."""
-        params = request.params
-        made = TokenFilter(self.vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
-        mask = made.mask(request.token_ids, request.num_prompt_tokens)
-        if params.min_tokens:
-            mask = without(mask, request.stop_token_ids | request.eos_token_ids)
-        if not mask.any():
-            raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
-        request.token_filter = made
-        request.follows_last |= made.follows_output
-
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages; it emits nothing more. An unknown id is ignored."""
-        request = self._requests.pop(request_id, None)
+        request = self._forget(request_id)
         if request is not None:
             self._drop(request)
+
+    def _forget(self, request_id: str) -> Request | None:
+        self._telling.discard(request_id)
+        return self._requests.pop(request_id, None)
 
     def step(self) -> list[RequestEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
         events = [self._miss(request) for request in self._deadlines.missed(self._clock())]
-        events += self._admit_constrained()
+        events += self._entrance.admit(
+            is_idle=not self._in_flight and not self.scheduler.num_requests
+        )
         plan = self.scheduler.schedule()
         self._unreported = self._step_facts(plan)
         for request in plan.preempted:
@@ -263,16 +283,24 @@ class Engine:
             )
         if plan.chunks:
             step = StepInput.build(plan, page_size=self.config.block_size, rows=self._rows)
-            prompts = plan_prompt_rows(plan)
+            prompts = pools = None
+            if self._telling:
+                prompts, pools = plan_prompt_rows(plan), plan_pool_rows(plan)
             if prompts is not None:
                 step = replace(step, prompt_rows=prompts.rows)
-            pools = plan_pool_rows(plan)
             if pools is not None:
                 step = replace(step, pool_rows=pools.rows)
             launched = self._clock()
             try:
-                with self.step_ranges.around(plan):
-                    handle = self.workers.launch(step)
+                if step.awaits_masks:
+                    # The device computes while the host reads the tokens that the masks follow.
+                    with self.step_ranges.around(plan):
+                        self.workers.launch_forward(step)
+                    events += self._take_results(0)
+                    handle = self.workers.launch_sampling(step.with_masks(plan, self._rows))
+                else:
+                    with self.step_ranges.around(plan):
+                        handle = self.workers.launch(step)
             except torch.OutOfMemoryError as error:
                 # What is in flight first: it may hold tokens of the same requests.
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
@@ -281,20 +309,6 @@ class Engine:
         if self.profiler.is_armed:
             self.profiler.after_step()
         return self._ended(events)
-
-    def _admit_constrained(self) -> list[RequestEvent]:
-        """Queue the requests whose grammars are compiled; of those that cannot be, the ends."""
-        if not self._constrained.num_waiting:
-            return []
-        events = []
-        is_idle = not self._in_flight and not self.scheduler.num_requests
-        for request, error in self._constrained.take_compiled(wait_a_little=is_idle):
-            if error is None:
-                self.scheduler.add(request)
-            else:
-                event = RequestEvent.failure(request.request_id, error)
-                events.append(event._replace(is_asked_for=True))
-        return events
 
     def _take_results(self, num_left: int) -> list[RequestEvent]:
         """Wait for the steps in flight, the oldest first, but the last `num_left`."""
@@ -306,8 +320,14 @@ class Engine:
             if flight.pools is not None:
                 flight.handle.pools.give_to(flight.pools)
             sampled, logprobs = flight.handle.result(), flight.handle.logprobs()
+            self.workers.check()  # where a rank was missing, these tokens mean nothing
             self._measure(flight, has_waited=bool(sampled))
-            events += self.scheduler.update(flight.plan, sampled, logprobs)
+            emitted = None
+            if flight.plan.drafting is not None:
+                emitted, drafts = flight.handle.num_emitted(), flight.handle.proposed()
+                if drafts is not None:
+                    self.scheduler.speculation.take_drafts(flight.plan.chunks, drafts)
+            events += self.scheduler.update(flight.plan, sampled, logprobs, emitted)
         return events
 
     def _fail(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[RequestEvent]:
@@ -325,10 +345,11 @@ class Engine:
         ]
 
     def _ended(self, events: list[RequestEvent]) -> list[RequestEvent]:
-        """Forget the requests that events end. Returns the events."""
+        """Forget the requests that events end. Returns the events that may be told."""
+        events = self._transfers.after_step(events)
         for event in events:
             if event.finish_reason is not None:
-                self._requests.pop(event.request_id, None)
+                self._forget(event.request_id)
         return events
 
     def reset_prefix_cache(self) -> None:
@@ -339,16 +360,27 @@ class Engine:
         """Do a piece of work, of 0.1 s at most, that a start left. Returns False where none is."""
         return self.workers.capture_next()
 
+    def watch_ranks(self, on_death: Callable[[Exception], None]) -> None:
+        """Call `on_death`, from another thread, when a rank of the model died unnoticed."""
+        self.workers.watch(on_death)
+
+    def close(self) -> None:
+        """End the ranks of a model that is shared out. The engine can do nothing after it."""
+        self.workers.close()
+
     def report(self) -> EngineReport:
         """What the engine holds now, and what the last step did, unless that was told before."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         step, self._unreported = self._unreported, NO_STEP
         return EngineReport(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + self._constrained.num_waiting,
+            num_waiting=len(scheduler.waiting) + self._entrance.num_waiting,
             num_waiting_tokens=scheduler.waiting.num_tokens,
             num_pages_used=pool.num_pages - pool.num_free,
             num_pages=pool.num_pages,
+            drafts=() if scheduler.speculation is None else scheduler.speculation.take_counts(),
+            running_adapters=() if self.adapters is None else self.adapters.names_in_use(),
+            waiting_adapters=() if self.adapters is None else self.adapters.names_waited_for(),
             **step,
         )
 
@@ -378,11 +410,14 @@ class Engine:
         for request in plan.admitted:
             request.queue_seconds = now - request.arrived
         looked_up = cache.take_counts()
+        external = self._transfers.take_counts()
         return {
             "num_step_tokens": plan.num_tokens,
             "num_preempted": len(plan.preempted),
             "num_prefix_queries": looked_up[0],
             "num_prefix_hits": looked_up[1],
+            "num_external_queries": external[0],
+            "num_external_hits": external[1],
             "queue_seconds": tuple(request.queue_seconds for request in plan.admitted),
         }
 
@@ -396,6 +431,8 @@ class Engine:
         seconds = now - max(flight.launched, self._last_result)
         if self.scheduler.pace is not None and has_waited and seconds > 0:
             self.scheduler.pace.observe(load_of(flight.plan.chunks), seconds)
+        if flight.plan.drafting is not None and has_waited and seconds > 0:
+            self.scheduler.speculation.observe_step(flight.plan, seconds)
         self._last_result = now if has_waited else math.inf
 
     def _miss(self, request: Request) -> RequestEvent:
@@ -406,23 +443,20 @@ class Engine:
 
     def _drop(self, request: Request) -> None:
         """End a request, wherever it is."""
-        if self._constrained.remove(request):
+        if self._entrance.remove(request):
             request.status = Status.FINISHED
         else:
             self.scheduler.finish(request)
 
     def _host_pages(self) -> HostPages | None:
         """Room for KV pages in the host's memory, where it is asked for."""
-        num_slots = int(self.config.kv_offload_gb * GIB) // self.runner.bytes_per_page
-        if not num_slots or not self.config.enable_prefix_caching:
+        page_bytes = self.runner.bytes_per_page * self.workers.num_ranks
+        count = num_slots(self.config, page_bytes)
+        if not count or not self.config.enable_prefix_caching:
             return None
-        logger.info(
-            "KV pages on the host: %d, %.2f GiB",
-            num_slots,
-            num_slots * self.runner.bytes_per_page / GIB,
-        )
-        self.runner.offload_pages(num_slots)
-        return HostPages(num_slots)
+        logger.info("KV pages on the host: %d, %.2f GiB", count, count * page_bytes / GIB)
+        self.workers.offload_pages(count)
+        return HostPages(count)
 
     def _pick_num_pages(self, largest_step: StepInput) -> int:
         config = self.config
@@ -431,28 +465,3 @@ class Engine:
         fits = self.workers.num_pages_that_fit(largest_step)
         # More than this can never be in use.
         return min(fits, config.max_num_seqs * -(-self.max_model_len // config.block_size))
-
-    def _largest_step(self) -> StepInput:
-        """A step that fills the token budget and samples as many rows as a step may."""
-        budget, page_size = self.config.max_num_batched_tokens, self.config.block_size
-        rows = min(self.config.max_num_seqs, budget)
-        count = min(budget // rows, self.max_model_len)
-        return StepInput.of_sequence(
-            [0] * count,
-            list(range(-(-count // page_size))),
-            page_size=page_size,
-            params=SamplingParams(top_p=0.9),
-            num_copies=rows,
-        )
-
-
-def _pick_length(config: EngineConfig, model: ModelConfig) -> int:
-    longest, source = model.context.length, model.context.source
-    length = longest if config.max_model_len is None else config.max_model_len
-    if not 2 <= length <= longest:
-        raise InputError(
-            "--max-model-len",
-            f"expected 2 to {longest} (config.json: {source}), found {length}",
-        )
-    logger.info("Using max model len %d (config.json: %d by %s)", length, longest, source)
-    return length

@@ -5,22 +5,28 @@ Which key lies in which slot, and what has to be copied. The copies themselves a
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageMoves:
     """Copies that come before a step, in this order. Page and slot of equal index belong together.
 
-    No slot is in both: what a step loads is not overwritten by what it stores.
+    A slot in both is loaded with what the same step stored there, never the other way round.
     """
 
-    stored_pages: np.ndarray  # int64, on the device
-    stored_slots: np.ndarray  # int64, of the host
-    loaded_slots: np.ndarray
-    loaded_pages: np.ndarray
+    stored_pages: np.ndarray = field(default_factory=_none)  # int64, on the device
+    stored_slots: np.ndarray = field(default_factory=_none)  # int64, of the host
+    copied_from: np.ndarray = field(default_factory=_none)  # on the device, all read before
+    copied_to: np.ndarray = field(default_factory=_none)  # any of these is written
+    loaded_slots: np.ndarray = field(default_factory=_none)
+    loaded_pages: np.ndarray = field(default_factory=_none)
 
 
 class HostPages:
@@ -35,6 +41,7 @@ class HostPages:
         self._loads: list[tuple[int, int]] = []  # slot, page
         self._loading: set[int] = set()  # slots that nothing may be stored in yet
         self._dropped: list[int] = []  # those of them that are free afterwards
+        self._num_reserved = 0  # slots that are being filled from elsewhere
         self.num_stored = self.num_loaded = 0  # pages, so far
 
     def __len__(self) -> int:
@@ -68,6 +75,36 @@ class HostPages:
         """Fill a page of the device with what is here, which stays."""
         self._loads.append((self._slots[key], page))
         self.num_loaded += 1
+
+    def reserve(self, count: int, beside: Sequence[bytes] = ()) -> list[int]:
+        """Up to `count` slots that are filled from elsewhere, outside of steps.
+
+        Keys that are `beside` them keep theirs. Each slot is given to `fill` or to `give_up`.
+        """
+        for key in beside:
+            self._slots.move_to_end(key)
+        count = min(count, self.num_slots // 2 - self._num_reserved, self.num_slots - len(beside))
+        slots = []
+        while len(slots) < count:
+            slot = self._free.pop() if self._free else self._evict()
+            if slot is None:
+                break
+            self._stores.pop(slot, None)  # what was to be stored there is not wanted any more
+            slots.append(slot)
+        self._num_reserved += len(slots)
+        return slots
+
+    def fill(self, key: bytes, slot: int) -> None:
+        """A reserved slot holds a page now."""
+        self._num_reserved -= 1
+        if key in self._slots:  # it was stored meanwhile
+            self._free.append(slot)
+        else:
+            self._slots[key] = slot
+
+    def give_up(self, slot: int) -> None:
+        self._num_reserved -= 1
+        self._free.append(slot)
 
     def drop(self, key: bytes) -> None:
         """Forget what a key stands for."""

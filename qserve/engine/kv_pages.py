@@ -7,6 +7,9 @@ the page by it, also after its last holder is gone, until the page is needed for
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from qserve.engine.host_pages import HostPages, PageMoves
 
@@ -30,6 +33,7 @@ class PagePool:
         self._pages: dict[bytes, int] = {}
         self._blank = deque(range(num_pages))  # free, without a key
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, with one; the next to go first
+        self._copies: list[tuple[int, int]] = []  # from a page to another, before the next step
 
     @property
     def num_free(self) -> int:
@@ -84,6 +88,26 @@ class PagePool:
                 del self._cached[page]
             self._num_holders[page] += 1
         block_table.extend(pages)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one table lists a page."""
+        return self._num_holders[page] > 1
+
+    def fork_(self, block_table: list[int], pages: Sequence[int]) -> None:
+        """Let a table list the pages of another, which is held, in place of its own."""
+        for page in pages:
+            if page != NULL_PAGE:
+                self._num_holders[page] += 1
+        self.release_(block_table)
+        block_table.extend(pages)
+
+    def own_(self, block_table: list[int], index: int) -> None:
+        """Put a new page, filled from it before the next step, in place of one that is shared."""
+        shared, new = block_table[index], []
+        self.grow_(new, 1)
+        self._copies.append((shared, new[0]))
+        self._num_holders[shared] -= 1
+        block_table[index] = new[0]
 
     def load_(self, block_table: list[int], keys: Sequence[bytes]) -> None:
         """Add new pages that are filled from the host, before the next step, by their keys."""
@@ -146,8 +170,13 @@ class PagePool:
         self.release_(left[::-1])
 
     def take_moves(self) -> PageMoves | None:
-        """What has to be copied between device and host before the next step, if anything."""
-        return None if self.host is None else self.host.take_moves()
+        """The pages to copy before the next step, if there are any."""
+        moves = None if self.host is None else self.host.take_moves()
+        if self._copies:
+            copies = np.array(self._copies, np.int64)
+            self._copies = []
+            moves = replace(moves or PageMoves(), copied_from=copies[:, 0], copied_to=copies[:, 1])
+        return moves
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Assert that holders, keys and free pages are those of `block_tables`."""

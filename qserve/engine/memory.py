@@ -7,8 +7,10 @@ from contextlib import contextmanager
 import torch
 
 from formats.errors import InputError
+from qkernels.moe.experts import PreparedExperts
 from qserve.engine.model_runner import ModelRunner
 from qserve.engine.step_input import StepInput
+from qserve.model.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ def num_pages_on_gpu(
     if graph_step is not None:
         before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
         graphs = max(0, _peak_of(sample, graph_step) - before)
-    runner.caches = sample.caches = []
+    sample.free_pages()
+    runner.free_pages()
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     # Beside torch's own: the CUDA context, other processes.
@@ -75,6 +78,20 @@ def num_pages_on_gpu(
             f"raise it, {LESS_MEMORY}",
         )
     return num_pages
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes of a decoder's weights as kernels hold them."""
+    total = sum(tensor.nbytes for tensor in decoder.buffers())
+    for prepared, _ in decoder.products():
+        stacks = [prepared]
+        if isinstance(prepared, PreparedExperts):
+            stacks = [prepared.gate_up, prepared.down]
+        for stack in stacks:
+            for member in getattr(stack, "members", [stack]):
+                tensors = [member] if isinstance(member, torch.Tensor) else member.tensors.values()
+                total += sum(tensor.nbytes for tensor in tensors)
+    return total
 
 
 def _peak_of(runner: ModelRunner, step: StepInput) -> int:

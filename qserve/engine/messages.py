@@ -15,6 +15,7 @@ from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent
 from qserve.frames import MessageError
 from qserve.handling import DEFAULT, Handling
+from qserve.lora.request import LoRARequest
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 
@@ -55,6 +56,24 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the engine: it records, or has written what it recorded."""
+
+    problem: str = ""  # why not
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the engine: read this adapter, in place of one of its name. Answered by AdapterLoaded."""
+
+    lora: LoRARequest
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the engine: forget an adapter. Requests that have it keep it."""
+
+    name: str
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the engine: requests can have it from now on."""
 
     problem: str = ""  # why not
 
@@ -103,8 +122,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     busy_seconds: float  # that the present step has taken so far; 0: nothing to do
 
 
-ToEngine = Start | Add | Abort | ResetPrefixCache | Profile
-FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Profiled
+ToEngine = Start | Add | Abort | ResetPrefixCache | Profile | LoadAdapter | UnloadAdapter
+FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Profiled | AdapterLoaded
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {

@@ -4,28 +4,37 @@
 that the host does not know yet are taken on the device from the samples of the step in flight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
-from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
+from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
-from qserve.engine.page_copies import PageCopies
+from qserve.engine.microbatches import microbatches
+from qserve.engine.page_copies import PageCopies, copy_pages
 from qserve.engine.pooling import PoolHandle, launch_pooling
 from qserve.engine.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
+from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_input import StepInput
+from qserve.engine.step_outputs import StepOutputs
+from qserve.engine.step_plan import Drafting
 from qserve.engine.transfer import HostCopy, to_device
-from qserve.engine.warm_up import warm_up_steps
+from qserve.engine.warm_up import WarmUpShape, warm_up_shapes, warm_up_step
+from qserve.lora.slot_memory import SlotMemory
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
+from qserve.parallel.ranks import ALONE, Ranks
+from qserve.speculation.speculative_step import SpeculativeStep
+from qserve.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,8 @@ class StepHandle:
     log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
     prompts: PromptHandle | None = None  # log probabilities of prompts, where the step tells them
     pools: PoolHandle | None = None  # what makes vectors of prompts, where any are asked for
+    emitted: HostCopy | None = None  # of each chunk that samples, how many tokens; None: all
+    drafts: HostCopy | None = None  # what was proposed for each of them, where the host asks
 
     def result(self) -> list[int | str]:
         """Wait; then one token for each sampled row, or the reason why there is none."""
@@ -47,6 +58,14 @@ class StepHandle:
             "the model's logits contain NaN" if token == INVALID_TOKEN else token
             for token in self.tokens.wait().tolist()
         ]
+
+    def num_emitted(self) -> list[int] | None:
+        """Wait; then of each chunk that samples how many of its tokens are output; None: all."""
+        return None if self.emitted is None else self.emitted.wait().tolist()
+
+    def proposed(self) -> list[list[int]] | None:
+        """Wait; then what a drafter proposed for each chunk that samples, where asked for."""
+        return None if self.drafts is None else self.drafts.wait().tolist()
 
     def logprobs(self) -> list[TokenLogprobs | None] | None:
         """Wait; then one for each sampled row, None where it did not ask."""
@@ -60,26 +79,60 @@ class StepHandle:
         ]
 
 
+class _Forward(NamedTuple):
+    """A step whose logits are under way."""
+
+    outputs: StepOutputs
+    logits_SV: torch.Tensor  # of the rows that sample
+    prompts: PromptHandle | None
+    pools: PoolHandle | None
+    drafting: SpeculativeStep | None
+
+
 class ModelRunner:
     """A decoder, its KV pages, and the step in flight."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        device: torch.device,
+        speculator: Speculator | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.decoder = decoder
+        self.speculator = speculator
         self.config = config
         self.device = device
+        self._ranks = ranks
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
         self.caches: list[PagedKv] = []
+        self._under_way: _Forward | None = None  # a step that has not sampled yet
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
-        self._page_copies: PageCopies | None = None
+        self.page_copies: PageCopies | None = None
+        self.adapters: SlotMemory | None = None  # the workers fill it
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """The most that a step does for drafts."""
+        return None if self.speculator is None else self.speculator.drafting
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a page holds what follows from the token behind it, too."""
+        return self.speculator is not None and self.speculator.looks_ahead
 
     @property
     def bytes_per_page(self) -> int:
         """Keys and values of one page, all layers."""
         model = self.decoder.config
-        heads = 2 * self.config.block_size * model.num_kv_heads * model.num_layers
-        return heads * self.kv_format.bytes_per_head(model.head_dim)
+        heads = 2 * self.config.block_size * model.num_kv_heads * len(self.decoder.layers)
+        size = heads * self.kv_format.bytes_per_head(model.head_dim)
+        if self.speculator is not None:
+            size += self.speculator.bytes_per_page(self.kv_format)
+        return size
 
     @property
     def bytes_to_come(self) -> int:
@@ -98,74 +151,126 @@ class ModelRunner:
             )
             for layer in self.decoder.layers
         ]
+        if self.speculator is not None:
+            self.speculator.allocate_pages(num_pages, self.kv_format)
+
+    def free_pages(self) -> None:
+        self.caches = []
+        if self.speculator is not None:
+            self.speculator.caches.clear()
 
     def sample(self) -> "ModelRunner":
         """A runner of as few layers as launch every kernel. Shares weights and KV pages."""
         decoder, numbers = sample_of_layers(self.decoder)
-        runner = ModelRunner(decoder, self.config, self.device)
+        runner = ModelRunner(decoder, self.config, self.device, self.speculator, self._ranks)
         runner.caches = [self.caches[number] for number in numbers if self.caches]
+        runner.adapters = self.adapters
         return runner
 
-    def warm_up_steps(self, max_num_seqs: int, max_model_len: int) -> list[StepInput]:
-        """Steps that together launch every kernel that steps up to the budget can reach."""
-        steps = warm_up_steps(
+    def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
+        """Of steps that together launch every kernel that steps up to the budget can reach."""
+        communicator, model = self._ranks.communicator, self.decoder.config
+        sums = []
+        if communicator is not None:
+            sums = communicator.row_boundaries(model.hidden_size, self.decoder.dtype)
+        shapes = warm_up_shapes(
             self.decoder,
             self.config,
             max_tokens=min(max_model_len, self.config.max_num_batched_tokens),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             page_bytes=self.kv_format.dtype.itemsize,
+            sums=sums,
+            adapters=self.adapters,
         )
-        return list(steps)
+        return list(shapes)
+
+    def warm_up_steps(self, max_num_seqs: int, max_model_len: int) -> list[StepInput]:
+        """The steps of these shapes."""
+        shapes = self.warm_up_shapes(max_num_seqs, max_model_len)
+        return [warm_up_step(shape, self.config.block_size, self.drafting) for shape in shapes]
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
         """Make CUDA graphs of steps. The KV pages must stand where they will stay."""
-        longest = self.config.max_seq_len_to_capture
+        longest, speculator = self.config.max_seq_len_to_capture, self.speculator
         self.graphs = StepGraphs(
-            self._sampling_logits,
+            self._captured,
+            counts=(1,) if speculator is None else speculator.row_counts,
+            max_rows=0 if speculator is None else speculator.max_rows,
             max_num_seqs=max_num_seqs,
             max_num_tokens=self.config.max_num_batched_tokens,
             max_context_len=max_model_len if longest is None else min(longest, max_model_len),
             page_size=self.config.block_size,
             device=self.device,
+            with_adapters=self.adapters is not None,
+            in_step=self._ranks.are_many,
         )
+        if speculator is not None:
+            speculator.use_graphs(self.graphs.outputs)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more graph, in an idle moment. Returns False where there is none left."""
         return self.graphs is not None and self.graphs.capture_next()
 
-    @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
+        self.launch_forward(step)
+        return self.launch_sampling(step)
+
+    @torch.inference_mode()
+    def launch_forward(self, step: StepInput) -> None:
+        """Start a step as far as its logits. `launch_sampling` comes next, and no other step.
+
+        Where the logits are not here, nothing is left to do.
+        """
         self._move_pages(step)
         key = prompts = pools = None
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
         if self.graphs is not None and not needs_hidden:
             key = self.graphs.key_for(step)
         if key is not None:
-            self._fill_pending(step, self.graphs.fill_(key, step))
-            logits_SV = self.graphs.replay(key)
+            batch = self.graphs.fill_(key, step)
+            drafting = self._fill_pending(step, batch, key)
+            outputs = self.graphs.replay(key)
+            logits_SV = outputs.logits_SV
             if not key.is_chunk and step.num_sampled < step.num_requests:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
         else:
             batch = Batch.of(step, self.device)
-            self._fill_pending(step, batch.token_ids_T)
-            hidden_TC = self.forward(batch)
-            logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
+            drafting = self._fill_pending(step, batch)
+            outputs = self._forward(batch, step)
+            if outputs is None:
+                return
+            logits_SV, hidden_TC = outputs.logits_SV, outputs.hidden_TC
             if step.prompt_rows is not None:
                 prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
             if step.pool_rows is not None:
                 pools = launch_pooling(self.decoder, hidden_TC, step.pool_rows)
+        self._under_way = _Forward(outputs, logits_SV, prompts, pools, drafting)
+
+    @torch.inference_mode()
+    def launch_sampling(self, step: StepInput) -> StepHandle:
+        """Start the rest of a step, whose masks may have come since."""
+        if self._under_way is None:
+            return StepHandle()
+        (outputs, logits_SV, prompts, pools, drafting), self._under_way = self._under_way, None
         if not step.num_sampled:
             self._last_samples = None
+            if drafting is not None:
+                drafting.propose(outputs)
             return StepHandle(prompts=prompts, pools=pools)
         for fill in step.history_fills:
             self._history.fill_(fill)
         settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
-        samples = ops.sample_(logits_SV, settings.to(self.device), self._history.table)
+        settings, emitted, drafts = settings.to(self.device), None, None
+        if drafting is None:
+            samples = self._draw(logits_SV, settings)
+        else:
+            samples = drafting.draw(logits_SV, settings, self._draw, self._history.table)
+            emitted, drafts = drafting.num_emitted, drafting.propose(outputs)
         # A failed row's request may be in the next step already: its token must be a valid index.
         self._last_samples = samples.tokens_S.clamp(min=0)
         log_probabilities = None
@@ -181,42 +286,109 @@ class ModelRunner:
             log_probabilities=log_probabilities,
             prompts=prompts,
             pools=pools,
+            emitted=emitted,
+            drafts=drafts,
         )
+
+    def _draw(self, logits_SV: torch.Tensor, settings: SampleSettings) -> Samples:
+        return ops.sample_(logits_SV, settings, self._history.table)
 
     def offload_pages(self, num_slots: int) -> None:
         """Have room for so many KV pages in the host's memory. The device's are there already."""
-        self._page_copies = PageCopies(self.caches, num_slots, self.device)
+        drafter = [] if self.speculator is None else self.speculator.caches
+        self.page_copies = PageCopies([*self.caches, *drafter], num_slots, self.device)
 
     def _move_pages(self, step: StepInput) -> None:
-        if step.page_moves is not None:
-            self._page_copies.run(step.page_moves)
-
-    def _sampling_logits(self, batch: Batch) -> torch.Tensor:
-        """Logits [S, V] of the rows that sample."""
-        return self.decoder.logits(self.forward(batch)[batch.logits_rows_S])
-
-    def _fill_pending(self, step: StepInput, token_ids: torch.Tensor) -> None:
-        """Put tokens of the step in flight, which the host does not know yet, into their places."""
-        count = len(step.pending_index)
-        if count == 0:
+        moves = step.page_moves
+        if moves is None:
             return
+        if self.page_copies is not None:
+            self.page_copies.store(moves)
+        copy_pages(self.caches, moves, self.device)
+        if self.page_copies is not None:
+            self.page_copies.load(moves)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether tokens are drawn here: in the first stage, on every rank of it alike."""
+        return self.decoder.head is not None
+
+    def _hidden(self, step: StepInput | None, batch: Batch) -> torch.Tensor:
+        """`forward`, in parts where there are stages that can compute them at once."""
+        pipeline, parts = self._ranks.pipeline, []
+        if pipeline is not None and step is not None:
+            parts = microbatches(step, pipeline)
+        if len(parts) < 2:
+            return self.forward(batch)
+        batches = [Batch.of(part, self.device) for part in parts]
+        sizes = [part.num_tokens for part in parts]
+        return self.decoder.forward_parts(batch.token_ids_T.split(sizes), batches, self.caches)
+
+    def _captured(self, batch: Batch) -> StepOutputs:
+        """`_forward`, without what nobody reads: a graph keeps its results."""
+        outputs = self._forward(batch)
+        if self.speculator is None or self.speculator.drafter is None:
+            return replace(outputs, hidden_TC=None)
+        return outputs
+
+    def _forward(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
+        """All of a batch up to the logits of the rows that sample; None: they are not here.
+
+        `step`: the batch's, which may be computed in parts.
+        """
+        taps, tapped = () if self.speculator is None else self.speculator.taps, ()
+        if taps:
+            self._adapt(batch)
+            hidden_TC, tapped = self.decoder.forward_tapped(
+                batch.token_ids_T, batch, self.caches, taps
+            )
+        else:
+            hidden_TC = self._hidden(step, batch)
+        if not self._draws:
+            return None
+        logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
+        return StepOutputs(logits_SV=logits_SV, hidden_TC=hidden_TC, taps=tapped)
+
+    def _fill_pending(
+        self, step: StepInput, batch: Batch, key: GraphKey | None = None
+    ) -> SpeculativeStep | None:
+        """Put tokens of the step in flight, which the host does not know yet, into their places.
+
+        Returns what follows behind the step, with speculation.
+        """
+        if step.draft_rows is not None and self.speculator is not None:
+            drafting = self.speculator.begin(step, batch, key)
+            drafting.fill_()
+            return drafting
+        count = len(step.pending_index)
+        if count == 0 or not self._draws:
+            return None
+        token_ids = batch.token_ids_T
         in_order = np.arange(count)
         if np.array_equal(step.pending_index, in_order) and np.array_equal(
             step.pending_row, in_order
         ):  # decode steps of the same requests, the usual case
             token_ids[:count] = self._last_samples[:count]
-            return
+            return None
         index, rows = (
             to_device(array, self.device) for array in (step.pending_index, step.pending_row)
         )
         token_ids[index] = self._last_samples[rows]
+        return None
 
     @torch.inference_mode()
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
         self._move_pages(step)
-        return self.decoder.logits(self.forward(Batch.of(step, self.device))).float()
+        hidden_TC = self._hidden(step, Batch.of(step, self.device))
+        return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, C] of a batch."""
+        self._adapt(batch)
         return self.decoder(batch.token_ids_T, batch, self.caches)
+
+    def _adapt(self, batch: Batch) -> None:
+        """Let the decoder's linears add what the rows' adapters do."""
+        if self.adapters is not None:
+            self.adapters.rows.slots_T = batch.adapter_slots_T

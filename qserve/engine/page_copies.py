@@ -6,7 +6,7 @@ buffer there, so steps need not wait for it; a step that needs loaded pages wait
 Legend: N pages of one transfer, P pages of the device, S slots, F bytes of a page in all layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from qkernels.attention.cache import PagedKv
 from qserve.engine.host_pages import PageMoves
-from qserve.engine.transfer import to_device
+from qserve.engine.transfer import HostCopy, to_device
 
 # A page of an 8B model is 2 MiB: the buffers on the device stay below 64 MiB.
 PAGES_AT_ONCE = 32
@@ -34,12 +34,38 @@ class PageCopies:
         )
         self._stream = torch.cuda.Stream(device) if is_cuda else None
 
-    def run(self, moves: PageMoves) -> None:
-        """Store, then load, before whatever is launched next. Does not wait for the device."""
+    def store(self, moves: PageMoves) -> None:
+        """Store pages before whatever is launched next. Does not wait for the device."""
         for pages, slots in _batches(moves.stored_pages, moves.stored_slots):
             self._store(pages, slots)
+
+    def load(self, moves: PageMoves) -> None:
+        """Load pages before whatever is launched next. Does not wait for the device."""
         for pages, slots in _batches(moves.loaded_pages, moves.loaded_slots):
             self._load(pages, slots)
+
+    def read(self, pages: Sequence[int]) -> HostCopy:
+        """Copy pages to memory of their own, as they are after all that was launched so far."""
+        index = to_device(np.asarray(pages, np.int64), self._device)
+        buffer_NF = torch.cat([_bytes(part[index]) for part in self._parts], dim=1)
+        with self._transfers(buffer_NF):
+            return HostCopy(buffer_NF)
+
+    def slot(self, number: int) -> memoryview:
+        """A slot's bytes, for who has reserved it, and has waited for `idle`."""
+        return memoryview(self._slots_SF[number].numpy())
+
+    def idle(self) -> Callable[[], None]:
+        """What waits for the copies between slots and device that are under way now."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
+    @property
+    def page_bytes(self) -> int:
+        return self._slots_SF.shape[1]
 
     def _store(self, pages: np.ndarray, slots: np.ndarray) -> None:
         index = to_device(pages, self._device)
@@ -67,6 +93,16 @@ class PageCopies:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         buffer.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
+
+
+def copy_pages(caches: Sequence[PagedKv], moves: PageMoves, device: torch.device) -> None:
+    """Copy pages on the device, before whatever is launched next."""
+    if not len(moves.copied_to):
+        return
+    source, target = (to_device(pages, device) for pages in (moves.copied_from, moves.copied_to))
+    for cache in caches:
+        for part in _parts(cache):
+            part[target] = part[source]
 
 
 def _parts(cache: PagedKv) -> Iterator[torch.Tensor]:

@@ -5,22 +5,37 @@ order, and within one each layer writes all its keys before it reads any. Of a t
 sampled the host learns later; its page waits for that.
 """
 
+import secrets
 from collections.abc import Collection
+from typing import NamedTuple
 
 from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.prefix_keys import extend_keys, root_key
 from qserve.engine.request import Request
 
 
+class Export(NamedTuple):
+    """Full pages of a request that hold what they should."""
+
+    request_id: str
+    keys: list[bytes]
+    pages: list[int]
+
+
 class PrefixCache:
     """Which pages a request can take over, and which of its own others can."""
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True) -> None:
+    def __init__(self, pool: PagePool, *, enabled: bool = True, looks_ahead: bool = False) -> None:
+        """`looks_ahead`: what a page holds also follows from the token behind it."""
         self.pool = pool
         self.enabled = enabled
+        self._num_unsure = int(looks_ahead)  # last pages of what is found: the next may be another
+        # of an engine that exchanges pages with others; page_transfers.py fills them
+        self.model = ""  # part of all keys
+        self.exports: list[Export] | None = None  # what others may have, since the last step
         # tokens that were looked for, and those that were there, of requests when first admitted
         self._num_queries = self._num_hits = 0
-        self._generation = 0
+        self._generation: int | str = 0
         self._last: Request | None = None  # whose keys were made last
 
     def add(self, request: Request) -> None:
@@ -31,6 +46,7 @@ class PrefixCache:
         if (
             last is not None
             and last.cache_salt == request.cache_salt
+            and last.adapter is request.adapter
             and last.num_prompt_tokens == request.num_prompt_tokens
             and last.token_ids[: last.num_prompt_tokens] == request.token_ids
         ):  # another output of the same prompt
@@ -43,17 +59,21 @@ class PrefixCache:
         """Tokens of a waiting request that need not be computed now."""
         keys = self._wanted(request)
         pages = self.pool.match(keys)
-        return (len(pages) + self._num_on_host(keys, len(pages))) * self.pool.page_size
+        num_found = len(pages) + self._num_on_host(keys, len(pages))
+        return max(0, num_found - self._num_unsure) * self.pool.page_size
 
-    def num_pages_needed(self, request: Request) -> int:
+    def num_pages_needed(self, request: Request, num_free: int) -> int:
         """Free pages that a waiting request takes: of those that it finds, only what nobody holds.
 
-        Looks for them only where there may not be enough.
+        Looks for them only where `num_free` may not be enough.
         """
         needed = self.pool.pages_for(request.num_tokens)
-        if needed <= self.pool.num_free:
+        if needed <= num_free:
             return needed
-        return needed - self.pool.num_held(self.pool.match(self._wanted(request)))
+        keys = self._wanted(request)
+        pages = self.pool.match(keys)
+        num_found = len(pages) + self._num_on_host(keys, len(pages))
+        return needed - self.pool.num_held(pages[: max(0, num_found - self._num_unsure)])
 
     def will_share(self, request: Request, other: Request) -> bool:
         """Whether the next page that `other` computes is one that `request` could then take."""
@@ -71,6 +91,8 @@ class PrefixCache:
         pool, table, keys = self.pool, request.block_table, self._wanted(request)
         pages = pool.match(keys)
         num_found = len(pages) + self._num_on_host(keys, len(pages))
+        num_found = max(0, num_found - self._num_unsure)
+        pages = pages[:num_found]
         pool.share_(table, pages)
         if num_found > len(pages):
             pool.load_(table, keys[len(pages) : num_found])
@@ -98,6 +120,25 @@ class PrefixCache:
                 self.pool.publish(page, request.page_keys[index])
         request.num_published = num_full
 
+    def export(self, request: Request) -> None:
+        """Note a running request's pages for other engines, now that a token came of them."""
+        request.is_exported = True
+        self.publish(request)
+        table = request.block_table
+        num_full = min(request.num_published, len(request.page_keys), len(table))
+        there = [index for index in range(num_full) if table[index] != NULL_PAGE]
+        if there:
+            keys = [request.page_keys[index] for index in there]
+            self.exports.append(Export(request.request_id, keys, [table[i] for i in there]))
+
+    def missing(self, request: Request) -> tuple[list[bytes], list[bytes]]:
+        """Keys of the pages that a waiting request may take: those that are on the host, those
+        after them that are nowhere here."""
+        keys = self._wanted(request)
+        on_device = len(self.pool.match(keys))
+        found = on_device + self._num_on_host(keys, on_device)
+        return keys[on_device:found], keys[found:]
+
     def take_counts(self) -> tuple[int, int]:
         """Tokens that were looked for, and those that were there, since the last call."""
         counts = self._num_queries, self._num_hits
@@ -115,7 +156,8 @@ class PrefixCache:
         what they compute is not for others; preempted ones begin anew.
         """
         self.pool.withdraw_all()
-        self._generation += 1
+        # No other engine comes to the same: its weights need not have changed as these have.
+        self._generation = secrets.token_hex(16) if self.model else int(self._generation) + 1
         self._last = None
         for request in requests:
             request.page_keys = []
@@ -135,10 +177,18 @@ class PrefixCache:
     def _most(self, request: Request) -> int:
         return (request.num_tokens - 1) // self.pool.page_size
 
+    def _root_key(self, request: Request) -> bytes:
+        return root_key(
+            salt=request.cache_salt,
+            adapter="" if request.adapter is None else request.adapter.generation,
+            generation=self._generation,
+            model=self.model,
+        )
+
     def _num_on_host(self, keys: list[bytes], start: int) -> int:
         return 0 if self.pool.host is None else self.pool.host.match(keys[start:])
 
     def _extend_keys(self, request: Request) -> None:
         keys = request.page_keys
-        last = keys[-1] if keys else root_key(salt=request.cache_salt, generation=self._generation)
+        last = keys[-1] if keys else self._root_key(request)
         extend_keys(keys, request.token_ids, page_size=self.pool.page_size, last=last)

@@ -13,9 +13,14 @@ from hashlib import sha256
 TOKEN = "i"  # array's code for int32: all token ids fit
 
 
-def root_key(*, salt: str = "", adapter: str = "", generation: int = 0) -> bytes:
-    """What the chain begins with. `generation` changes when the weights, or an adapter's, do."""
-    parts = (salt.encode(), adapter.encode(), str(generation).encode())
+def root_key(
+    *, salt: str = "", adapter: str = "", generation: int | str = 0, model: str = ""
+) -> bytes:
+    """What the chain begins with. `generation` changes when the weights, or an adapter's, do.
+
+    `model`: what tells engines apart that exchange pages (kv_transfer/model_digest.py).
+    """
+    parts = (salt.encode(), adapter.encode(), str(generation).encode(), model.encode())
     # With their lengths: no two lists of parts make the same text.
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 

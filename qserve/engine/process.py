@@ -16,17 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from formats.errors import InputError
 from qserve import logs
 from qserve.engine import cpu_threads, messages
 from qserve.engine.messages import (
     Abort,
+    AdapterLoaded,
     Add,
     Beat,
     EngineDied,
     Events,
     FromEngine,
+    LoadAdapter,
     Profile,
     Profiled,
     Ready,
@@ -34,10 +37,12 @@ from qserve.engine.messages import (
     ResetPrefixCache,
     Start,
     StartFailed,
+    UnloadAdapter,
 )
 from qserve.engine.request import RequestEvent
 from qserve.engine.start_phases import phase
 from qserve.log_limit import limit_logging
+from qserve.lora.request import LoRARequest
 
 ENGINE = "qserve.engine.engine:Engine"
 EXIT_GRACE = 2.0  # seconds that a step or a load may still run after the client is gone
@@ -117,10 +122,7 @@ def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) ->
         try:
             work(line, *arguments)
         except BaseException as error:
-            try:
-                _fail(line, error)
-            finally:
-                os._exit(1)
+            _die(line, error)
 
     threading.Thread(target=run, daemon=True).start()
 
@@ -170,6 +172,9 @@ def _start(engine_path: str, line: _Line, inbox: queue.SimpleQueue) -> object | 
         logger.exception("The engine could not be started")
         failure = StartFailed(subject=message.config.model, problem=_one_line(error))
     else:
+        watch_ranks = getattr(engine, "watch_ranks", None)  # engines of tests have no ranks
+        if watch_ranks is not None:
+            watch_ranks(lambda error: _die(line, error))
         line.send(
             Ready(
                 max_model_len=engine.max_model_len,
@@ -219,8 +224,34 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
             engine.reset_prefix_cache()
         elif isinstance(message, Profile):
             line.send(_profile(engine, message))
+        elif isinstance(message, LoadAdapter):
+            _start_thread(_read_adapter, line, engine, message.lora, inbox)
+        elif isinstance(message, _AdapterRead):
+            if not message.problem:
+                engine.adapters.put(message.lora.lora_name, message.lora.lora_path, message.packed)
+            line.send(AdapterLoaded(problem=message.problem))
+        elif isinstance(message, UnloadAdapter):
+            engine.adapters.remove(message.name)
         else:
             raise ClientGone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AdapterRead:
+    """In the inbox: a thread has read an adapter, or knows why it cannot."""
+
+    lora: LoRARequest
+    packed: object = None
+    problem: str = ""
+
+
+def _read_adapter(line: _Line, engine: object, lora: LoRARequest, inbox: queue.SimpleQueue) -> None:
+    """Read an adapter while steps go on. The main thread takes it."""
+    try:
+        read = _AdapterRead(lora=lora, packed=engine.adapters.read(lora.lora_path))
+    except (InputError, OSError) as error:
+        read = _AdapterRead(lora=lora, problem=str(error))
+    inbox.put(read)
 
 
 def _profile(engine: object, message: Profile) -> Profiled:
@@ -244,6 +275,14 @@ def _fail(line: _Line, error: BaseException) -> None:
         logger.error("The engine failed", exc_info=error)
     finally:  # where memory is short the log may fail
         line.send_last(EngineDied(message=_one_line(error)))
+
+
+def _die(line: _Line, error: BaseException) -> None:
+    """End the process from a thread: the main one waits for a rank that is gone, or for work."""
+    try:
+        _fail(line, error)
+    finally:
+        os._exit(1)
 
 
 def _one_line(error: BaseException) -> str:

@@ -16,4 +16,10 @@ class EngineReport:
     num_preempted: int = 0
     num_prefix_queries: int = 0  # tokens that were looked for in the prefix cache since then
     num_prefix_hits: int = 0  # those of them that were there
+    running_adapters: tuple[str, ...] = ()  # by name
+    waiting_adapters: tuple[str, ...] = ()  # that requests wait for
+    # with speculation: verifies, drafts, and of each position the drafts that became output
+    drafts: tuple[int, ...] = ()
+    num_external_queries: int = 0  # tokens that were looked for in other engines' pages
+    num_external_hits: int = 0  # those of them that came from there
     queue_seconds: tuple[float, ...] = ()  # of each request whose first step it was

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from qserve.engine.pooled import Pooled
 from qserve.engine.token_filter import TokenFilter
+from qserve.lora.adapter import Adapter
 from qserve.sampling_params import SamplingParams
 from qserve.structured.constraint import Constraint
 
@@ -18,6 +19,24 @@ class TokenLogprobs(NamedTuple):
     top_tokens: tuple[int, ...]
     top_logprobs: tuple[float, ...]
     rank: int | None = None  # of the token, 1 the likeliest; None: not known, of drawn tokens
+
+    def cut(self, count: int) -> "TokenLogprobs":
+        """The same with so many alternatives."""
+        return self._replace(
+            top_tokens=self.top_tokens[:count], top_logprobs=self.top_logprobs[:count]
+        )
+
+
+class Hypothesis(NamedTuple):
+    """A beam that ended. The fields are those of an event."""
+
+    token_ids: tuple[int, ...]
+    score: float  # what beams are compared by
+    cumulative_logprob: float  # of all tokens
+    finish_reason: str
+    stop_token: int | None = None
+    ended_by_token: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class RequestEvent(NamedTuple):
@@ -39,14 +58,28 @@ class RequestEvent(NamedTuple):
     queue_seconds: float = 0.0  # from its arrival to its first step
     is_asked_for: bool = False  # the error lies in what was asked: its client may read it
     pooled: bytes = b""  # vectors of the prompt, little-endian float32, where asked for
+    num_accepted: int = 0  # drafts so far that became output (qserve/speculation)
+    num_rejected: int = 0  # and those that did not
+    beams: tuple[Hypothesis, ...] = ()  # of a beam search, the best first; then the only event
 
     @classmethod
     def failure(cls, request_id: str, reason: str) -> "RequestEvent":
         """The end of a request that cannot go on."""
         return cls(request_id=request_id, token_ids=(), finish_reason="error", error=reason)
 
+    @classmethod
+    def refusal(cls, request_id: str, reason: str) -> "RequestEvent":
+        """The same of one that asks for what there is not."""
+        return cls.failure(request_id, reason)._replace(is_asked_for=True)
+
 
 Flow = tuple[str, str]  # client, group
+
+
+class Rows(Protocol):
+    """Requests that run and wait together."""
+
+    rows: list["Request"]
 
 
 class Status(Enum):
@@ -80,7 +113,7 @@ class Request:
     queue_seconds: float = 0.0  # from then to its first step; the engine fills it
     status: Status = Status.WAITING
     num_computed: int = 0  # positions whose keys and values are written, or are by steps in flight
-    num_pending: int = 0  # tokens sampled by steps in flight
+    num_pending: int = 0  # tokens sampled by steps in flight; of a verify as many as it may emit
     num_preemptions: int = 0
     num_bypasses: int = 0  # requests that were admitted with its pages, or before it came back
     num_steps_at_arrival: int = 0  # of the scheduler
@@ -89,15 +122,28 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, as far as known
     num_published: int = 0  # of its pages: others can find them
     num_cached: int = 0  # tokens that were in the cache when it was first admitted
+    is_exported: bool = False  # the pages of its prompt were noted for other engines
     row: int = -1  # of the step arrays (request_rows.py); -1: none
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
     constraint: Constraint | None = None  # the form that its output must have
     token_filter: TokenFilter | None = None  # the tokens that it may have
-    # What may be sampled next follows from its last token: no step without it.
-    follows_last: bool = False
+    follows_last: bool = False  # no step without its last token: another row may get it
     dead_end: str = ""  # why nothing may be sampled next
     pooled: Pooled | None = None  # where vectors of its prompt are asked for
+    beams: "Rows | None" = None  # the beam search (beams.py) of which it is one
+    adapter: Adapter | None = None  # what it runs with beside the model
+    adapter_slot: int = -1  # of the device, that holds it until the request has finished
+    drafts: tuple[int, ...] = ()  # tokens that may follow, as far as the host knows them
+    num_drafts: int = 0  # on the device: drafts that the last step of it leaves there
+    num_accepted: int = 0  # drafts that became output
+    num_rejected: int = 0
+    most_emitted: int | None = None  # by the verify in flight: then its grammar has a dead end
+
+    @property
+    def rows(self) -> list["Request"]:
+        """The requests that run and wait with it, itself included."""
+        return [self] if self.beams is None else self.beams.rows
 
     @property
     def flow(self) -> Flow:
@@ -128,6 +174,30 @@ class Request:
     def may_end_after(self, num_output: int) -> bool:
         """Whether an end or stop token may follow so many output tokens: min_tokens forbids it."""
         return num_output >= self.params.min_tokens
+
+    def forget_drafts(self) -> None:
+        """It begins anew."""
+        self.drafts, self.num_drafts = (), 0
+
+    def settle(self, num_sampled: int, num_emitted: int) -> int:
+        """Learn how much of a verify came true. Returns how many of its tokens are output."""
+        if self.most_emitted is not None:
+            num_emitted, self.most_emitted = min(num_emitted, self.most_emitted), None
+        num_refused = num_sampled - num_emitted
+        self.num_pending -= num_refused
+        if self.status is Status.RUNNING:  # else it has lost its pages meanwhile
+            self.num_computed -= num_refused
+        self.num_accepted += num_emitted - 1
+        self.num_rejected += num_refused
+        return num_emitted
+
+    def wait_again(self) -> None:
+        """It lost its pages."""
+        self.status = Status.WAITING
+        self.num_computed = self.num_published = 0
+        self.row = -1
+        self.forget_drafts()
+        self.num_preemptions += 1
 
     def extend(
         self, sampled: list[int], logprobs: Sequence[TokenLogprobs | None] = ()
@@ -161,11 +231,15 @@ class Request:
             count, reason, stop_token, by_token = 0, "error", None, False
         elif self.pooled is not None:
             reason = "stop"
+        if self.constraint is not None:
+            for index, token in enumerate(sampled[: count - by_token], start=1):
+                self.constraint.take(token)
+                if self.constraint.is_complete and index < count:  # amid a verify
+                    count, reason, stop_token, by_token = index, None, None, False
+                    break
         taken = tuple(sampled[:count])
         self.token_ids += taken
         if self.constraint is not None:
-            for token in taken[:-1] if by_token else taken:
-                self.constraint.take(token)
             if self.constraint.error and not error:
                 reason, error = "error", f"structured_outputs: {self.constraint.error}"
             elif reason is None and self.constraint.is_complete:
@@ -185,4 +259,6 @@ class Request:
             self.queue_seconds,
             bool(error),
             b"" if self.pooled is None else self.pooled.result(self.num_prompt_tokens),
+            self.num_accepted,
+            self.num_rejected,
         )

@@ -4,8 +4,13 @@ A step's arrays are gathered from them, so that a request that decodes costs nex
 Python. Knows requests, and no step. Legend: N rows, X pages of a block table, P words of sampling.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
 import numpy as np
 
+from formats.errors import InputError
 from qkernels.sampling.settings import (
     BIAS_END,
     BIAS_START,
@@ -16,7 +21,12 @@ from qkernels.sampling.settings import (
     pack_row,
 )
 from qserve.engine.request import Request, Status
-from qserve.engine.token_filter import without
+from qserve.engine.token_filter import TokenFilter, without
+from qserve.structured.constraint import Constraint
+
+# A mask takes 10 to 60 us, most of it in llguidance, which lets other threads run.
+FEW_MASKS = 8
+MASK_THREADS = 4
 
 
 class RequestRows:
@@ -30,6 +40,8 @@ class RequestRows:
         self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
         self.has_bias_N = np.zeros(num_rows, bool)  # it has to be packed in each step
         self.has_mask_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
+        self.mask_follows_N = np.zeros(num_rows, bool)  # which depends on the tokens before
+        self.adapter_slots_N = np.full(num_rows, -1, np.int32)  # -1: it has no adapter
         self.needs_history_N = np.zeros(num_rows, bool)  # penalties, and its counts are not filled
         self._num_pages_N = np.zeros(num_rows, np.int64)
         self._sampled_N = np.zeros(num_rows, np.int64)
@@ -68,7 +80,11 @@ class RequestRows:
         self.words_NP[row, -2:] = 0
         self.has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
         self.has_mask_N[row] = not (request.constraint is None and request.token_filter is None)
+        self.mask_follows_N[row] = request.constraint is not None or (
+            request.token_filter is not None and request.token_filter.follows_output
+        )
         self.needs_history_N[row] = request.params.has_penalties
+        self.adapter_slots_N[row] = request.adapter_slot
 
     def _reclaim(self) -> None:
         """Free the rows of requests that ended, and of those that were preempted."""
@@ -135,34 +151,83 @@ def biases(
 def masks(
     requests: list[Request],
     positions: np.ndarray,
+    ahead_S: np.ndarray,
     has_mask_S: np.ndarray,
     words_SP: np.ndarray,
     first: int,
 ) -> np.ndarray:
-    """The masks of a step's samples, whose places from `first` on `words_SP` notes. int64 [E]."""
-    found: list[np.ndarray] = []
-    for index in np.flatnonzero(has_mask_S):
-        mask = _mask(requests[index], int(positions[index]))
-        words_SP[index, MASK_START] = first + len(found) * len(mask)
-        found.append(mask)
+    """The masks of a step's samples, whose places from `first` on `words_SP` notes. int64 [E].
+
+    `ahead_S`: how many drafts of its request come before each.
+    """
+    chosen = np.flatnonzero(has_mask_S)
+    if ahead_S[chosen].any():
+        found = _masks_of_drafts(requests, positions, ahead_S, chosen)
+    else:
+        of_requests = [requests[i] for i in chosen]
+        constraints = [request.constraint for request in of_requests]
+        several = map if len(chosen) < FEW_MASKS else _threads().map
+        found = list(several(_mask, of_requests, positions[chosen].tolist(), constraints))
+    words_SP[chosen, MASK_START] = first + np.arange(len(found)) * len(found[0])
     return np.concatenate(found)
 
 
-def _mask(request: Request, position: int) -> np.ndarray:
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "masks")
+
+
+def _masks_of_drafts(
+    requests: list[Request], positions: np.ndarray, ahead_S: np.ndarray, chosen: np.ndarray
+) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    cursor: Constraint | None = None  # of a request with drafts
+    for index in chosen:
+        request, ahead = requests[index], int(ahead_S[index])
+        if ahead == 0:
+            cursor = request.constraint
+        elif cursor is not None:
+            cursor = request.constraint.copy() if ahead == 1 else cursor
+            cursor.take(request.drafts[ahead - 1])
+        found.append(_mask(request, int(positions[index]), cursor, ahead))
+    return found
+
+
+def _mask(
+    request: Request, position: int, constraint: Constraint | None, ahead: int = 0
+) -> np.ndarray:
     """What the grammar and the filter of tokens both allow. Where that is nothing: all, and why."""
-    constraint, token_filter = request.constraint, request.token_filter
+    token_filter = request.token_filter
     ends = request.stop_token_ids | request.eos_token_ids
     may_end = request.may_end_after(position - request.num_prompt_tokens)
     mask = None if constraint is None else constraint.mask(ends, may_end)
     if token_filter is None:
         return mask
-    own = token_filter.mask(request.token_ids, request.num_prompt_tokens)
+    token_ids = request.token_ids
+    if ahead and token_filter.follows_output:
+        token_ids = [*token_ids, *request.drafts[:ahead]]
+    own = token_filter.mask(token_ids, request.num_prompt_tokens)
     mask = own if mask is None else mask & own
     # The sampler's bias forbids the ends then.
     if not (mask if may_end else without(mask, ends)).any():
-        request.dead_end = dead_end(request)
+        if ahead == 0:
+            request.dead_end = dead_end(request)
+        elif request.most_emitted is None:  # the next step finds it, if the drafts come true
+            request.most_emitted = ahead
         return np.full_like(mask, -1)
     return mask
+
+
+def token_filter(request: Request, vocab_size: int) -> TokenFilter:
+    """The filter that a request asks for. Raises InputError where it leaves nothing to say."""
+    params = request.params
+    made = TokenFilter(vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
+    mask = made.mask(request.token_ids, request.num_prompt_tokens)
+    if params.min_tokens:
+        mask = without(mask, request.stop_token_ids | request.eos_token_ids)
+    if not mask.any():
+        raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
+    return made
 
 
 def dead_end(request: Request) -> str:

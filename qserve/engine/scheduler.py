@@ -15,21 +15,23 @@ they reach the host.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from formats.errors import InputError
+from qserve.engine.beams import BeamGroup
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.policies import Counts, Phase, Policy
 from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
-from qserve.engine.step_pace import StepLoad, StepPace
-from qserve.engine.step_plan import Chunk, StepPlan
-from qserve.engine.victims import cheapest_victim, places_of
+from qserve.engine.step_pace import StepPace
+from qserve.engine.step_plan import Chunk, StepPlan, load_of
+from qserve.engine.victims import cheapest_victim, fair_victims, places_of
 from qserve.engine.waiting_levels import WaitingLevels
 from qserve.engine.waiting_queue import MAX_BYPASSES
+from qserve.speculation.speculation import Speculation
 
 # Steps that a request waits before others have to give way. Each time costs computing a request
 # again, which is then little beside the steps between.
@@ -61,10 +63,11 @@ class Scheduler:
         policy: Policy | None = None,
         prefix_caching: bool = True,
         pace: StepPace | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`window`: keys that a query sees, itself included, in the layer where it sees most.
 
-        `pace` limits what prompts add to steps that decode.
+        `pace` limits what prompts add to steps that decode. `speculation` adds drafts to decodes.
 
         Raises InputError where a step could not hold one token of every request.
         """
@@ -76,14 +79,17 @@ class Scheduler:
             )
         self.pool = pool
         self.policy = policy or Policy()
-        self.cache = PrefixCache(pool, enabled=prefix_caching)
+        looks_ahead = speculation is not None and speculation.looks_ahead
+        self.cache = PrefixCache(pool, enabled=prefix_caching, looks_ahead=looks_ahead)
         self.pace = pace
+        self.speculation = speculation
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.waiting = WaitingLevels()
         self.running: list[Request] = []  # by level; of one level the last gives way first
         self._begun: list[Request] = []  # of these, in a step, those with a prompt to compute
+        self._groups: list[BeamGroup] = []  # of these, beam searches
         self._num_steps = 0
 
     @property
@@ -94,11 +100,14 @@ class Scheduler:
         """Raise InputError where a request could never finish, however long it waits."""
         longest = request.num_prompt_tokens + request.max_tokens
         # The last sampled token is never fed back, so its keys need no place.
-        if self.pool.pages_for(longest - 1) > self.pool.num_pages:
+        needed, what = self.pool.pages_for(longest - 1), f"{longest} tokens"
+        if request.beams is not None:
+            what = f"{len(request.rows)} x {what}"
+            needed = request.beams.most_pages(self.pool, self.max_num_seqs)
+        if needed > self.pool.num_pages:
             raise InputError(
                 f"request {request.request_id}",
-                f"needs {self.pool.pages_for(longest - 1)} KV pages for {longest} tokens,"
-                f" and there are {self.pool.num_pages}",
+                f"needs {needed} KV pages for {what}, and there are {self.pool.num_pages}",
                 "shorten it, or give the server more memory for KV pages",
             )
 
@@ -109,6 +118,8 @@ class Scheduler:
         request.level = self.policy.level(request)
         request.client, request.group = self.policy.turn(request)
         self.cache.add(request)
+        if self.speculation is not None:
+            self.speculation.add(request)
         self.waiting.push(request)
 
     def schedule(self) -> StepPlan:
@@ -128,8 +139,13 @@ class Scheduler:
         step = _Step(
             budget=self.max_num_batched_tokens, most_admitted=self.policy.most_admitted(counts)
         )
+        for group in tuple(self._groups):
+            self._prepare_beams(group, step)
         if counts.num_waiting:
             self._make_place(step)
+        speculation = self.speculation
+        if speculation is not None:
+            speculation.begin_step(len(self.running), step.budget)
         first, then = self._plan_decodes, self._plan_prompts
         if phase is Phase.PROMPTS:
             first, then = then, first
@@ -141,6 +157,7 @@ class Scheduler:
             preempted=tuple(step.preempted),
             admitted=tuple(step.admitted),
             moves=self.pool.take_moves() if step.chunks else None,
+            drafting=speculation and speculation.end_step(step.chunks),
         )
 
     def update(
@@ -148,26 +165,41 @@ class Scheduler:
         plan: StepPlan,
         sampled: list[int | str],
         logprobs: list[TokenLogprobs | None] | None = None,
+        num_emitted: list[int] | None = None,
     ) -> list[RequestEvent]:
         """Take the tokens a step sampled, one for each of its sampled rows, in order.
 
         A string in place of a token is the reason why that row failed: its request ends with it.
-        `logprobs`, where any request asked for them, are as many.
+        `logprobs`, where any request asked for them, are as many. `num_emitted`: of each chunk that
+        samples, how many of its tokens are output; None: all.
         """
         events = []
+        emitted = iter(num_emitted or ())
+        exports = self.cache.exports is not None
         any_failed = str in set(map(type, sampled))
         row = 0
         for request, _, _, num_sampled in plan.chunks:
             first, row = row, row + num_sampled
+            count = next(emitted) if num_emitted and num_sampled else num_sampled
             # A finished one was aborted, or ended by an earlier step while this was in flight.
             if first == row or request.status is Status.FINISHED:
                 continue
-            tokens = sampled[first:row]
+            if num_sampled > 1 and num_emitted:
+                count = request.settle(num_sampled, count)
+                self.speculation.observe(num_sampled - 1, count - 1)
+            tokens = sampled[first : first + count]
             failures = [token for token in tokens if type(token) is str] if any_failed else ()
             if failures:
                 events.append(self.fail(request, failures[0]))
                 continue
-            event = request.extend(tokens, logprobs[first:row] if logprobs else ())
+            if request.beams is not None:
+                event = request.beams.take(request, logprobs[first], self.pool)
+                if event is None:
+                    continue
+            else:
+                event = request.extend(tokens, logprobs[first : first + count] if logprobs else ())
+            if exports and (event.finish_reason is not None or not request.is_exported):
+                self.cache.export(request)
             if event.finish_reason is not None:
                 self.finish(request)
             events.append(event)
@@ -182,17 +214,19 @@ class Scheduler:
         which that step does not write to any more.
         """
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self.cache.publish(request)
+            self._stop_running(request)
         elif request.status is Status.WAITING:
-            self.waiting.remove(request)
-        request.status = Status.FINISHED
-        self.pool.release_(request.block_table)
+            self.waiting.remove(request.rows[0])
+        if self.speculation is not None:
+            self.speculation.finish(request)
+        for row in request.rows:
+            row.status = Status.FINISHED
 
     def fail(self, request: Request, reason: str) -> RequestEvent:
         """End a request whose step went wrong. Nobody is to find what it left in its pages."""
-        self.pool.withdraw(request.block_table)
-        self.cache.keep_private(request)
+        for row in request.rows:
+            self.pool.withdraw(row.block_table)
+            self.cache.keep_private(row)
         self.finish(request)
         return RequestEvent.failure(request.request_id, reason)
 
@@ -219,6 +253,8 @@ class Scheduler:
         request = waiting.first_in_turn()
         if request is None or step.most_admitted < 1 or self._is_held(request):
             return
+        if request.beams is not None:
+            return  # those behind it wait until there are places for all its rows
         ahead = waiting.first_preempted
         victims: list[Request] | None = None
         if ahead is None and self.running and request.level < self.running[-1].level:
@@ -231,42 +267,25 @@ class Scheduler:
                 may_go = not self._has_place(request, step)  # else it is admitted without this
             else:
                 may_go = ahead.num_bypasses < MAX_BYPASSES and ahead.flow != request.flow
-            victims = self._who_gives_way(request, step) if may_go else None
+            if may_go:
+                has_place = self._has_place(request, step)
+                victims = fair_victims(self.running, self.pool, request, has_place, MAX_BYPASSES)
         if victims is None:
             return
         for victim in victims:
-            self.running.remove(victim)
-            self._preempt(victim, step)
+            if victim.status is Status.RUNNING:  # not with another row of its beam search
+                self._preempt(victim, step)
         for each in {*victims, *([] if ahead is None else [ahead])}:
             each.num_bypasses += 1
         # Behind the oldest, which then always comes to its end. As the youngest it would be the
         # first to give way when pages run out.
         self._admit(request, step, seniority=1)
 
-    def _who_gives_way(self, request: Request, step: _Step) -> list[Request] | None:
-        """The youngest of the client, or else of the group, that runs most, but not its oldest.
-
-        As many as make place for `request`; None where it has its share, or all are not enough.
-        None of a lower level than its own gives way.
-        """
-        for owner_of in (attrgetter("client"), attrgetter("flow")):
-            counts = Counter(owner_of(each) for each in self.running)
-            if not counts or counts[owner_of(request)]:
-                continue
-            if self._has_place(request, step):
-                return []
-            owner, _ = counts.most_common(1)[0]
-            owned = [each for each in self.running if owner_of(each) == owner][1:]
-            owned = [each for each in owned if each.level >= request.level]
-            victims = places_of(owned, self.pool, request, MAX_BYPASSES)
-            if victims is not None:
-                return victims
-        return None
-
     def _plan_decodes(self, step: _Step) -> None:
         # A step has a token for each running request, so there is budget for all. This loop and
         # `update` are what a step of many requests costs in Python: they call as little as can be.
         page_size, chunks = self.pool.page_size, step.chunks
+        speculation, count = self.speculation, 1
         publish = self.cache.publish if self.cache.enabled else None
         for index, request in enumerate(self.running):
             num_known = len(request.token_ids)
@@ -275,18 +294,24 @@ class Scheduler:
                 continue
             if request.follows_last and request.num_pending:
                 continue  # what it may sample next follows from the token in flight
+            if speculation is not None:
+                count = speculation.num_rows(request, end, self.pool)
+                if not count:
+                    continue
             if end > len(request.block_table) * page_size and not self._make_room(
                 request, index, step
             ):
                 continue
             if self.window is not None:
-                self._leave_window(request, start)
-            request.num_computed = end
-            request.num_pending += 1
-            chunks.append(Chunk(request, start, 1, 1))
+                # a verify in flight may end before what is planned with
+                self._leave_window(request, start - max(0, request.num_pending - 1))
+            request.num_computed = start + count
+            request.num_pending += count
+            chunks.append(Chunk(request, start, count, count))
             if publish is not None and num_known >= (request.num_published + 1) * page_size:
                 publish(request)
-        step.budget -= len(chunks)
+        num_tokens = len(chunks) if speculation is None else sum([chunk.count for chunk in chunks])
+        step.budget -= num_tokens
 
     def _plan_prompts(self, step: _Step) -> None:
         begun = [each for each in self._begun if each.status is Status.RUNNING]
@@ -371,11 +396,13 @@ class Scheduler:
     def _has_place(self, request: Request, step: _Step) -> bool:
         # The whole known length must fit, not only its first chunk, or two long prompts would push
         # each other out in turns. One that was pushed out just now has to wait for the next step.
-        if len(self.running) >= self.max_num_seqs:
+        if len(self.running) + len(request.rows) > self.max_num_seqs:
             return False
-        if request.num_pending or request in step.preempted:
+        if any(row.num_pending for row in request.rows) or request in step.preempted:
             return False
-        return self.cache.num_pages_needed(request) <= self.pool.num_free
+        of_beams = 0 if request.beams is None else request.beams.num_other_pages(self.pool)
+        num_free = self.pool.num_free - of_beams
+        return self.cache.num_pages_needed(request, num_free) <= num_free
 
     def _admit(self, request: Request, step: _Step, seniority: int) -> None:
         """Let a request run, with the pages that are there for it and new ones for the rest."""
@@ -389,9 +416,12 @@ class Scheduler:
             step.admitted.append(request)
         of_level = {"a": self.running, "x": request.level, "key": attrgetter("level")}
         place = min(max(seniority, bisect_left(**of_level)), bisect_right(**of_level))
-        self.running.insert(place, request)
+        self.running[place:place] = request.rows
         if request.num_uncomputed > 1:
             self._begun.append(request)
+        if request.beams is not None:
+            request.beams.take_pages(self.pool)
+            self._groups.append(request.beams)
 
     def _take(self, request: Request, count: int, step: _Step) -> int:
         """Add the next `count` tokens of a request to the step. Returns `count`."""
@@ -422,36 +452,48 @@ class Scheduler:
         """
         needed = request.num_computed + 1
         while not self.pool.can_grow(request.block_table, needed):
-            victim = cheapest_victim(self.running[index + 1 :], self.pool) or request
-            self.running.remove(victim)
-            self._preempt(victim, step)
-            if victim is request:
+            if not self._free_pages(request, index, step):
                 return False
         self.pool.grow_(request.block_table, needed)
         return True
 
+    def _free_pages(self, request: Request, index: int, step: _Step) -> bool:
+        """Push out one that stands behind `index`. Returns False where it was `request` itself."""
+        others = [each for each in self.running[index + 1 :] if each not in request.rows]
+        victim = cheapest_victim(others, self.pool) or request
+        self._preempt(victim, step)
+        return victim is not request
+
+    def _prepare_beams(self, group: BeamGroup, step: _Step) -> None:
+        """Let the rows of a beam search write: each to pages of its own, or begin again."""
+        if group.first.status is not Status.RUNNING:
+            return  # another search took its pages
+        self._begun += [row for row in group.resume() if row.num_uncomputed > 1]
+        for row in group.rows_to_own(self.pool):
+            while not self.pool.num_free:
+                if not self._free_pages(row, self.running.index(row), step):
+                    return
+            group.own_last_page(row, self.pool)
+
     def _preempt(self, request: Request, step: _Step) -> None:
         """Take a request's pages; it waits, first in line, and computes its tokens again.
 
-        Those of its pages that nobody needs meanwhile it finds again.
+        Those of its pages that nobody needs meanwhile it finds again. The rows of a beam search go
+        together: none could go on without the others.
         """
-        self.cache.publish(request)
-        self.pool.release_(request.block_table)
-        request.status = Status.WAITING
-        request.num_computed = request.num_published = 0
-        request.row = -1
-        request.num_preemptions += 1
-        self.waiting.push_front(request)
-        step.preempted.append(request)
+        if request.beams is not None:
+            request.beams.withdraw(step.chunks, self.pool)
+        self._stop_running(request)
+        for row in request.rows:
+            row.wait_again()
+        self.waiting.push_front(request.rows[0])
+        step.preempted.append(request.rows[0])
 
-
-def load_of(chunks: Collection[Chunk]) -> StepLoad:
-    """How much work some chunks are."""
-    decodes = [chunk.start + 1 for chunk in chunks if chunk.count == 1]
-    prompts = [(chunk.start, chunk.count) for chunk in chunks if chunk.count > 1]
-    return StepLoad(
-        num_prompt_tokens=sum([count for _, count in prompts]),
-        num_decodes=len(decodes),
-        num_keys=sum(decodes),
-        num_pairs=sum([count * (2 * start + count) // 2 for start, count in prompts]),
-    )
+    def _stop_running(self, request: Request) -> None:
+        """Take a request out of those that run; others can find its full pages."""
+        if request.beams is not None:
+            self._groups.remove(request.beams)
+        for row in request.rows:
+            self.running.remove(row)
+            self.cache.publish(row)
+            self.pool.release_(row.block_table)

@@ -4,13 +4,14 @@ Knows arrays, no requests. Each graph has its own layout of the same memory, sin
 after the other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from qkernels.lora.weights import NO_ADAPTER
 from qserve.engine.batch import Batch
 from qserve.engine.step_input import StepInput
 from qserve.engine.transfer import on_host
@@ -21,11 +22,21 @@ ALIGNMENT = 16  # bytes, as kernels want addresses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphKey:
-    """What one graph holds: so many requests with a token each, or so many tokens of any."""
+    """What one graph holds: so many requests with equally many tokens, or so many of any."""
 
     is_chunk: bool
     num_tokens: int
     num_requests: int
+    has_adapters: bool = False  # its kernels are others, and a step without adapters is faster
+
+    @property
+    def count(self) -> int:
+        """Tokens of each request, where that is not a chunk's."""
+        return self.num_tokens // self.num_requests
+
+    @property
+    def is_verify(self) -> bool:
+        return not self.is_chunk and self.count > 1
 
 
 class _Field(NamedTuple):
@@ -44,7 +55,7 @@ class StepBuffers:
     """Inputs of every graph, in one piece of memory; block tables beside it."""
 
     def __init__(
-        self, keys: Iterable[GraphKey], max_num_seqs: int, table_width: int, device: torch.device
+        self, keys: Collection[GraphKey], max_num_seqs: int, table_width: int, device: torch.device
     ) -> None:
         self._device = device
         self._fields = {key: _fields(key) for key in keys}
@@ -52,21 +63,21 @@ class StepBuffers:
         self._bytes = torch.zeros(most, dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
         self._sent_RX = np.empty((0, 0), np.int32)  # what stands in its corner
-        # both, where each request has one token
-        self._rows = torch.arange(max_num_seqs + 1, device=device)
+        # of requests with equally many tokens
+        self._rows = torch.arange(max(key.num_tokens for key in keys) + 1, device=device)
         self._starts = self._rows.to(torch.int32)
 
     def batch(self, key: GraphKey, max_context_len: int) -> Batch:
         """The places of a graph's inputs."""
-        tensors = {"logits_rows_S": self._rows[: key.num_requests]}
-        tensors["query_starts_R1"] = self._starts[: key.num_requests + 1]
+        tensors = {"logits_rows_S": self._rows[: key.num_tokens]}
+        tensors["query_starts_R1"] = self._starts[: key.num_tokens + 1 : key.count].contiguous()
         for field in self._fields[key]:
             dtype = torch.int64 if field.dtype is np.int64 else torch.int32
             tensors[field.name] = self._bytes[field.offset : field.end].view(dtype)
         return Batch(
             **tensors,
             block_tables_RX=self._tables_RX[: key.num_requests],
-            max_query_len=key.num_tokens if key.is_chunk else 1,
+            max_query_len=key.num_tokens if key.is_chunk else key.count,
             max_context_len=max_context_len,
         )
 
@@ -105,11 +116,14 @@ def _fields(key: GraphKey) -> tuple[_Field, ...]:
         ("token_ids_T", np.int64, tokens, 0),
         ("positions_T", np.int64, tokens, 0),
         ("slots_T", np.int64, tokens, PADDING_SLOT),
-        ("context_lengths_R", np.int32, requests, 0),
+        # where each has several rows one that is not there has as many keys: of any page
+        ("context_lengths_R", np.int32, requests, key.count if key.is_verify else 0),
     ]
     if key.is_chunk:
         wanted.append(("logits_rows_S", np.int64, requests, 0))
         wanted.append(("query_starts_R1", np.int32, requests + 1, None))
+    if key.has_adapters:
+        wanted.append(("adapter_slots_T", np.int32, tokens, NO_ADAPTER))
     fields, offset = [], 0
     for name, dtype, size, padding in wanted:
         fields.append(_Field(name, dtype, offset, size, padding))

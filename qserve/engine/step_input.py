@@ -10,10 +10,11 @@ from itertools import chain
 import numpy as np
 
 from qkernels.sampling.settings import NUM_LOGPROBS, POSITION
+from qserve.engine.draft_rows import DraftRows
 from qserve.engine.host_pages import PageMoves
-from qserve.engine.request import Request
+from qserve.engine.request import Request, Status
 from qserve.engine.request_rows import RequestRows, biases, masks, table_width
-from qserve.engine.step_plan import Chunk, StepPlan
+from qserve.engine.step_plan import Chunk, Drafting, StepPlan
 from qserve.sampling_params import SamplingParams
 
 
@@ -63,9 +64,12 @@ class StepInput:
     sample_words_SP: np.ndarray  # int64: how to draw each of the S tokens (SampleSettings)
     sample_bias_E: np.ndarray  # int64: the biases that these words speak of
     history_fills: tuple[HistoryFill, ...] = ()
+    awaits_masks: bool = False  # rows have masks that `with_masks` adds, before it samples
     page_moves: PageMoves | None = None  # copies of KV pages that come before all else
     prompt_rows: PromptRows | None = None
     pool_rows: PoolRows | None = None
+    adapter_slots_T: np.ndarray | None = None  # int32, -1: none; None: no row has an adapter
+    draft_rows: DraftRows | None = None  # with speculation
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +82,14 @@ class StepInput:
     @property
     def num_sampled(self) -> int:
         return len(self.logits_rows_S)
+
+    @property
+    def rows_each(self) -> int:
+        """How many rows each request has, where all have as many and all of several sample; 0."""
+        if self.max_query_len == 1:
+            return 1
+        same = self.num_tokens == self.num_requests * self.max_query_len == self.num_sampled
+        return self.max_query_len if same else 0
 
     @property
     def num_logprobs(self) -> tuple[int, ...]:
@@ -105,8 +117,9 @@ class StepInput:
             chunk_of_T = np.repeat(np.arange(len(requests)), counts_R)
         pages = block_tables[chunk_of_T, positions // page_size].astype(np.int64)
         token_ids, is_pending_R = _token_ids(plan.chunks)
-        # At most one token of a request is in flight when a step is planned: its last.
-        pending_R = np.flatnonzero(is_pending_R)
+        # At most one token of a request is in flight when a step is planned: its last. Of a request
+        # with drafts on the device there may be more, which DraftRows tells of.
+        pending_R = np.flatnonzero(is_pending_R if plan.drafting is None else ())
         sampled_R = np.array(num_sampled, np.int64)
         of_S = np.repeat(np.arange(len(requests)), sampled_R)  # whose each sampled row is
         back_S = np.cumsum(sampled_R)[of_S] - 1 - np.arange(len(of_S))
@@ -118,10 +131,17 @@ class StepInput:
         if has_bias_S.any():
             bias = biases([requests[i] for i in of_S], words[:, POSITION], has_bias_S, words)
         has_mask_S = rows.has_mask_N[rows_S]
-        if has_mask_S.any():
+        # What may follow a token in flight is known when the host has that token.
+        awaits_masks = bool(
+            (rows.mask_follows_N[rows_S] & np.array(is_pending_R, bool)[of_S]).any()
+        )
+        if has_mask_S.any() and not awaits_masks:
             of_requests = [requests[i] for i in of_S]
-            masks_E = masks(of_requests, words[:, POSITION], has_mask_S, words, len(bias))
+            ahead_S = sampled_R[of_S] - 1 - back_S
+            positions_S = words[:, POSITION]
+            masks_E = masks(of_requests, positions_S, ahead_S, has_mask_S, words, len(bias))
             bias = np.concatenate([bias, masks_E])
+        slots_R = rows.adapter_slots_N[rows_R]
         pending_row = rows.sampled_rows(rows_R[pending_R])
         rows.take_sampled(rows_S)
         return cls(
@@ -139,8 +159,33 @@ class StepInput:
             sample_words_SP=words,
             sample_bias_E=bias,
             history_fills=_history_fills(plan.chunks, rows, rows_R),
+            awaits_masks=awaits_masks,
             page_moves=plan.moves,
+            adapter_slots_T=slots_R[chunk_of_T] if slots_R.max() >= 0 else None,
+            draft_rows=plan.drafting
+            and DraftRows.build(
+                plan,
+                rows_R=rows_R,
+                is_pending_R=np.array(is_pending_R),
+                query_starts_R1=query_starts,
+                of_S=of_S,
+                page_size=page_size,
+            ),
         )
+
+    def with_masks(self, plan: StepPlan, rows: RequestRows) -> "StepInput":
+        """The same with the masks that it awaits: all tokens before its own are known by now."""
+        requests = [chunk.request for chunk in plan.chunks for _ in range(chunk.num_sampled)]
+        words, bias = self.sample_words_SP.copy(), self.sample_bias_E
+        # Of those that ended meanwhile nobody reads the token.
+        has_mask_S = rows.has_mask_N[[request.row for request in requests]]
+        has_mask_S &= [request.status is not Status.FINISHED for request in requests]
+        if has_mask_S.any():
+            ahead_S = np.zeros(len(words), np.int64)
+            positions = words[:, POSITION]
+            masks_E = masks(requests, positions, ahead_S, has_mask_S, words, len(bias))
+            bias = np.concatenate([bias, masks_E])
+        return replace(self, awaits_masks=False, sample_words_SP=words, sample_bias_E=bias)
 
     @classmethod
     def of_sequence(
@@ -151,6 +196,7 @@ class StepInput:
         page_size: int,
         params: SamplingParams,
         num_copies: int = 1,
+        drafting: Drafting | None = None,
     ) -> "StepInput":
         """All of a sequence in one step, outside any schedule, and the token after it.
 
@@ -168,12 +214,18 @@ class StepInput:
             block_table=block_table,
         )
         chunk = Chunk(request=request, start=0, count=len(token_ids), num_sampled=1)
-        plan = StepPlan(chunks=(chunk,) * num_copies)
+        plan = StepPlan(chunks=(chunk,) * num_copies, drafting=drafting)
         return cls.build(plan, page_size=page_size, rows=RequestRows(1))
 
     @classmethod
     def padding(
-        cls, *, num_requests: int, count: int, max_context_len: int, page_size: int
+        cls,
+        *,
+        num_requests: int,
+        count: int,
+        max_context_len: int,
+        page_size: int,
+        drafting: Drafting | None = None,
     ) -> "StepInput":
         """A step of so many requests with `count` tokens each, which are written nowhere.
 
@@ -186,6 +238,7 @@ class StepInput:
             page_size=page_size,
             params=SamplingParams(),
             num_copies=num_requests,
+            drafting=drafting,
         )
         width = table_width(-(-max_context_len // page_size))
         return replace(
@@ -197,12 +250,21 @@ class StepInput:
 
 
 def _token_ids(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, list[bool]]:
-    """The step's tokens, and for each chunk whether the host does not know its last one yet."""
+    """The step's tokens, and for each chunk whether the host does not know its last one yet.
+
+    Drafts come after that one; 0 where they are on the device.
+    """
     pieces = [request.token_ids[start : start + count] for request, start, count, _ in chunks]
-    is_pending = [len(piece) < chunk[2] for piece, chunk in zip(pieces, chunks, strict=True)]
-    if any(is_pending):
-        for index in np.flatnonzero(is_pending):
-            pieces[index].append(0)
+    is_short = [len(piece) < chunk[2] for piece, chunk in zip(pieces, chunks, strict=True)]
+    is_pending = is_short
+    if any(is_short):
+        is_pending = is_short.copy()
+        for index in np.flatnonzero(is_short):
+            (request, _, count, num_sampled), piece = chunks[index], pieces[index]
+            is_pending[index] = not piece or num_sampled == 1
+            if num_sampled > 1 and piece:
+                piece += request.drafts[: count - 1]
+            piece += [0] * (count - len(piece))
     return np.array(list(chain.from_iterable(pieces)), np.int64), is_pending
 
 

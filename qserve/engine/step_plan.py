@@ -1,10 +1,12 @@
 """StepPlan: which tokens of which requests a step computes. Knows no queue and no tensors."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request
+from qserve.engine.step_pace import StepLoad
 
 
 class Chunk(NamedTuple):
@@ -20,6 +22,13 @@ class Chunk(NamedTuple):
         return self.start + self.count
 
 
+class Drafting(NamedTuple):
+    """What a step does for the drafts of the next. A chunk with num_sampled > 1 verifies drafts."""
+
+    num_drafts: int = 0  # that a device drafter proposes behind the step, for each request
+    runs_drafter: bool = False  # also where that is 0: it keeps its keys up to date
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step computes. Empty when nothing can run."""
@@ -28,7 +37,20 @@ class StepPlan:
     preempted: tuple[Request, ...] = ()  # gave their pages back to make this step possible
     admitted: tuple[Request, ...] = ()  # left the queue for the first time
     moves: PageMoves | None = None  # copies of KV pages that come before
+    drafting: Drafting | None = None  # None: without speculation
 
     @property
     def num_tokens(self) -> int:
         return sum([chunk.count for chunk in self.chunks])
+
+
+def load_of(chunks: Collection[Chunk]) -> StepLoad:
+    """How much work some chunks are."""
+    decodes = [start + 1 + i for _, start, n, drawn in chunks if n == drawn for i in range(n)]
+    prompts = [(start, n) for _, start, n, drawn in chunks if n > drawn]
+    return StepLoad(
+        num_prompt_tokens=sum([count for _, count in prompts]),
+        num_decodes=len(decodes),
+        num_keys=sum(decodes),
+        num_pairs=sum([count * (2 * start + count) // 2 for start, count in prompts]),
+    )

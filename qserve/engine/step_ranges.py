@@ -20,8 +20,8 @@ class StepRanges:
         """What a step is launched in: a range that says what it computes."""
         if not self.recording:
             return _NOTHING
-        decodes = sum([chunk.count == 1 for chunk in plan.chunks])
-        prompts = sum([chunk.count for chunk in plan.chunks if chunk.count > 1])
+        decodes = sum([chunk.count == chunk.num_sampled for chunk in plan.chunks])
+        prompts = sum([chunk.count for chunk in plan.chunks if chunk.count > chunk.num_sampled])
         return self.named(f"decode={decodes} chunk={prompts}")
 
     def named(self, what: str) -> AbstractContextManager:

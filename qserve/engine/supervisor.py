@@ -16,6 +16,7 @@ from qserve.engine.client import EngineClient, Limits, Watch, WatchEngine, ignor
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
 from qserve.handling import DEFAULT, Handling
+from qserve.lora.request import LoRARequest
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.sampling_params import SamplingParams
 
@@ -113,6 +114,14 @@ class EngineSupervisor:
     async def profile(self, config: ProfilerConfig | None) -> str:
         """Record steps, or end that with None. Returns when it is done: empty, or why not."""
         return await self._client.profile(config)
+
+    async def load_adapter(self, lora: LoRARequest) -> str:
+        """As EngineClient does. A new engine reads what a request names when it first does."""
+        return await self._client.load_adapter(lora)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let the engine forget an adapter. Requests that have it keep it."""
+        self._client.unload_adapter(name)
 
     async def close(self) -> None:
         """End the engine and start none again."""

@@ -1,5 +1,7 @@
 """Copies between host and device that do not wait. Knows arrays, not their meaning."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -13,6 +15,12 @@ def on_host(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A tensor on `device`, which may still be on its way there."""
     return on_host(array, device).to(device, non_blocking=True)
+
+
+def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Arrays of int64 in one transfer."""
+    packed = to_device(np.concatenate(arrays), device)
+    return packed.split([len(array) for array in arrays])
 
 
 class HostCopy:

@@ -1,6 +1,8 @@
 """Which running requests give their pages back: those that lose least by it. Knows no queue."""
 
+from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request
@@ -38,5 +40,32 @@ def places_of(
         victims.append(victim)
         num_free += pool.num_alone(victim.block_table)
         if num_free >= pool.pages_for(request.num_tokens):
+            return victims
+    return None
+
+
+def fair_victims(
+    running: Sequence[Request],
+    pool: PagePool,
+    request: Request,
+    has_place: bool,
+    max_bypasses: int,
+) -> list[Request] | None:
+    """The youngest of the client, or else of the group, that runs most, but not its oldest.
+
+    As many as make place for `request`, none where it `has_place`; None where it has its share, or
+    all are not enough. None of a lower level than its own gives way.
+    """
+    for owner_of in (attrgetter("client"), attrgetter("flow")):
+        counts = Counter(owner_of(each) for each in running)
+        if not counts or counts[owner_of(request)]:
+            continue
+        if has_place:
+            return []
+        owner, _ = counts.most_common(1)[0]
+        owned = [each for each in running if owner_of(each) == owner][1:]
+        owned = [each for each in owned if each.level >= request.level]
+        victims = places_of(owned, pool, request, max_bypasses)
+        if victims is not None:
             return victims
     return None

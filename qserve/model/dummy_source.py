@@ -31,6 +31,9 @@ class DummySource:
     def stays_in_float(self, module: str) -> bool:
         return not self.is_quantized(module)
 
+    def input_order(self, module: str, shape: tuple[int, int]) -> None:
+        """No linear has an order of its own."""
+
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         scheme = self.quant.scheme_for(module)
         spec, device = scheme.weight, self.device
@@ -70,5 +73,5 @@ class DummySource:
     def expect(self, prefix: str) -> None:
         """Nothing is read."""
 
-    def audit(self) -> None:
+    def audit(self, unread: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""

@@ -4,6 +4,7 @@ Legend: E experts, C hidden size, I inner size.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ import torch
 from formats import mxfp4
 from formats.errors import CheckpointError
 from formats.family import Experts, Projection, is_set, num_experts
+from formats.scheme import Scheme
+from formats.slices import take_inputs
 from formats.weights import merge
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import SILU, Glu, Routing
+
+MXFP4 = Scheme(weight=mxfp4.SPEC)  # as it is decoded
 
 
 def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
@@ -63,27 +68,45 @@ def _fused(weights: Any, stem: str, E: int) -> dict[str, Any]:
     Of gate_up the even outputs are gate's.
     """
     C = weights.config.hidden_size
-    (inner,) = weights.shape(((weights.family.experts.down.inputs,),))
+    sharing, down = weights.sharing, weights.family.experts.down
+    (inner,) = weights.shape(((down.inputs,),))
+    ours, is_mxfp4 = slice(None), f"{stem}.down_proj_blocks" in weights.source
+    if not sharing.is_whole:
+        ours = slice(*sharing.features(stem, down.inputs, MXFP4 if is_mxfp4 else None))
     found: dict[str, Any] = {}
     for name, N, K in (("gate_up", 2 * inner, C), ("down", C, inner)):
         stored = f"{stem}.{name}_proj"
+        is_down = name == "down" and not sharing.is_whole
+        cut = partial(_inputs, ours) if is_down else _all
         order = torch.arange(N)
         if name == "gate_up":
-            order = torch.cat([order[0::2], order[1::2]])
+            order = torch.cat([order[0::2][ours], order[1::2][ours]])
         bias_EN = weights.tensor(f"{stored}_bias", (E, N))
-        found[f"{name}_bias_EN"] = bias_EN[:, order.to(bias_EN.device)]
+        if name == "gate_up" or sharing.is_whole or sharing.communicator.rank == 0:
+            found[f"{name}_bias_EN"] = bias_EN[:, order.to(bias_EN.device)]
         if f"{stored}_blocks" in weights.source:
             groups = K // mxfp4.GROUP
             blocks = weights.source.tensor(f"{stored}_blocks", (E, N, groups, mxfp4.GROUP // 2))
             scales = weights.source.tensor(f"{stored}_scales", (E, N, groups))
             found[name] = [
-                mxfp4.decode(blocks[e][order], scales[e][order], f"{stored} {e}") for e in range(E)
+                cut(mxfp4.decode(blocks[e][order], scales[e][order], f"{stored} {e}"))
+                for e in range(E)
             ]
         else:
             whole_EKN = weights.tensor(stored, (E, K, N))
             order = order.to(whole_EKN.device)
-            found[name] = [whole_KN.t()[order].contiguous() for whole_KN in whole_EKN]
+            found[name] = [cut(whole_KN.t()[order]).contiguous() for whole_KN in whole_EKN]
     return found
+
+
+def _inputs(ours: slice, matrix: ExpertMatrix) -> ExpertMatrix:
+    if isinstance(matrix, torch.Tensor):
+        return matrix[:, ours]
+    return take_inputs(matrix, ours.start, ours.stop)
+
+
+def _all(matrix: ExpertMatrix) -> ExpertMatrix:
+    return matrix
 
 
 def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> ExpertMatrix:
@@ -92,13 +115,24 @@ def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> E
     Raises CheckpointError where only some of the members
     are quantized, or differently.
     """
+    experts, sharing = weights.family.experts, weights.sharing
     linears = projection.expert(number).linears
+
+    def order_of(name: str, shape: tuple[int, int]) -> torch.Tensor | None:
+        full = f"{prefix}.{name}"
+        return (
+            weights.source.input_order(full, shape) if weights.source.is_quantized(full) else None
+        )
+
+    down = experts.down.expert(number) if projection is experts.gate_up else None
+    cuts = [sharing.cut(projection, linear, prefix, order_of, down) for linear in linears]
     places = {f"{prefix}.{linear.name}": weights.shape(linear.shape) for linear in linears}
     quantized = [weights.source.is_quantized(name) for name in places]
+    members = zip(places.items(), cuts, strict=True)
     if not any(quantized):
-        parts = [weights.tensor(f"{name}.weight", shape) for name, shape in places.items()]
+        parts = [cut.tensor(weights.tensor(f"{n}.weight", shape)) for (n, shape), cut in members]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     if not all(quantized):
         raise CheckpointError(", ".join(places), "only some of these are quantized")
-    parts = [weights.source.weight(name, shape) for name, shape in places.items()]
+    parts = [cut.weight(weights.source.weight(n, shape), n) for (n, shape), cut in members]
     return merge(parts, next(iter(places))) if len(parts) > 1 else parts[0]

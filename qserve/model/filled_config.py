@@ -10,10 +10,11 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from formats.whole_file import write_whole
 
 FORMAT = 1  # of what is kept
 
@@ -59,8 +60,4 @@ def _read(place: Path) -> dict[str, Any] | None:
 def _keep(place: Path, values: dict[str, Any]) -> None:
     """Whole or not at all. A folder that cannot be written costs the next start its time."""
     with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place.parent, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            json.dump(values, file)
-        os.replace(name, place)
+        write_whole(place, json.dumps(values))

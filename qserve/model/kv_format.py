@@ -72,7 +72,15 @@ def new_cache(
         return PagedKv(k_pages=keys, v_pages=values)
     P, B, J, _ = shape
     if kv_format.static_scales:
-        scales = [scale.expand(P, B, J) for scale in (attention.k_scale, attention.v_scale)]
+        scales = [attention.k_scale, attention.v_scale]
+        for scale in scales:
+            if scale.numel() not in (1, J):
+                raise CheckpointError(
+                    f"{ATTENTION}.k_scale",
+                    f"expected one scale, or one for each of {J} KV heads, found {scale.numel()}",
+                    "calibrate again",
+                )
+        scales = [scale.expand(P, B, J) for scale in scales]
     else:  # the scales of one head stand together: a kernel reads them at once
         scales = [torch.zeros(P, J, B, device=device).transpose(1, 2) for _ in range(2)]
     return PagedKv(

@@ -12,7 +12,9 @@ from formats.errors import InputError
 from qserve.model import families
 from qserve.model.decoder import Decoder
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import Sharing
 from qserve.model.weights import Source, Weights
+from qserve.parallel.ranks import ALONE, Ranks
 
 
 def load(
@@ -24,12 +26,14 @@ def load(
     max_model_len: int,
     progress: bool = True,
     kernels: Mapping[str, str] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:
     """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors.
 
     Raises InputError where the family does not run in `dtype`.
 
-    `kernels`: asked for or forbidden by name, as EngineConfig has them.
+    `kernels`: asked for or forbidden by name, as EngineConfig has them. `ranks`: those over
+    which the model is shared out; the decoder has our part.
     """
     if dtype == torch.float16 and not config.family.float16:
         raise InputError(
@@ -37,6 +41,14 @@ def load(
             f"activations of {config.family.architecture} leave its range",
             "use --dtype bfloat16",
         )
+    if ranks.pipeline is not None and ranks.pipeline.num_stages > config.num_layers:
+        raise InputError(
+            f"--pipeline-parallel-size {ranks.pipeline.num_stages}",
+            f"the model has {config.num_layers} layers, and each stage needs one",
+            "use fewer stages",
+        )
+    sharing = Sharing(config, ranks.communicator)
+    config = sharing.local(config)
     weights = Weights(
         config,
         source,
@@ -45,6 +57,8 @@ def load(
         max_model_len=max_model_len,
         progress=progress,
         kernels=kernels,
+        sharing=sharing,
+        pipeline=ranks.pipeline,
     )
     decoder = families.build(config, weights)
     decoder.classifier = weights.classifier()

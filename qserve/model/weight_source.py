@@ -31,6 +31,7 @@ class WeightSource:
         self._tied_head = config.tied_head
         self._unread = self.family.draft_layers(config.values)
         self._used: set[str] = set()
+        self._kept: dict[str, Weight] = {}  # decoded before they were asked for
         self._mislabelled = 0  # linears whose zeros follow the other rule than the label says
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -56,8 +57,19 @@ class WeightSource:
         """Does the configuration say that a module is not quantized?"""
         return self.quant is None or self.quant.scheme_for(module) is None
 
+    def input_order(self, module: str, shape: tuple[int, int]) -> torch.Tensor | None:
+        """The order in which a quantized linear takes its inputs; None: their own.
+
+        The weight is kept until it is asked for.
+        """
+        if module not in self._kept:
+            self._kept[module] = self.weight(module, shape)
+        return self._kept[module].input_order
+
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """A quantized linear's weight. Raises CheckpointError where its shape is not `shape`."""
+        if module in self._kept:
+            return self._kept.pop(module)
         if self.quant is None:
             raise CheckpointError(
                 module, "has quantized tensors such as qweight, but no quantization_config"
@@ -87,15 +99,19 @@ class WeightSource:
             self._used.update(found)
             if found:
                 scale = self._read.get(found[0])
-                check_kv_scale(found[0], scale)
-                scales[kind] = scale.float().reshape(())
+                check_kv_scale(found[0], scale, self.quant is not None and self.quant.kv_per_head)
+                # of a layer a number, of its KV heads [J]
+                scales[kind] = scale.float().reshape(-1).squeeze()
         return scales
 
     def __contains__(self, name: str) -> bool:
         return name in self.reader
 
-    def audit(self) -> None:
-        """Raise CheckpointError, with the names, where tensors were left over. Reads no more."""
+    def audit(self, unread: tuple[str, ...] = ()) -> None:
+        """Raise CheckpointError, with the names, where tensors were left over. Reads no more.
+
+        `unread`: beginnings of names that others read.
+        """
         self._read.close()
         if self.reader.num_other_parts:
             logger.info(
@@ -115,7 +131,7 @@ class WeightSource:
             name
             for name in self.reader.entries.keys() - self._used
             if not name.endswith(DERIVED)
-            and not name.startswith(self._unread)
+            and not name.startswith((*self._unread, *unread))
             and not self._is_zero_bias(name)
         }
         if self._tied_head:

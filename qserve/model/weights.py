@@ -6,6 +6,7 @@ vocabulary.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -16,14 +17,25 @@ from formats.family import ATTENTION, Projection, Shape, is_set, size
 from formats.weights import Weight, merge
 from qkernels import QuantLinear, ops
 from qkernels.moe.experts import PreparedExperts
-from qserve.model.blocks.linear import FloatLinear, Linear, SplitLinear
+from qserve.model.blocks.embedding import VocabularyPart
+from qserve.model.blocks.linear import (
+    FloatLinear,
+    GatheredInput,
+    GatheredLinear,
+    Linear,
+    RowParallel,
+    SplitLinear,
+)
 from qserve.model.blocks.moe import Router
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
 from qserve.model.expert_weights import expert_weights, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
+from qserve.model.sharing import WHOLE, Cut, Sharing
 from qserve.model.weight_source import WeightSource
+from qserve.parallel.norm import NormOverRanks
+from qserve.parallel.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +55,40 @@ class Weights:
         max_model_len: int,
         progress: bool = True,
         kernels: Mapping[str, str] | None = None,
+        sharing: Sharing | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """`kernels`: kernels that were asked for or forbidden, by operation (EngineConfig)."""
-        self.kernels = kernels or {}
+        """`kernels`: kernels that were asked for or forbidden, by operation (EngineConfig).
+
+        `sharing`: which part of each layer is wanted; None: all. `pipeline`: of which stage.
+        """
+        self.kernels, self.pipeline = kernels or {}, pipeline
+        self.sharing = sharing or Sharing(config)
         self.config, self.family, self.source = config, config.family, source
         self._sizes = config.sizes
         self.device, self.dtype, self.max_model_len = device, dtype, max_model_len
         self._progress = progress
         self._rotaries: list[tuple[RopeConfig | None, Rotary]] = []
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether embedding, last norm and head are wanted."""
+        return self.pipeline is None or self.pipeline.is_first
+
     def embedding(self) -> torch.Tensor:
-        """The table of tokens [V, C]."""
-        return self._model_tensor(self.family.embedding)
+        """The table of tokens [V, C]; of a model that is shared out, this rank's rows."""
+        table_VC = self._model_tensor(self.family.embedding)
+        part = self.vocabulary
+        return table_VC if part is None else table_VC[part.start : part.stop].clone()
+
+    @property
+    def vocabulary(self) -> VocabularyPart | None:
+        """The tokens of this rank; None: all."""
+        if self.sharing.is_whole:
+            return None
+        return VocabularyPart(
+            communicator=self.sharing.communicator, shares=self.sharing.vocabulary()
+        )
 
     def last_norm(self) -> torch.Tensor:
         """The factors [C] of the norm before the head."""
@@ -63,22 +97,27 @@ class Weights:
     def head(self, embedding_VC: torch.Tensor) -> Linear:
         """The output head: one of its own, or the embedding."""
         name = self.family.head.removesuffix(".weight")
+        part = self.vocabulary
         if self.config.tied_head and not self.source.is_quantized(name):
-            return FloatLinear(embedding_VC)
-        return self.linear([name], [self.config.vocab_size], self.config.hidden_size)
+            head = FloatLinear(embedding_VC)
+        else:
+            cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
+            sizes = [self.config.vocab_size], self.config.hidden_size
+            head = self.linear([name], *sizes, cuts=[cut])
+        return head if part is None else GatheredLinear(head, part.communicator, part.widths)
 
     def classifier(self) -> torch.Tensor | None:
         """A classifier's matrix [labels, C], where the checkpoint has one."""
-        if self.config.instead_of_head != SCORE:
+        if self.config.instead_of_head != SCORE or not self.has_ends:
             return None
         return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
 
     def layers(self) -> Iterator["LayerWeights"]:
         """Those of each layer in turn."""
-        numbers = range(self.config.num_layers)
+        numbers = self._layer_numbers
         for number in tqdm(numbers, desc="Loading layers", disable=not self._progress):
             for next_number in (number, number + 1):
-                if next_number < self.config.num_layers:
+                if next_number in numbers:
                     self.source.expect(self.family.layer.format(i=next_number))
             yield LayerWeights(self, number)
 
@@ -109,47 +148,87 @@ class Weights:
         return (stored + self.family.norm_offset).to(dtype)
 
     def linear(
-        self, names: Sequence[str], outs: Sequence[int], ins: int, *, bias: bool = False
+        self,
+        names: Sequence[str],
+        outs: Sequence[int],
+        ins: int,
+        *,
+        bias: bool = False,
+        cuts: Sequence[Cut] | None = None,
     ) -> Linear:
         """One layer of `ins` inputs from linears with so many outputs each, side by side.
 
-        Members that the checkpoint quantizes differently stay apart. Raises CheckpointError where
-        only some are quantized and the configuration does not say so.
+        `cuts`: the part of each that is wanted. Members that the checkpoint quantizes differently
+        stay apart. Raises CheckpointError where only some are quantized and the configuration does
+        not say so.
         """
+        members = [
+            _Member(name=name, shape=(n, ins), has_bias=bias, cut=cut)
+            for name, n, cut in zip(names, outs, cuts or [WHOLE] * len(names), strict=True)
+        ]
         quantized = {name for name in names if self.source.is_quantized(name)}
         rest = [name for name in names if name not in quantized]
-        sizes = list(zip(names, outs, strict=True))
-        biases = [self.tensor(f"{name}.bias", (n,)) if bias else None for name, n in sizes]
         if not quantized:
-            weights = [self.tensor(f"{name}.weight", (n, ins)) for name, n in sizes]
-            return FloatLinear(
-                torch.cat(weights), torch.cat(biases) if bias else None, tuple(names)
-            )
+            weights = [self._float(member) for member in members]
+            return FloatLinear(torch.cat(weights), self._biases(members), tuple(names))
         if not all(self.source.stays_in_float(name) for name in rest):
             raise CheckpointError(
                 ", ".join(names), f"only {', '.join(sorted(quantized))} of this group is quantized"
             )
         if not rest:
-            parts = [self.source.weight(name, (n, ins)) for name, n in sizes]
+            parts = [self._coded(member) for member in members]
             try:
                 merged = merge(parts, names[0]) if len(parts) > 1 else parts[0]
             except CheckpointError as error:
                 logger.info("%s stay apart: %s", ", ".join(names), error.problem)
-                layers = [self._quantized(w, b) for w, b in zip(parts, biases, strict=True)]
+                layers = [
+                    self._quantized(part, self._biases([member]))
+                    for part, member in zip(parts, members, strict=True)
+                ]
                 return SplitLinear(layers)
-            return self._quantized(merged, torch.cat(biases) if bias else None)
+            return self._quantized(merged, self._biases(members))
         layers = []
-        for (name, n), own_bias in zip(sizes, biases, strict=True):
-            if name in quantized:
-                layers.append(self._quantized(self.source.weight(name, (n, ins)), own_bias))
+        for member in members:
+            own_bias = self._biases([member])
+            if member.name in quantized:
+                layers.append(self._quantized(self._coded(member), own_bias))
             else:
-                weight = self.tensor(f"{name}.weight", (n, ins))
-                layers.append(FloatLinear(weight, own_bias, (name,)))
+                layers.append(FloatLinear(self._float(member), own_bias, (member.name,)))
         return SplitLinear(layers)
+
+    def _coded(self, member: "_Member") -> Weight:
+        weight = self.source.weight(member.name, member.shape)
+        return member.cut.weight(weight, member.name)
+
+    def _float(self, member: "_Member") -> torch.Tensor:
+        return member.cut.tensor(self.tensor(f"{member.name}.weight", member.shape))
+
+    def _biases(self, members: "Sequence[_Member]") -> torch.Tensor | None:
+        """Side by side; None: they have none, or another rank adds it."""
+        biases = [
+            member.cut.bias(self.tensor(f"{member.name}.bias", member.shape[:1]))
+            for member in members
+            if member.has_bias
+        ]
+        return torch.cat(biases) if biases and biases[0] is not None else None
 
     def audit(self) -> None:
         """Raise CheckpointError, with the names, where tensors were left over."""
-        self.source.audit()
+        if self.pipeline is None:
+            self.source.audit()
+            return
+        ours, layer = self._layer_numbers, self.family.layer
+        unread = [f"{layer.format(i=i)}." for i in range(self.config.num_layers) if i not in ours]
+        if not self.has_ends:
+            ends = (self.family.embedding, self.family.last_norm, self.family.head, SCORE)
+            unread += [name.removesuffix("weight") for name in ends]
+        self.source.audit(tuple(unread))
+
+    @property
+    def _layer_numbers(self) -> range:
+        if self.pipeline is None:
+            return range(self.config.num_layers)
+        return self.pipeline.layers(self.config.num_layers)
 
     def shape(self, shape: Shape) -> tuple[int, ...]:
         """A row's shape in numbers."""
@@ -166,6 +245,16 @@ class Weights:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A linear of a checkpoint, and the part of it that is wanted."""
+
+    name: str
+    shape: tuple[int, int]  # of the whole
+    has_bias: bool
+    cut: Cut
+
+
 class LayerWeights:
     """The same of one layer: names are those below it."""
 
@@ -176,22 +265,51 @@ class LayerWeights:
         self._weights, self._family = weights, weights.family
         self._prefix = weights.family.layer.format(i=number)
 
-    def linear(self, projection: Projection) -> Linear:
-        """The one matrix of a projection, however it is stored."""
-        linears = projection.linears
+    def linear(
+        self, projection: Projection, *, down: Projection | None = None, summed: bool = True
+    ) -> Linear:
+        """The one matrix of a projection, however it is stored.
+
+        `down`: the projection that reads the features this one makes. `summed` False: where ranks
+        have parts of the inputs, the caller sums over them.
+        """
+        linears, sharing = projection.linears, self._weights.sharing
         shapes = [self._weights.shape(linear.shape) for linear in linears]
-        return self._weights.linear(
+        cuts = [
+            sharing.cut(projection, linear, self._prefix, self._order_of, down)
+            for linear in linears
+        ]
+        gathered = None
+        if not sharing.is_whole and projection.inputs == "q":
+            order = self._order_of(linears[0].name, shapes[0])
+            if order is not None:
+                ours = order[slice(*cuts[0].columns)]
+                gathered = GatheredInput(widths=sharing.head_widths, order_K=ours)
+        made = self._weights.linear(
             [f"{self._prefix}.{linear.name}" for linear in linears],
             [n for n, _ in shapes],
             shapes[0][1],
             bias=is_set(projection.bias, self._weights.config.values),
+            cuts=cuts,
         )
+        if sharing.is_whole or projection.split == "outputs" or not summed:
+            return made
+        return RowParallel(made, sharing.communicator, gathered)
+
+    def _order_of(self, name: str, shape: tuple[int, int]) -> torch.Tensor | None:
+        """In which order a linear takes its inputs, where the checkpoint sorts them by group."""
+        full = f"{self._prefix}.{name}"
+        if not self._weights.source.is_quantized(full):
+            return None
+        return self._weights.source.input_order(full, shape)
 
     def norm(self, name: str) -> torch.Tensor:
         """What a norm of the family's row multiplies by."""
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
-        return self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+        factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+        part = self._weights.sharing.head_rows(row.size)
+        return factors if part is None else factors[slice(*part)].clone()
 
     def has_norm(self, name: str) -> bool:
         """Whether the model has a norm of the family's row."""
@@ -245,11 +363,37 @@ class LayerWeights:
         """The scores of each head that attention takes beside the keys', if the family has them."""
         if not self._family.sinks:
             return {}
-        name, shape = f"{self._prefix}.{self._family.sinks}", (self._weights.config.num_heads,)
+        size = "num_attention_heads"
+        name, shape = f"{self._prefix}.{self._family.sinks}", self._weights.shape(((size,),))
         found = self._weights.source.tensor(name, shape)
+        part = self._weights.sharing.head_rows(size)
+        found = found if part is None else found[slice(*part)].clone()
         return {"sinks": found.to(self._weights.device, torch.float32)}
+
+    @property
+    def sharing(self) -> Sharing:
+        """Which part of the model these are of."""
+        return self._weights.sharing
+
+    def norms_over_ranks(self) -> tuple[NormOverRanks, NormOverRanks] | None:
+        """Of queries and keys, where the family norms all heads at once; None: this rank can."""
+        sharing, sizes = self._weights.sharing, {norm.size for norm in self._family.norms}
+        if sharing.is_whole or not sizes & {"q", "kv"}:
+            return None
+        q, k = (
+            NormOverRanks(
+                communicator=sharing.communicator,
+                total=self._weights.shape(((size,),))[0],
+                counts=size == "q" or sharing.heads.is_first,
+            )
+            for size in ("q", "kv")
+        )
+        return q, k
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
         scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
+        part = self._weights.sharing.head_rows("num_key_value_heads")
+        if part is not None:  # where each KV head has its own, those of this rank
+            scales = {n: s[slice(*part)].clone() if s.ndim else s for n, s in scales.items()}
         return {name: scale.to(self._weights.device) for name, scale in scales.items()}

@@ -13,6 +13,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("sampling", r"sample|argmax|topk|multinomial|_first_largest|_in_order|log_probab|bitonic"),
     ("attention", r"attention|attend|merge_splits|flash|fmha|sdpa|scaled_dot"),
     ("rope, KV", r"rope|write_kv|rotar"),
+    ("adapters", r"lora_(shrink|expand)"),
     ("experts", r"experts|_route|route_tokens|moe"),
     ("products", r"wna16|w4a16|w8a16|w8a8|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),
     ("products", r"::mm\b|addmm|::bmm|linear|matmul|dequantize(?!_pages)|prefetch"),

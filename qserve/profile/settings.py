@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qserve.config import check_settings, setting
+from qserve.setting import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

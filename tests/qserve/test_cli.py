@@ -17,6 +17,8 @@ from qserve.cli import COMMANDS, build_parser, main
 
 ENGINE_FLAGS = {
     "--async-scheduling",
+    "--spec-acceptance",
+    "--speculative-config",
     "--no-async-scheduling",
     "--compile-processes",
     "--kv-cache-memory",
@@ -40,9 +42,16 @@ ENGINE_FLAGS = {
     "--enable-prefix-caching",
     "--no-enable-prefix-caching",
     "--kv-offload-gb",
+    "--enable-lora",
+    *("--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
+    "--kv-transfer-config",
     "--scheduling-policy",
     "--prefill-batch-size",
     "--target-itl-ms",
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--distributed-executor-backend",
+    "--all-reduce",
 }
 TALK_FLAGS = {
     *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),
@@ -62,12 +71,16 @@ FLAGS = {
         "--seed",
         "--eval-text",
         "--kv-cache-scheme",
+        "--kv-per-head",
+        "--act-order",
         "--spill",
+        "--target",
         "--group-size",
         "--device",
         "--ignore",
         "--override",
         "--pad",
+        *("--act-order", "--target", "--adapter"),
         "--max-shard-size",
         "--bits",
         "--config",
@@ -82,8 +95,18 @@ FLAGS = {
         *("--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
         *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
         *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
-        *("--log-level", "--log-format", "--metrics-prefix", "--profiler-config"),
+        *(
+            "--log-level",
+            "--log-format",
+            "--metrics-prefix",
+            "--otlp-traces-endpoint",
+            "--profiler-config",
+        ),
+        "--lora-folder",
         *("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"),
+        *("--backend", "--replicas", "--max-replicas", "--target-ongoing-requests", "--router"),
+        *("--drain-timeout", "--gpus-per-replica", "--ray-address"),
+        *("--multiplexed-model", "--models-per-replica"),
     },
     "chat": TALK_FLAGS,
     "complete": TALK_FLAGS,
@@ -91,6 +114,7 @@ FLAGS = {
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "convert": {"--format", "--max-shard-size"},
+    "merge": {"-o", "--output", "--max-shard-size"},
     "inspect": {"--json", "--deep"},
     "eval": ENGINE_FLAGS | {"--text", "--sequence-length", "--windows", "--json"},
     "profile": ENGINE_FLAGS
@@ -191,7 +215,7 @@ def test_config_file_stands_for_flags(served, tmp_path, name, text):
     path.write_text(text)
     assert main(["serve", "--config", str(path)]) == 0
     assert main(["serve", "other", f"--config={path}", "--max-num-seqs", "9", "--port=5"]) == 0
-    (model, engine, server), (other, other_engine, other_server) = served
+    (model, engine, server, _), (other, other_engine, other_server, _) = served
     assert (model, engine.max_num_seqs, engine.enforce_eager) == ("from-file", 7, True)
     assert (server.served_model_name, server.port) == (["a", "b"], 1234)
     assert server.allow_credentials is False and server.api_key == []

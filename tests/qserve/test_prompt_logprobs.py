@@ -129,3 +129,23 @@ def test_rows_are_taken_once_though_the_prompt_is_computed_again():
     assert plan.rows.num_alternatives == 2
     assert [count for _, count in plan.counts] == [3, 2]
     assert module.plan_prompt_rows(StepPlan(chunks=(Chunk(silent, 0, 3),))) is None
+
+
+def test_steps_are_not_searched_for_prompts_that_nobody_asks_of(tiny_model, monkeypatch):
+    from qserve.engine import engine as engine_module
+
+    searched = []
+    plan = engine_module.plan_prompt_rows
+    monkeypatch.setattr(
+        engine_module, "plan_prompt_rows", lambda step: (searched.append(step), plan(step))[1]
+    )
+    llm = LLM(str(tiny_model("llama")), device="cpu", max_model_len=64)
+    quiet = SamplingParams(max_tokens=4, temperature=0)
+    llm.generate([[5, 6, 7]], quiet, use_tqdm=False, detokenize=False)
+    assert not searched
+    asking = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0)
+    llm.generate([[5, 6, 7]], asking, use_tqdm=False, detokenize=False)
+    count = len(searched)
+    assert count > 0
+    llm.generate([[5, 6, 7]], quiet, use_tqdm=False, detokenize=False)
+    assert len(searched) == count

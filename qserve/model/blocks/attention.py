@@ -14,6 +14,7 @@ from qkernels.operands.split_k import Consumer, LinearOutput, split_heads
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
+from qserve.parallel.norm import NormOverRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class Attention(torch.nn.Module):
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         kernel: str | None = None,  # asked for or forbidden by name
+        # of queries and of keys, where a norm is over all heads and other ranks have some of them
+        norms_over_ranks: tuple[NormOverRanks, NormOverRanks] | None = None,
     ) -> None:
         super().__init__()
         self.kernel = kernel
@@ -56,7 +59,10 @@ class Attention(torch.nn.Module):
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
-        self.norms_heads = q_norm is not None and q_norm.shape[0] == self.head_dim
+        self.whole_norms = norms_over_ranks or (ops.rms_norm, ops.rms_norm)
+        self.norms_heads = (
+            q_norm is not None and q_norm.shape[0] == self.head_dim and norms_over_ranks is None
+        )
         self.register_buffer("query_scales", query_scales)
         self.register_buffer("sinks", sinks)
         # float32 [], of a checkpoint calibrated for an 8-bit KV cache; other caches need none
@@ -91,8 +97,9 @@ class Attention(torch.nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
         if self._norms_whole:
-            q = ops.rms_norm(q.flatten(1), self.q_norm, self.eps).view_as(q)
-            k = ops.rms_norm(k.flatten(1), self.k_norm, self.eps).view_as(k)
+            norm_q, norm_k = self.whole_norms
+            q = norm_q(q.flatten(1), self.q_norm, self.eps).view_as(q)
+            k = norm_k(k.flatten(1), self.k_norm, self.eps).view_as(k)
         q = ops.rope_write_kv_(
             q,
             k,

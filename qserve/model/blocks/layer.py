@@ -53,10 +53,16 @@ class Layer(torch.nn.Module):
         residual_TC: torch.Tensor | None,
         step: StepInputs,
         cache: PagedKv,
+        taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
-        """Returns what this layer adds, and the residual it is to be added to."""
+        """Returns what this layer adds, and the residual it is to be added to.
+
+        `taps`, if given, gets the residual stream before this layer.
+        """
         plan = self.attention.plan(x_TC.shape[0])
         x_TC, residual_TC = self.attention_norm(x_TC, residual_TC, plan.input)
+        if taps is not None:
+            taps.append(residual_TC)
         x_TC = self.attention_end(self.attention(x_TC, plan, step, cache))
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)

@@ -5,17 +5,20 @@ what the consumer, the one operation that takes the result, gets.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
-from qkernels import QuantLinear
+from qkernels import QuantLinear, ops
 from qkernels.linear.plan import GemmPlan, InputForm, LinearInput
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.weights import LoraWeights
 from qkernels.moe.experts import PreparedExperts
 from qkernels.operands.codes import InputRounding
-from qkernels.operands.split_k import Consumer
+from qkernels.operands.split_k import Consumer, LinearOutput
+from qserve.parallel.communicator import Communicator, RankPartial
+from qserve.parallel.gather import gathered_columns
 
 FLOAT_PLAN = GemmPlan(variant="float")
 
@@ -35,7 +38,15 @@ class SplitPlan:
         return first if all(each == first for each in others) else None
 
 
-LinearPlan = GemmPlan | SplitPlan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedPlan:
+    """The plan of a layer in a step that has adapters: they read its input as a tensor."""
+
+    base: GemmPlan | SplitPlan | None
+    input: InputForm = None
+
+
+LinearPlan = GemmPlan | SplitPlan | AdaptedPlan
 
 
 class FloatLinear(torch.nn.Module):
@@ -77,13 +88,110 @@ class SplitLinear(torch.nn.Module):
         return torch.cat(outputs, -1)
 
 
-Linear = FloatLinear | QuantLinear | SplitLinear
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GatheredInput:
+    """Which inputs a layer reads that are made by other ranks, too."""
+
+    widths: tuple[int, ...]  # channels that each rank makes
+    order_K: torch.Tensor  # those that this rank reads
+
+
+class RowParallel(torch.nn.Module):
+    """A layer whose inputs are shared out over ranks: each has a part of the sum."""
+
+    def __init__(
+        self,
+        inner: "FloatLinear | QuantLinear | SplitLinear",
+        communicator: Communicator,
+        gathered: GatheredInput | None = None,
+    ) -> None:
+        super().__init__()
+        self.inner, self.communicator = inner, communicator
+        self.widths = gathered.widths if gathered is not None else ()
+        self.register_buffer("order", gathered.order_K if gathered is not None else None)
+
+    def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
+        """The inner layer's, of whose output the communicator takes the place of the consumer."""
+        plan = self.inner.plan(rows, consumer)
+        return plan if self.order is None else replace(plan, input=None)
+
+    def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> RankPartial:
+        """The result is for the norm that follows."""
+        if self.order is not None:
+            x = gathered_columns(self.communicator, x, self.widths)[:, self.order]
+        return RankPartial(x=self.inner(x, plan), communicator=self.communicator)
+
+
+class GatheredLinear(torch.nn.Module):
+    """A layer whose outputs are shared out over ranks, and gathered on each: the head."""
+
+    def __init__(
+        self,
+        inner: "FloatLinear | QuantLinear | SplitLinear",
+        communicator: Communicator,
+        widths: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.inner, self.communicator, self.widths = inner, communicator, widths
+
+    def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
+        return self.inner.plan(rows)
+
+    def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> torch.Tensor:
+        return gathered_columns(self.communicator, self.inner(x, plan), self.widths)
+
+
+class AdaptedRows:
+    """Which adapter each row of the running step has. All adapted layers of a decoder share one."""
+
+    def __init__(self) -> None:
+        self.slots_T: torch.Tensor | None = None  # int32, -1: none; None: no row has one
+
+
+class AdaptedLinear(torch.nn.Module):
+    """A layer, and what the adapters of a step's rows add to its result."""
+
+    def __init__(
+        self,
+        base: "FloatLinear | QuantLinear | SplitLinear",
+        weights: LoraWeights,
+        rows: AdaptedRows,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.weights, self.rows = weights, rows
+
+    def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
+        """That of the base where no row has an adapter."""
+        if self.rows.slots_T is None:
+            return self.base.plan(rows, consumer)
+        base = None
+        if isinstance(self.base, QuantLinear):
+            base = ops.plan_linear(self.base.prepared_weight, rows, consumer, fused=False)
+        return AdaptedPlan(base=base)
+
+    def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> LinearOutput:
+        slots_T = self.rows.slots_T
+        if slots_T is None:
+            return self.base(x, plan)
+        # Before the product, whose weights are on their way meanwhile.
+        h_PTSR = ops.lora_shrink(x, slots_T, self.weights)
+        y = self.base(x, None if plan is None else plan.base)
+        ops.lora_expand_(y, h_PTSR, slots_T, self.weights)
+        return y
+
+
+Linear = FloatLinear | QuantLinear | SplitLinear | RowParallel | GatheredLinear | AdaptedLinear
 Product = tuple[PreparedWeight | PreparedExperts, Consumer | None]
 
 
 def products_of(linear: Linear, consumer: Consumer | None) -> Iterator[Product]:
     """The prepared weights of a linear, each with the operation that takes its result."""
-    if isinstance(linear, SplitLinear):
+    if isinstance(linear, AdaptedLinear):
+        yield from products_of(linear.base, consumer)
+    elif isinstance(linear, RowParallel | GatheredLinear):
+        yield from products_of(linear.inner, consumer)
+    elif isinstance(linear, SplitLinear):
         for member in linear.members:
             yield from products_of(member, None)
     elif isinstance(linear, QuantLinear):

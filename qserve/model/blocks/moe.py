@@ -14,6 +14,7 @@ from qkernels.moe.routing import Routes, Routing
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.linear import FLOAT_PLAN, FloatLinear, LinearPlan, Product
+from qserve.parallel.communicator import Communicator, RankPartial
 
 
 class Router(torch.nn.Module):
@@ -54,9 +55,15 @@ class MoeMlp(torch.nn.Module):
     """The sum over a token's experts of share * down(activation(gate(x)) * up(x))."""
 
     def __init__(
-        self, *, router: Router, experts: PreparedExperts, shared: SharedExpert | None = None
+        self,
+        *,
+        router: Router,
+        experts: PreparedExperts,
+        shared: SharedExpert | None = None,
+        communicator: Communicator | None = None,  # of ranks that have parts of each expert
     ) -> None:
         super().__init__()
+        self.communicator = communicator
         self.router = router
         self.experts = experts
         self.shared = shared
@@ -71,8 +78,11 @@ class MoeMlp(torch.nn.Module):
         """The norm before this block makes a tensor: the router reads it, too."""
         return FLOAT_PLAN
 
-    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
+    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput | RankPartial:
         """The result is for the norm that follows."""
         routes = self.router(x_TC)
         shared_TC = None if self.shared is None else self.shared(x_TC)
-        return ops.experts(x_TC, routes, self.experts, None, shared_TC)
+        out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
+        if self.communicator is None:
+            return out_TC
+        return RankPartial(x=out_TC, communicator=self.communicator)

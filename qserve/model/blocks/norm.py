@@ -7,13 +7,14 @@ import torch
 from qkernels import ops
 from qkernels.linear.plan import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput
+from qserve.parallel.communicator import RankPartial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
     """The result of attention or feed-forward, and what is done to it before it is added."""
 
-    x_TC: LinearOutput
+    x_TC: LinearOutput | RankPartial
     branch: ops.Branch
 
     @property
@@ -21,7 +22,7 @@ class Changed:
         return self.x_TC.shape
 
 
-BranchOutput = LinearOutput | Changed
+BranchOutput = LinearOutput | RankPartial | Changed
 
 
 class RmsNorm(torch.nn.Module):
@@ -43,11 +44,13 @@ class RmsNorm(torch.nn.Module):
             if self.weight is None:
                 return ops.in_form(x_TC, form), x_TC
             return ops.rms_norm_into(x_TC, self.weight, self.eps, form), x_TC
+        branch = ops.Branch()
         if isinstance(x_TC, Changed):
-            return ops.add_rms_norm_into(
-                x_TC.x_TC, residual_TC, self.weight, self.eps, form, x_TC.branch
-            )
-        return ops.add_rms_norm_into(x_TC, residual_TC, self.weight, self.eps, form)
+            x_TC, branch = x_TC.x_TC, x_TC.branch
+        add_rms_norm_into = ops.add_rms_norm_into
+        if isinstance(x_TC, RankPartial):
+            x_TC, add_rms_norm_into = x_TC.x, x_TC.communicator.add_rms_norm_into
+        return add_rms_norm_into(x_TC, residual_TC, self.weight, self.eps, form, branch)
 
 
 class BranchEnd(torch.nn.Module):
@@ -60,7 +63,7 @@ class BranchEnd(torch.nn.Module):
         self.eps, self.factor = eps, factor
         self.register_buffer("weight", weight_C)
 
-    def forward(self, x_TC: LinearOutput) -> BranchOutput:
+    def forward(self, x_TC: LinearOutput | RankPartial) -> BranchOutput:
         """Nothing is computed here: the norm that adds x to the residual does it on the way."""
         if self.weight is None and self.factor == 1:
             return x_TC

@@ -9,6 +9,8 @@ The other families are made of the same parts: each says what it has in place of
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from qserve.model.blocks.attention import Attention
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.gated_mlp import GatedMlp
@@ -45,6 +47,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
         qkv_proj=weights.linear(config.family.qkv),
         o_proj=weights.linear(config.family.o),
         kernel=weights.kernels.get("attention"),
+        norms_over_ranks=weights.norms_over_ranks(),
         **weights.kv_scales(),
         **different,
     )
@@ -53,7 +56,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
 def build_mlp(config: ModelConfig, weights: LayerWeights) -> GatedMlp:
     family = config.family
     return GatedMlp(
-        gate_up_proj=weights.linear(family.gate_up),
+        gate_up_proj=weights.linear(family.gate_up, down=family.down),
         down_proj=weights.linear(family.down),
         activation=family.activation,
     )
@@ -65,13 +68,22 @@ def build_decoder(
     build_layer: Callable[[ModelConfig, LayerWeights], Layer],
 ) -> Decoder:
     family, values = config.family, config.values
-    embedding = weights.embedding()
+    embedding = norm = head = None
+    if weights.has_ends:
+        table = weights.embedding()
+        embedding = Embedding(table, family.embedding_factor(values), weights.vocabulary)
+    layers = [build_layer(config, layer) for layer in weights.layers()]
+    if weights.has_ends:
+        head = weights.head(table)
+        norm = RmsNorm(weights.last_norm(), config.rms_norm_eps)
     return Decoder(
         config,
-        embedding=Embedding(embedding, family.embedding_factor(values)),
-        layers=[build_layer(config, layer) for layer in weights.layers()],
-        head=weights.head(embedding),
-        norm=RmsNorm(weights.last_norm(), config.rms_norm_eps),
+        embedding=embedding,
+        layers=layers,
+        head=head,
+        norm=norm,
+        pipeline=weights.pipeline,
+        like=torch.empty(0, dtype=weights.dtype, device=weights.device),
         logits_divisor=values.get(family.logits_divisor_key, 1.0),
         logits_cap=values.get(family.logits_cap_key),
     )

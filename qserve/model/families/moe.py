@@ -38,9 +38,14 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
     shared = None
     if experts.shared is not None:
         mlp = GatedMlp(
-            gate_up_proj=weights.linear(experts.shared.gate_up),
-            down_proj=weights.linear(experts.shared.down),
+            gate_up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
+            down_proj=weights.linear(experts.shared.down, summed=False),
             activation=activation,
         )
         shared = SharedExpert(mlp, weights.shared_gate())
-    return MoeMlp(router=weights.router(), experts=weights.experts(), shared=shared)
+    return MoeMlp(
+        router=weights.router(),
+        experts=weights.experts(),
+        shared=shared,
+        communicator=weights.sharing.communicator,
+    )

@@ -211,3 +211,8 @@ def test_a_result_of_something_else_is_named(tmp_path):
         StepTimes.read(str(path))
     with pytest.raises(InputError, match="--steps"):
         SimulateSettings()
+
+
+def test_unknown_metrics_are_refused():
+    with pytest.raises(InputError, match="--percentile-metrics: expected some of"):
+        SimulateSettings(step_ms=1.0, percentile_metrics="ttft,ttfb")

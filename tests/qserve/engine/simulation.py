@@ -133,7 +133,6 @@ class Simulation:
         size = self.scheduler.pool.page_size
         if plan.moves is not None:
             moves = {name: getattr(plan.moves, name).tolist() for name in plan.moves.__slots__}
-            assert not set(moves["stored_slots"]) & set(moves["loaded_slots"])
             for page, slot in zip(moves["stored_pages"], moves["stored_slots"], strict=True):
                 self.host[slot] = dict(self.memory[page])
             for slot, page in zip(moves["loaded_slots"], moves["loaded_pages"], strict=True):

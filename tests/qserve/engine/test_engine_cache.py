@@ -9,7 +9,7 @@ import torch
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.host_pages import PageMoves
-from qserve.engine.page_copies import PAGES_AT_ONCE, PageCopies
+from qserve.engine.page_copies import PAGES_AT_ONCE, PageCopies, copy_pages
 from qserve.handling import Handling
 from qserve.model.kv_format import KvFormat, new_cache
 from qserve.sampling_params import SamplingParams
@@ -241,19 +241,14 @@ def test_pages_come_back_as_they_went(dtype):
     copies = PageCopies(caches, num_slots, torch.device("cpu"))
     pages = torch.randperm(num_pages)[:num_slots].numpy()
     slots = torch.randperm(num_slots).numpy()
-    none = pages[:0]
-    copies.run(
-        PageMoves(stored_pages=pages, stored_slots=slots, loaded_slots=none, loaded_pages=none)
-    )
+    copies.store(PageMoves(stored_pages=pages, stored_slots=slots))
     for part in parts:
         part[pages] = torch.zeros_like(part[pages])
     untouched = sorted(set(range(num_pages)) - set(pages.tolist()))
     # the first page comes back to another place, too
     back, again = untouched[0], slots[:1]
-    copies.run(
+    copies.load(
         PageMoves(
-            stored_pages=none,
-            stored_slots=none,
             loaded_slots=np.array([*slots, *again]),
             loaded_pages=np.array([*pages, back]),
         )
@@ -263,3 +258,19 @@ def test_pages_come_back_as_they_went(dtype):
         kept = [page for page in range(num_pages) if page != back]
         assert torch.equal(got[kept], want[kept])
         assert torch.equal(got[back], want[pages[0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_pages_are_copied_as_they_were_before(dtype):
+    """All are read before any is written: one is copied to, and its old contents elsewhere."""
+    kv_format = KvFormat(dtype=dtype)
+    cache = new_cache(None, kv_format, (9, PAGE, 3, 8), torch.device("cpu"))
+    parts = [cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales]
+    parts = [part for part in parts if part is not None]
+    for part in parts:
+        part.copy_(torch.randn(part.shape) * 9)
+    before = [bits(part).clone() for part in parts]
+    moves = PageMoves(copied_from=np.array([3, 5]), copied_to=np.array([5, 8]))
+    copy_pages([cache], moves, torch.device("cpu"))
+    for part, want in zip(parts, before, strict=True):
+        assert torch.equal(bits(part), want[[0, 1, 2, 3, 4, 3, 6, 7, 5]])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
+from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.prefix_keys import extend_keys, root_key
 from qserve.engine.request import Status
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
@@ -340,3 +341,22 @@ def test_random_traces_with_sharing(data):
     simulation.run_out()
     scheduler.check_integrity()
     assert scheduler.pool.num_free == num_pages
+
+
+def test_keys_that_follow_from_the_next_token_cost_the_last_page():
+    """A drafter's key of a page's last position is of the token behind it, which may differ."""
+    pool = PagePool(20, 4)
+    cache = PrefixCache(pool, looks_ahead=True)
+    first = make_request("a", 14)
+    cache.add(first)
+    cache.take_(first)
+    first.num_computed = 14
+    cache.publish(first)
+    second = make_request("b", 14)
+    second.token_ids = list(first.token_ids)
+    cache.add(second)
+    assert cache.num_cached(second) == 8, "three pages are there"
+    cache.take_(second)
+    assert second.num_computed == 8 and second.block_table[:2] == first.block_table[:2]
+    assert not set(second.block_table[2:]) & set(first.block_table)
+    pool.check_integrity([first.block_table, second.block_table])

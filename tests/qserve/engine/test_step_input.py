@@ -137,7 +137,7 @@ def test_rows_of_ended_and_preempted_requests_are_reused():
     assert step.block_tables_RX[0, :2].tolist() == [9, 8], "not of its row's last owner"
 
 
-LEAVES = (int, float, str, bytes, np.ndarray, type(None))
+LEAVES = (bool, int, float, str, bytes, np.ndarray, type(None))
 
 
 def leaves(value):

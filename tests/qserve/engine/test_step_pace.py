@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from qserve.engine.scheduler import load_of
 from qserve.engine.step_pace import MIN_PROMPT_TOKENS, StepLoad, StepPace
+from qserve.engine.step_plan import load_of
 from tests.qserve.engine.simulation import make_request, make_scheduler
 
 TARGET = 0.012

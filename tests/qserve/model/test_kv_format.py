@@ -67,7 +67,8 @@ def calibrated(docs_5m, tmp_path_factory):
     )
     largest = largest_keys_and_values(docs_5m)
 
-    def write(kind, factor=1.0, leave_out=()):
+    def write(kind, factor=1.0, leave_out=(), heads=()):
+        """`heads`: factors of each KV head's own k_scale."""
         folder = tmp_path_factory.mktemp("calibrated") / "model"
         folder.mkdir()
         for path in plain.iterdir():
@@ -78,7 +79,7 @@ def calibrated(docs_5m, tmp_path_factory):
             "num_bits": 8,
             "type": kind,
             "symmetric": True,
-            "strategy": "tensor",
+            "strategy": "attn_head" if heads else "tensor",
             "dynamic": False,
         }
         (folder / "config.json").write_text(json.dumps(config))
@@ -86,8 +87,9 @@ def calibrated(docs_5m, tmp_path_factory):
         code = {"int": 127.0, "float": 448.0}[kind]
         for layer, (keys, values) in enumerate(largest):
             prefix = f"model.layers.{layer}.self_attn"
-            state[f"{prefix}.k_scale"] = torch.tensor([factor * keys / code])
-            state[f"{prefix}.v_scale"] = torch.tensor([values / code])
+            of_heads = torch.tensor(heads).view(-1, 1, 1) if heads else torch.ones(1)
+            state[f"{prefix}.k_scale"] = factor * keys / code * of_heads
+            state[f"{prefix}.v_scale"] = values / code * torch.ones_like(of_heads)
         for name in leave_out:
             del state[name]
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -114,6 +116,26 @@ def test_auto_takes_the_checkpoints_scales(calibrated, kind, name):
     wrong = change(make(calibrated(kind, factor=1 / 16)), want)
     print(f"{name}: static scales move logits by {moved:.4f}, wrong ones by {wrong:.3f}")
     assert wrong > 3 * (LIMITS["int8"] + LIMITS["fp8"])
+
+
+def test_each_head_is_rounded_with_its_own_scale(calibrated):
+    """A head whose scale is far too small is clipped, and nothing else changes."""
+    heads = make(calibrated("int")).engine.runner.caches[1].k_pages.shape[2]
+    assert heads > 1
+    factors = [1.0] * (heads - 1) + [1 / 16]
+    fine, clipped = (
+        make(calibrated("int", heads=[1.0] * heads)),
+        make(calibrated("int", heads=factors)),
+    )
+    whole = make(calibrated("int"))
+    assert torch.equal(fine.logits(tokens(fine)), whole.logits(tokens(whole)))
+    clipped.logits(tokens(clipped))
+    keys, ours = (llm.engine.runner.caches[0].k_pages.int() for llm in (fine, clipped))
+    assert torch.equal(keys[:, :, :-1], ours[:, :, :-1])
+    assert int(ours[:, :, -1].abs().max()) >= 127
+    assert not torch.equal(keys[:, :, -1], ours[:, :, -1])
+    with pytest.raises(CheckpointError, match=f"one for each of {heads} KV heads, found 7"):
+        make(calibrated("int", heads=[1.0] * 7))
 
 
 @pytest.mark.parametrize("name", LIMITS)

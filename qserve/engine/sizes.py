@@ -1,0 +1,40 @@
+"""Sizes that an engine is made with: the longest sequence, the largest step."""
+
+import logging
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.step_input import StepInput
+from qserve.engine.step_plan import Drafting
+from qserve.model.model_config import ModelConfig
+from qserve.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def pick_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens that a prompt and its output may have. Raises InputError."""
+    longest, source = model.context.length, model.context.source
+    length = longest if config.max_model_len is None else config.max_model_len
+    if not 2 <= length <= longest:
+        raise InputError(
+            "--max-model-len",
+            f"expected 2 to {longest} (config.json: {source}), found {length}",
+        )
+    logger.info("Using max model len %d (config.json: %d by %s)", length, longest, source)
+    return length
+
+
+def largest_step(config: EngineConfig, max_model_len: int, drafting: Drafting | None) -> StepInput:
+    """A step that fills the token budget and samples as many rows as a step may."""
+    budget, page_size = config.max_num_batched_tokens, config.block_size
+    rows = min(config.max_num_seqs, budget)
+    count = min(budget // rows, max_model_len)
+    return StepInput.of_sequence(
+        [0] * count,
+        list(range(-(-count // page_size))),
+        page_size=page_size,
+        params=SamplingParams(top_p=0.9),
+        num_copies=rows,
+        drafting=drafting,
+    )
