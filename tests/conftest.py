@@ -26,6 +26,20 @@ if "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
 
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_compile_where_they_are_launched():
+    """Workers that each start a compile process for every core would wait for each other."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    from qkernels.gpu import compile_pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_pool, "MAX_WORKERS", 0)
+        yield
+
+
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,

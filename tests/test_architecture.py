@@ -40,7 +40,12 @@ OPERATIONS = {
         *("wna16.layout", "wna16.prepack", "wna16.triton_gemm"),
     },
     "linear": {"rowwise.ops", "rowwise.reference"},
+    "collective": {
+        *("linear.plan", "rowwise.branch", "rowwise.branch_triton"),
+        *("rowwise.into_form", "rowwise.reference"),
+    },
     "sampling": set(),
+    "lora": set(),
 }
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {
@@ -167,10 +172,14 @@ def test_every_package_is_installed():
     assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} == set(stated)
 
 
+PLAIN_TENSORS = 'torch.load(path, map_location="cpu", weights_only=True, mmap=True)'
+
+
 def test_nothing_third_party_reads_pickles_or_remote_code():
     for package in OURS:
         for path in (ROOT / package).rglob("*.py"):
-            text = path.read_text()
+            # torch's own reader of plain tensors runs no code of the file
+            text = path.read_text().replace(PLAIN_TENSORS, "")
             for banned in ("import pickle", "torch.load(", "trust_remote_code=True", "eval("):
                 assert banned not in text.replace("model.eval()", ""), f"{path}: {banned}"
 
