@@ -9,6 +9,7 @@ from typing import Any
 
 from formats.family import (
     ConfigRules,
+    DeltaNet,
     Experts,
     Family,
     Norm,
@@ -131,6 +132,38 @@ def _experts(
 # Layers of Qwen's families that have no experts.
 _QWEN_DENSE = {"dense_layers_key": "mlp_only_layers", "every_key": "decoder_sparse_step"}
 _QWEN_ROUTER = Router(normalized="norm_topk_prob", rounded=True)
+
+
+_DELTA_NET = DeltaNet(
+    module="linear_attn",
+    inputs=Projection(
+        name="linear_attn.in_proj_qkvz",
+        members=(("linear_attn.in_proj_qkv", "delta_qkv"), ("linear_attn.in_proj_z", "delta_v")),
+        inputs="hidden_size",
+    ),
+    gates=Projection(
+        name="linear_attn.in_proj_ba",
+        members=(
+            ("linear_attn.in_proj_b", "linear_num_value_heads"),
+            ("linear_attn.in_proj_a", "linear_num_value_heads"),
+        ),
+        inputs="hidden_size",
+    ),
+    out=Projection(
+        name="linear_attn.out_proj",
+        members=(("linear_attn.out_proj", "hidden_size"),),
+        inputs="delta_v",
+        split="inputs",
+    ),
+)
+_QWEN_HYBRID = {
+    "qkv": replace(_QKV, members=((_Q, "q_and_gate"), *_QKV.members[1:]), bias="attention_bias"),
+    "o": replace(_O_PROJ, bias="attention_bias"),
+    "gated_attention": True,
+    "norm_offset": 1.0,
+    "float32_norms": True,
+    "draft_prefix": "mtp.",
+}
 
 
 def _family(architecture: str, model_type: str, **different: Any) -> Family:
@@ -350,6 +383,38 @@ FAMILIES: dict[str, Family] = {
                 *_norms_before("mlp"),
                 *(replace(norm, present="use_qk_norm") for norm in _HEAD_NORMS),
             ),
+        ),
+        _family(
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            builder="qwen3_next",
+            **_QWEN_HYBRID,
+            delta_net=replace(
+                _DELTA_NET,
+                inputs=replace(_DELTA_NET.inputs, stored_fused=True),
+                gates=replace(_DELTA_NET.gates, stored_fused=True),
+                grouped=True,
+            ),
+            experts=_experts(
+                "mlp",
+                _NAMES,
+                "moe_intermediate_size",
+                _QWEN_ROUTER,
+                shared=SharedExpert(
+                    **_gated("mlp.shared_expert", *_NAMES, "shared_expert_intermediate_size"),
+                    gate="mlp.shared_expert_gate",
+                ),
+                **_QWEN_DENSE,
+            ),
+            norms=(*_norms_before("mlp"), *_HEAD_NORMS),
+        ),
+        _family(
+            "Qwen3_5ForCausalLM",
+            "qwen3_5_text",
+            builder="qwen3_next",
+            **_QWEN_HYBRID,
+            delta_net=_DELTA_NET,
+            norms=(*_USUAL["norms"], *_HEAD_NORMS),
         ),
     )
 }

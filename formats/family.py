@@ -4,6 +4,7 @@ Facts alone, without torch. Sizes are called as in config.json; "q" and "kv" are
 number of heads.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -83,6 +84,10 @@ class Norm:
     size: str = "hidden_size"
     feeds: str = ""  # the projection or module that reads it; empty: it stands after one
     present: Flag = True
+
+    @property
+    def of_attention(self) -> bool:
+        return self.name.startswith(f"{ATTENTION}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +172,46 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """The gated delta net that stands in place of attention in some layers.
+
+    It has a state of one size in place of keys and values (qkernels/delta_net).
+    """
+
+    module: str
+    # Queries, keys and values, which a convolution mixes with those before, and the gate of the
+    # norm behind. In families with `grouped` its outputs, and those of `gates`, stand by key head.
+    inputs: Projection
+    gates: Projection  # how much each token writes and forgets; they stay in float
+    out: Projection
+    grouped: bool = False
+
+    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Whether a layer has one, or attention."""
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list):
+            return layer < len(kinds) and kinds[layer] == "linear_attention"
+        interval = config.get("full_attention_interval")
+        return (layer + 1) % (interval if _is_size(interval) else 4) != 0
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Those besides the weights of `inputs` and `out`, by their names below the layer."""
+        H = ("linear_num_value_heads",)
+        shapes: dict[str, Shape] = {
+            f"{self.module}.conv1d.weight": (
+                ("delta_qkv",),
+                ("one",),
+                ("linear_conv_kernel_dim",),
+            ),
+            f"{self.module}.A_log": (H,),
+            f"{self.module}.dt_bias": (H,),
+            f"{self.module}.norm.weight": (("linear_value_head_dim",),),
+        }
+        return shapes | {f"{linear.name}.weight": linear.shape for linear in self.gates.linears}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRules:
     """What transformers makes of a config.json that does not state everything."""
 
@@ -187,6 +232,8 @@ class Family:
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: the feed-forward is gate_up and down
+    delta_net: DeltaNet | None = None  # None: all layers have attention
+    gated_attention: bool = False  # q_proj makes each head's queries and then a gate of its output
     sinks: str = ""  # a tensor of a layer: a score of each head that takes weight and adds nothing
     norms: tuple[Norm, ...]
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
@@ -206,9 +253,9 @@ class Family:
     rules: ConfigRules | None = None  # None: the doctor leaves its config and tensors alone
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
-    draft_layers_key: str = (
-        ""  # layers behind those, which predict several tokens; nobody reads them
-    )
+    # What predicts several tokens, which nobody reads: layers behind those, or all below a name.
+    draft_layers_key: str = ""
+    draft_prefix: str = ""
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = HEAD
@@ -219,9 +266,14 @@ class Family:
         return bool(self.builder)
 
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The prefixes of layers that the model does without."""
+        """The prefixes of what the model does without."""
         first, count = config[self.num_layers_key], config.get(self.draft_layers_key) or 0
-        return tuple(f"{self.layer.format(i=first + number)}." for number in range(count))
+        layers = tuple(f"{self.layer.format(i=first + number)}." for number in range(count))
+        return (*layers, self.draft_prefix) if self.draft_prefix else layers
+
+    def has_state(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Whether a layer has a state in place of keys and values."""
+        return self.delta_net is not None and self.delta_net.stand_in(layer, config)
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
         """Whether the head is the embedding."""
@@ -235,13 +287,21 @@ class Family:
 
     @property
     def dense(self) -> tuple[Projection, ...]:
-        """The projections that every layer has once, in the order they run."""
+        """The projections that every layer with attention has once, in the order they run."""
         attention = (self.qkv, self.o)
         return attention if self.experts else (*attention, self.gate_up, self.down)
 
-    def projections(self, num_experts: int = 0, dense: bool = False) -> Iterator[Projection]:
-        """Every projection of a layer, in the order they run. `dense`: of one without experts."""
-        yield from self.dense
+    def projections(
+        self, num_experts: int = 0, dense: bool = False, has_state: bool = False
+    ) -> Iterator[Projection]:
+        """Every projection of a layer, in the order they run, but those that stay in float.
+
+        `dense`: of one without experts. `has_state`: of one without attention.
+        """
+        if has_state:
+            yield from (self.delta_net.inputs, self.delta_net.out, *self.dense[2:])
+        else:
+            yield from self.dense
         if self.experts and dense:
             yield from (self.gate_up, self.down)
         elif self.experts:
@@ -261,12 +321,13 @@ class Family:
     ) -> dict[str, Shape]:
         """A layer's tensors in a float checkpoint, by their names below the layer.
 
-        Without a number, of a layer that has experts if the family does.
+        Without a number, of a layer that has attention, and experts if the family does.
         """
         dense = bool(
             self.experts and layer is not None and not self.experts.stand_in(layer, config)
         )
-        projections = self.projections(num_experts(config) or 0, dense)
+        has_state = layer is not None and self.has_state(layer, config)
+        projections = self.projections(num_experts(config) or 0, dense, has_state)
         linears = [linear for projection in projections for linear in projection.linears]
         shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
         for linear in linears:
@@ -275,8 +336,10 @@ class Family:
         shapes |= {
             f"{norm.name}.weight": ((norm.size,),)
             for norm in self.norms
-            if is_set(norm.present, config)
+            if is_set(norm.present, config) and not (has_state and norm.of_attention)
         }
+        if has_state:
+            shapes |= self.delta_net.tensors
         if self.sinks:
             shapes[self.sinks] = (("num_attention_heads",),)
         if self.experts and not dense:
@@ -316,6 +379,13 @@ class Family:
             head_dim = found["head_dim"] = hidden // heads
         for name, count in (("q", heads), ("kv", kv_heads)):
             found[name] = count * head_dim if count and head_dim else None
+        found["q_and_gate"] = found["q"] and 2 * found["q"]
+        keys, values = (
+            _product(found, f"linear_num_{x}_heads", f"linear_{x}_head_dim")
+            for x in ("key", "value")
+        )
+        found["delta_v"] = values
+        found["delta_qkv"] = 2 * keys + values if keys and values else None
         inner, shared = found["moe_intermediate_size"], config.get("n_shared_experts")
         found["shared_experts"] = inner * shared if inner and _is_size(shared) else None
         return {**found, "num_experts": num_experts(config), "one": 1}
@@ -325,6 +395,8 @@ _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     "shared_expert_intermediate_size",
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
 )
 
 
@@ -333,6 +405,11 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
+
+
+def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:
+    found = [sizes[name] for name in names]
+    return None if None in found else math.prod(found)
 
 
 def is_set(flag: Flag, config: Mapping[str, Any]) -> bool:

@@ -182,6 +182,24 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("moe", "experts", "triton_experts", moe.triton_experts),
     *_rows("lora", "lora_shrink", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("lora", "lora_expand_", "triton_lora", problem.needs_triton_on_gpu),
+    *(
+        Kernel(
+            op=op,
+            name=module,
+            module=f"delta_net.{module}",
+            priority=priority,
+            supports=problem.anything,
+        )
+        for op in ("causal_conv_", "delta_rule_")
+        for module, priority in (("chunked", 15), ("reference", 10))
+    ),
+    Kernel(
+        op="gated_rms_norm",
+        name="reference",
+        module="delta_net.reference",
+        priority=10,
+        supports=problem.anything,
+    ),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )
 

@@ -9,6 +9,7 @@ taken where triton is missing, is the one exception).
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
 from qkernels.collective.ops import all_reduce, all_reduce_add_rms_norm_into
+from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
@@ -48,11 +49,14 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm_into",
     "apply_rope",
+    "causal_conv_",
+    "delta_rule_",
     "experts",
     "plan_experts",
     "prepare_experts",
     "route",
     "route_tokens",
+    "gated_rms_norm",
     "gelu_and_mul",
     "gelu_and_mul_into",
     "gelu_and_mul_limbs",

@@ -46,6 +46,7 @@ OPERATIONS = {
     },
     "sampling": set(),
     "lora": set(),
+    "delta_net": set(),
 }
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {

@@ -1,0 +1,137 @@
+"""The gated delta net in plain torch, fast enough for a CPU: by chunks, and decode rows together.
+
+Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024), so a
+prompt takes products of matrices in place of a loop over its tokens. Legend as in reference.py; N
+chunks of L tokens, B requests of one token.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from qkernels.delta_net import reference
+from qkernels.delta_net.state import StateStep
+
+CHUNK = 64  # tokens
+
+
+def causal_conv_(
+    x_TC: torch.Tensor, weight_CW: torch.Tensor, conv_PCW: torch.Tensor, step: StateStep
+) -> torch.Tensor:
+    """As reference.causal_conv_."""
+    y_TC = torch.empty_like(x_TC)
+    rows_B, slots_B, first_B, others = _split(step, x_TC.device)
+    if len(rows_B):
+        seen_BCW = torch.cat(
+            [_gathered(conv_PCW, slots_B, first_B), x_TC[rows_B, :, None].to(conv_PCW.dtype)], 2
+        )
+        y_BC = F.silu((seen_BCW.float() * weight_CW.float()).sum(-1))
+        y_TC[rows_B] = y_BC.to(y_TC.dtype)
+        _scatter_(conv_PCW, slots_B, seen_BCW[:, :, 1:])
+    for rows, slot, is_first in others:
+        before_CW = torch.zeros_like(conv_PCW[0]) if is_first else conv_PCW[slot]
+        seen_CL = torch.cat([before_CW, x_TC[rows].T.to(conv_PCW.dtype)], 1)
+        y_CT = F.conv1d(
+            seen_CL[None].float(), weight_CW[:, None].float(), groups=weight_CW.shape[0]
+        )
+        y_TC[rows] = F.silu(y_CT[0]).T.to(y_TC.dtype)
+        if slot >= 0:
+            conv_PCW[slot] = seen_CL[:, seen_CL.shape[1] - before_CW.shape[1] :]
+    return y_TC
+
+
+def delta_rule_(
+    mixed_TC: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHKV: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    """As reference.delta_rule_."""
+    q, k, v, g, beta = reference.split_mixed(
+        mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV
+    )
+    o_THV = torch.empty_like(v)
+    rows_B, slots_B, first_B, others = _split(step, mixed_TC.device)
+    if len(rows_B):
+        S_BHKV = _gathered(memory_PHKV, slots_B, first_B)
+        S_BHKV = S_BHKV * g[rows_B].exp()[:, :, None, None]
+        known_BHV = (S_BHKV * k[rows_B, :, :, None]).sum(2)
+        written_BHV = beta[rows_B, :, None] * (v[rows_B] - known_BHV)
+        S_BHKV = S_BHKV + k[rows_B, :, :, None] * written_BHV[:, :, None]
+        o_THV[rows_B] = (S_BHKV * q[rows_B, :, :, None]).sum(2)
+        _scatter_(memory_PHKV, slots_B, S_BHKV)
+    for rows, slot, is_first in others:
+        S_HKV = torch.zeros_like(memory_PHKV[0]) if is_first else memory_PHKV[slot]
+        of_heads = [x[rows].transpose(0, 1) for x in (q, k, v, g, beta)]
+        o_HTV, S_HKV = _chunks(*of_heads, S_HKV)
+        o_THV[rows] = o_HTV.transpose(0, 1)
+        if slot >= 0:
+            memory_PHKV[slot] = S_HKV
+    return o_THV.to(mixed_TC.dtype)
+
+
+def _chunks(
+    q_HTK: torch.Tensor,
+    k_HTK: torch.Tensor,
+    v_HTV: torch.Tensor,
+    g_HT: torch.Tensor,
+    beta_HT: torch.Tensor,
+    S_HKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request's outputs [H, T, V] and its state behind its last token."""
+    T = q_HTK.shape[1]
+    L = min(CHUNK, T)
+    more = -T % L
+    # Tokens of zeros behind the end write nothing and forget nothing.
+    q, k, v = (F.pad(x, (0, 0, 0, more)).unflatten(1, (-1, L)) for x in (q_HTK, k_HTK, v_HTV))
+    g, beta = (F.pad(x, (0, more)).unflatten(1, (-1, L)) for x in (g_HT, beta_HT))
+    total_HNL = g.cumsum(-1)  # log of what is left of the state before the chunk
+    between = total_HNL[..., :, None] - total_HNL[..., None, :]
+    causal_LL = torch.ones(L, L, dtype=torch.bool, device=g.device).tril()
+    left_HNLL = between.masked_fill(~causal_LL, -torch.inf).exp()
+    bk = beta[..., None] * k
+    # (1 + A) written = beta (v - what the state before the chunk says)
+    A_HNLL = (bk @ k.mT) * left_HNLL
+    read_HNLK = bk * total_HNL.exp()[..., None]
+    solved = torch.linalg.solve_triangular(
+        A_HNLL, torch.cat([beta[..., None] * v, read_HNLK], -1), upper=False, unitriangular=True
+    )
+    own_HNLV, old_HNLK = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inner_HNLL = (q @ k.mT) * left_HNLL
+    q_old = q * total_HNL.exp()[..., None]
+    k_end = k * (total_HNL[..., -1:] - total_HNL).exp()[..., None]
+    left_end_HN = total_HNL[..., -1].exp()
+    outputs = []
+    for n in range(q.shape[1]):
+        written_HLV = own_HNLV[:, n] - old_HNLK[:, n] @ S_HKV
+        outputs.append(q_old[:, n] @ S_HKV + inner_HNLL[:, n] @ written_HLV)
+        S_HKV = left_end_HN[:, n, None, None] * S_HKV + k_end[:, n].mT @ written_HLV
+    return torch.cat(outputs, 1)[:, :T], S_HKV
+
+
+def _split(
+    step: StateStep, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[slice, int, bool]]]:
+    """Row, slot and beginning of each request that has one row; the requests with more."""
+    found = list(reference.requests_of(step))
+    single = [each for each in found if each[0].stop - each[0].start == 1]
+    others = [each for each in found if each[0].stop - each[0].start > 1]
+    numbers = [[rows.start, slot, is_first] for rows, slot, is_first in single]
+    rows_B, slots_B, first_B = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).T
+    return rows_B.to(device), slots_B.to(device), first_B.bool().to(device), others
+
+
+def _gathered(
+    states: torch.Tensor, slots_B: torch.Tensor, first_B: torch.Tensor
+) -> torch.Tensor:
+    """A copy of the states of some slots, zeros for requests that begin."""
+    found = states[slots_B.clamp(min=0)]
+    found[first_B] = 0
+    return found
+
+
+def _scatter_(states: torch.Tensor, slots_B: torch.Tensor, new: torch.Tensor) -> None:
+    kept_B = slots_B >= 0
+    states[slots_B[kept_B]] = new[kept_B]

@@ -1,0 +1,97 @@
+"""A step of a gated delta net with random numbers, for its tests. Legend as in delta_net/ops.py."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from qkernels.delta_net.state import StateStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    x_TC: torch.Tensor  # what the convolution reads
+    mixed_TC: torch.Tensor
+    b_TH: torch.Tensor
+    a_TH: torch.Tensor
+    a_log_H: torch.Tensor
+    dt_bias_H: torch.Tensor
+    weight_CW: torch.Tensor
+    conv_PCW: torch.Tensor
+    memory_PHKV: torch.Tensor
+    counts: tuple[int, ...]
+    before: tuple[int, ...]
+    slots: list[int]
+    step: StateStep
+
+    @property
+    def rule(self):
+        """The arguments of delta_rule_ before the states."""
+        return self.mixed_TC, self.b_TH, self.a_TH, self.a_log_H, self.dt_bias_H
+
+    def to(self, dtype, device="cpu"):
+        """The same with other numbers: the states in float32, or wider where all are."""
+        state = dtype if dtype == torch.float64 else torch.float32
+        wide = {"a_log_H", "dt_bias_H", "memory_PHKV"}
+        tensors = {
+            name: value.to(device, state if name in wide else dtype)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors, step=make_step(self.counts, self.before, self.slots, device))
+
+    def with_slots(self, slots):
+        device = self.x_TC.device
+        return replace(self, slots=slots, step=make_step(self.counts, self.before, slots, device))
+
+    def rows(self, start, count):
+        """Some rows of the one request that there is."""
+        own = slice(start, start + count)
+        cut = {name: getattr(self, name)[own] for name in ("x_TC", "mixed_TC", "b_TH", "a_TH")}
+        counts, before = (count,), (self.before[0] + start,)
+        step = make_step(counts, before, self.slots, self.x_TC.device)
+        return replace(self, **cut, counts=counts, before=before, step=step)
+
+
+def DeltaCase(*, counts, before, J, H, K, V, taps, dtype=torch.float32, seed=0):  # noqa: N802
+    """Requests with so many rows each behind so many tokens. Slots are in no order, some unused."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+
+    T, C, P = sum(counts), 2 * J * K + H * V, len(counts) + 3
+    slots = torch.randperm(P, generator=generator)[: len(counts)].tolist()
+    made = _Data(
+        x_TC=noise(T, C),
+        mixed_TC=noise(T, C),
+        b_TH=noise(T, H, scale=2.0),
+        a_TH=noise(T, H),
+        # Some heads forget at once, some hardly: exp(a_log) from 0.01 to 16, as models begin.
+        a_log_H=torch.linspace(-4.6, 2.7, H),
+        dt_bias_H=noise(H),
+        weight_CW=noise(C, taps),
+        conv_PCW=noise(P, C, taps - 1),
+        memory_PHKV=noise(P, H, K, V),
+        counts=tuple(counts),
+        before=tuple(before),
+        slots=slots,
+        step=make_step(counts, before, slots, "cpu"),
+    )
+    return made.to(dtype)
+
+
+def make_step(counts, before, slots, device):
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    lengths = torch.tensor(before) + torch.tensor(counts)
+    return StateStep(
+        query_starts_R1=starts.to(device, torch.int32),
+        context_lengths_R=lengths.to(device, torch.int32),
+        slots_R=torch.tensor(slots, dtype=torch.int32, device=device),
+        max_query_len=max(counts),
+    )
+
+
+def assert_close(name, want, got, ratio):
+    """||got - want|| / ||want||, printed where it is too large."""
+    found = float((got.double() - want.double()).norm() / want.double().norm())
+    assert found <= ratio, f"{name}: {found:.3g} > {ratio:.3g}"
