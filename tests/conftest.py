@@ -192,6 +192,30 @@ TINY_FAMILIES = {
     ),
 }
 
+# Four value heads to two key heads, each kind with a width of its own; a gate for each head.
+DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+TINY_FAMILIES |= {
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+}
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -254,8 +278,9 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
-            # Gemma's norms multiply by 1 + weight
-            is_one = "norm" in name and "Gemma" not in config_class
+            # Some families' norms multiply by 1 + weight.
+            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))
+            is_one = "norm" in name and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

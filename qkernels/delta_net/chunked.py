@@ -49,9 +49,7 @@ def delta_rule_(
     step: StateStep,
 ) -> torch.Tensor:
     """As reference.delta_rule_."""
-    q, k, v, g, beta = reference.split_mixed(
-        mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV
-    )
+    q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV)
     o_THV = torch.empty_like(v)
     rows_B, slots_B, first_B, others = _split(step, mixed_TC.device)
     if len(rows_B):
@@ -123,9 +121,7 @@ def _split(
     return rows_B.to(device), slots_B.to(device), first_B.bool().to(device), others
 
 
-def _gathered(
-    states: torch.Tensor, slots_B: torch.Tensor, first_B: torch.Tensor
-) -> torch.Tensor:
+def _gathered(states: torch.Tensor, slots_B: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
     """A copy of the states of some slots, zeros for requests that begin."""
     found = states[slots_B.clamp(min=0)]
     found[first_B] = 0

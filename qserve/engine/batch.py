@@ -31,11 +31,13 @@ class Batch(StepInputs):
     adapter_slots_T: torch.Tensor | None = None  # None: no row has an adapter
 
     @classmethod
-    def of(cls, step: StepInput, device: torch.device) -> "Batch":
-        """Copy to the device without waiting for it."""
+    def of(cls, step: StepInput, device: torch.device, with_states: bool = False) -> "Batch":
+        """Copy to the device without waiting for it. `with_states`: of a model that has some."""
         slots_T = step.adapter_slots_T
+        states_R = to_device(step.state_slots_R, device) if with_states else None
         return cls(
             **{name: to_device(getattr(step, name), device) for name in ARRAYS},
+            state_slots_R=states_R,
             adapter_slots_T=None if slots_T is None else to_device(slots_T, device),
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,

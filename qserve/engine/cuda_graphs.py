@@ -109,6 +109,7 @@ class StepGraphs:
         counts: Collection[int] = (1,),
         max_rows: int = 0,
         with_adapters: bool = False,
+        with_states: bool = False,
     ) -> None:
         """Graphs of `step`. Captures the first of them. `counts`, `max_rows`: as graph_keys.
 
@@ -122,7 +123,7 @@ class StepGraphs:
         width = -(-max_context_len // page_size)
         self._max_context_len = width * page_size
         most = max(key.num_requests for key in self._keys)
-        self._buffers = StepBuffers(self._keys, most, table_width(width), device)
+        self._buffers = StepBuffers(self._keys, most, table_width(width), device, with_states)
         self._batches: dict[GraphKey, Batch] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self._pool: tuple[int, int] | None = None

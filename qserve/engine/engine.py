@@ -35,6 +35,8 @@ from qserve.engine.request import Request, RequestEvent, Status
 from qserve.engine.request_rows import RequestRows, token_filter
 from qserve.engine.scheduler import Scheduler
 from qserve.engine.sizes import largest_step, pick_length
+from qserve.engine.state_limits import check_handling, check_states
+from qserve.engine.state_slots import StatePool
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan, load_of
@@ -90,6 +92,7 @@ class Engine:
         self.model_config = ModelConfig.from_folder(config.model)
         self.max_model_len = pick_length(config, self.model_config)
         self.model_config.check_length(self.max_model_len)
+        check_states(config, self.model_config)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
         largest = largest_step(config, self.max_model_len, self.runner.drafting)
         self.workers.compile_kernels(largest)
@@ -116,7 +119,8 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=policy,
-            prefix_caching=config.enable_prefix_caching,
+            states=self._states(),
+            prefix_caching=self._finds_prefixes,
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
             speculation=make_speculation(
@@ -242,6 +246,7 @@ class Engine:
         if params.has_filter:
             request.token_filter = token_filter(request, self.vocab_size)
             request.follows_last |= self._waits and request.token_filter.follows_output
+        check_handling(subject, handling, self.model_config)
         if handling.beam_search is not None and self.scheduler.speculation is not None:
             raise InputError(
                 f"request {request_id} use_beam_search",
@@ -452,11 +457,25 @@ class Engine:
         """Room for KV pages in the host's memory, where it is asked for."""
         page_bytes = self.runner.bytes_per_page * self.workers.num_ranks
         count = num_slots(self.config, page_bytes)
-        if not count or not self.config.enable_prefix_caching:
+        if not count or not self._finds_prefixes:
             return None
         logger.info("KV pages on the host: %d, %.2f GiB", count, count * page_bytes / GIB)
         self.workers.offload_pages(count)
         return HostPages(count)
+
+    @property
+    def _finds_prefixes(self) -> bool:
+        """A state is known behind a request's last token alone, not where a common start ends."""
+        return self.config.enable_prefix_caching and not self.model_config.has_states
+
+    def _states(self) -> StatePool:
+        if not self.model_config.has_states:
+            return StatePool(None)
+        count, num_bytes = self.runner.num_state_slots, self.runner.bytes_of_states
+        logger.info("States: %d slots, %.2f GiB", count, num_bytes / GIB)
+        if self.config.enable_prefix_caching:
+            logger.info("Prefix cache: off, since layers of this model have states")
+        return StatePool(count)
 
     def _pick_num_pages(self, largest_step: StepInput) -> int:
         config = self.config

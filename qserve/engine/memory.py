@@ -19,12 +19,23 @@ LESS_MEMORY = "lower --max-num-batched-tokens or --max-num-seqs, or use a smalle
 
 
 def num_pages_in(memory: float, runner: ModelRunner, flag: str) -> int:
-    """KV pages in so many GiB. Raises InputError, which names the flag, where that holds none."""
-    num_pages = int(memory * GIB) // runner.bytes_per_page
+    """KV pages in so many GiB, beside the states.
+
+    Raises InputError, which names the flag, where that holds none.
+    """
+    room = memory * GIB - runner.bytes_of_states
+    if room < 0:
+        raise InputError(
+            flag,
+            f"{memory} GiB do not hold the states of {runner.num_state_slots} requests,"
+            f" {runner.bytes_of_states / GIB:.3g} GiB",
+            "raise it, or lower --max-num-seqs",
+        )
+    num_pages = int(room) // runner.bytes_per_page
     if num_pages < 1:
         raise InputError(
             flag,
-            f"{memory} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
+            f"{room / GIB:.3g} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
             "raise it, or lower --block-size",
         )
     return num_pages

@@ -42,6 +42,7 @@ def rows_of(step: StepInput, start: int, stop: int) -> StepInput:
         block_tables_RX=step.block_tables_RX[chosen],
         query_starts_R1=starts,
         context_lengths_R=contexts_R.astype(np.int32),
+        state_slots_R=step.state_slots_R[chosen],
         max_query_len=int(counts_R.max()),
         max_context_len=int(contexts_R.max()),
     )

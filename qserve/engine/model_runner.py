@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from qkernels import ops
-from qkernels.attention.cache import PagedKv
 from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.batch import Batch
@@ -29,6 +28,8 @@ from qserve.engine.step_plan import Drafting
 from qserve.engine.transfer import HostCopy, to_device
 from qserve.engine.warm_up import WarmUpShape, warm_up_shapes, warm_up_step
 from qserve.lora.slot_memory import SlotMemory
+from qserve.model.blocks.delta_net import DeltaNet
+from qserve.model.blocks.layer import Cache
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import new_cache, pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
@@ -106,7 +107,9 @@ class ModelRunner:
         self.device = device
         self._ranks = ranks
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
-        self.caches: list[PagedKv] = []
+        self.caches: list[Cache] = []
+        # One for each request that a step may have.
+        self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._under_way: _Forward | None = None  # a step that has not sampled yet
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
@@ -126,13 +129,23 @@ class ModelRunner:
 
     @property
     def bytes_per_page(self) -> int:
-        """Keys and values of one page, all layers."""
-        model = self.decoder.config
-        heads = 2 * self.config.block_size * model.num_kv_heads * len(self.decoder.layers)
+        """Keys and values of one page, all layers that have them."""
+        model, num_layers = self.decoder.config, len(self.decoder.layers) - len(self._delta_nets)
+        heads = 2 * self.config.block_size * model.num_kv_heads * num_layers
         size = heads * self.kv_format.bytes_per_head(model.head_dim)
         if self.speculator is not None:
             size += self.speculator.bytes_per_page(self.kv_format)
         return size
+
+    @property
+    def bytes_of_states(self) -> int:
+        """Of all slots, all layers."""
+        return self.num_state_slots * sum(net.bytes_per_slot for net in self._delta_nets)
+
+    @property
+    def _delta_nets(self) -> list[DeltaNet]:
+        mixers = [layer.attention for layer in self.decoder.layers]
+        return [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
 
     @property
     def bytes_to_come(self) -> int:
@@ -140,16 +153,18 @@ class ModelRunner:
         return self._history.bytes_to_come + SLICE_BYTES
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Make the KV pages. Zeros: padding rows may read a page before it is written."""
+        """Make the KV pages, and the states of models that have some.
+
+        Zeros: padding rows may read a page before it is written.
+        """
         model, page_size = self.decoder.config, self.config.block_size
+        shape = (num_pages, page_size, model.num_kv_heads, model.head_dim)
+        mixers = [layer.attention for layer in self.decoder.layers]
         self.caches = [
-            new_cache(
-                layer.attention,
-                self.kv_format,
-                (num_pages, page_size, model.num_kv_heads, model.head_dim),
-                self.device,
-            )
-            for layer in self.decoder.layers
+            mixer.new_states(self.num_state_slots)
+            if isinstance(mixer, DeltaNet)
+            else new_cache(mixer, self.kv_format, shape, self.device)
+            for mixer in mixers
         ]
         if self.speculator is not None:
             self.speculator.allocate_pages(num_pages, self.kv_format)
@@ -204,6 +219,7 @@ class ModelRunner:
             page_size=self.config.block_size,
             device=self.device,
             with_adapters=self.adapters is not None,
+            with_states=self.decoder.config.has_states,
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
@@ -239,7 +255,7 @@ class ModelRunner:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
         else:
-            batch = Batch.of(step, self.device)
+            batch = self._batch(step)
             drafting = self._fill_pending(step, batch)
             outputs = self._forward(batch, step)
             if outputs is None:
@@ -349,6 +365,9 @@ class ModelRunner:
         logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
         return StepOutputs(logits_SV=logits_SV, hidden_TC=hidden_TC, taps=tapped)
 
+    def _batch(self, step: StepInput) -> Batch:
+        return Batch.of(step, self.device, self.decoder.config.has_states)
+
     def _fill_pending(
         self, step: StepInput, batch: Batch, key: GraphKey | None = None
     ) -> SpeculativeStep | None:
@@ -380,7 +399,7 @@ class ModelRunner:
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
         self._move_pages(step)
-        hidden_TC = self._hidden(step, Batch.of(step, self.device))
+        hidden_TC = self._hidden(step, self._batch(step))
         return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
 
     def forward(self, batch: Batch) -> torch.Tensor:

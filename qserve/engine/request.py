@@ -123,6 +123,7 @@ class Request:
     num_published: int = 0  # of its pages: others can find them
     num_cached: int = 0  # tokens that were in the cache when it was first admitted
     is_exported: bool = False  # the pages of its prompt were noted for other engines
+    state_slot: int = -1  # where its states are (state_slots.py); -1: nowhere
     row: int = -1  # of the step arrays (request_rows.py); -1: none
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already

@@ -42,6 +42,7 @@ class RequestRows:
         self.has_mask_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
         self.mask_follows_N = np.zeros(num_rows, bool)  # which depends on the tokens before
         self.adapter_slots_N = np.full(num_rows, -1, np.int32)  # -1: it has no adapter
+        self.state_slots_N = np.full(num_rows, -1, np.int32)  # -1: it has no state
         self.needs_history_N = np.zeros(num_rows, bool)  # penalties, and its counts are not filled
         self._num_pages_N = np.zeros(num_rows, np.int64)
         self._sampled_N = np.zeros(num_rows, np.int64)
@@ -85,6 +86,7 @@ class RequestRows:
         )
         self.needs_history_N[row] = request.params.has_penalties
         self.adapter_slots_N[row] = request.adapter_slot
+        self.state_slots_N[row] = request.state_slot
 
     def _reclaim(self) -> None:
         """Free the rows of requests that ended, and of those that were preempted."""

@@ -17,7 +17,6 @@ they reach the host.
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from formats.errors import InputError
@@ -26,8 +25,9 @@ from qserve.engine.kv_pages import PagePool
 from qserve.engine.policies import Counts, Phase, Policy
 from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
+from qserve.engine.state_slots import StatePool
 from qserve.engine.step_pace import StepPace
-from qserve.engine.step_plan import Chunk, StepPlan, load_of
+from qserve.engine.step_plan import Chunk, StepPlan, UnfinishedPlan, load_of
 from qserve.engine.victims import cheapest_victim, fair_victims, places_of
 from qserve.engine.waiting_levels import WaitingLevels
 from qserve.engine.waiting_queue import MAX_BYPASSES
@@ -36,18 +36,6 @@ from qserve.speculation.speculation import Speculation
 # Steps that a request waits before others have to give way. Each time costs computing a request
 # again, which is then little beside the steps between.
 PATIENCE = 16
-
-
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """A plan while it is made."""
-
-    budget: int  # tokens it may still compute
-    most_admitted: float  # requests it may still admit
-    chunks: list[Chunk] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    ordered: list[Request] = field(default_factory=list)  # by the policy, of those that wait
 
 
 class Scheduler:
@@ -64,10 +52,12 @@ class Scheduler:
         prefix_caching: bool = True,
         pace: StepPace | None = None,
         speculation: Speculation | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`window`: keys that a query sees, itself included, in the layer where it sees most.
 
         `pace` limits what prompts add to steps that decode. `speculation` adds drafts to decodes.
+        `states`: slots of a model whose layers have some; `prefix_caching` must be off then.
 
         Raises InputError where a step could not hold one token of every request.
         """
@@ -78,6 +68,7 @@ class Scheduler:
                 "a running request must get a token in every step; lower --max-num-seqs",
             )
         self.pool = pool
+        self.states = states or StatePool(None)
         self.policy = policy or Policy()
         looks_ahead = speculation is not None and speculation.looks_ahead
         self.cache = PrefixCache(pool, enabled=prefix_caching, looks_ahead=looks_ahead)
@@ -136,7 +127,7 @@ class Scheduler:
             num_prompts_begun=len(self._begun),
         )
         phase = self.policy.phase(counts)
-        step = _Step(
+        step = UnfinishedPlan(
             budget=self.max_num_batched_tokens, most_admitted=self.policy.most_admitted(counts)
         )
         for group in tuple(self._groups):
@@ -239,12 +230,13 @@ class Scheduler:
         self.pool.check_integrity([request.block_table for request in self.running])
         if any(request.block_table for request in self.waiting):
             raise AssertionError("a waiting request holds pages")
+        self.states.check_integrity(self.running, list(self.waiting))
         levels = [request.level for request in self.running]
         if levels != sorted(levels):
             raise AssertionError("requests of a lower level would give way first")
         self.waiting.check_integrity()
 
-    def _make_place(self, step: _Step) -> None:
+    def _make_place(self, step: UnfinishedPlan) -> None:
         """Preempt running requests for one of a lower level, or for one who has nothing.
 
         The latter waits PATIENCE steps before. Each request gives way MAX_BYPASSES times at most.
@@ -281,7 +273,7 @@ class Scheduler:
         # first to give way when pages run out.
         self._admit(request, step, seniority=1)
 
-    def _plan_decodes(self, step: _Step) -> None:
+    def _plan_decodes(self, step: UnfinishedPlan) -> None:
         # A step has a token for each running request, so there is budget for all. This loop and
         # `update` are what a step of many requests costs in Python: they call as little as can be.
         page_size, chunks = self.pool.page_size, step.chunks
@@ -313,7 +305,7 @@ class Scheduler:
         num_tokens = len(chunks) if speculation is None else sum([chunk.count for chunk in chunks])
         step.budget -= num_tokens
 
-    def _plan_prompts(self, step: _Step) -> None:
+    def _plan_prompts(self, step: UnfinishedPlan) -> None:
         begun = [each for each in self._begun if each.status is Status.RUNNING]
         begun = deque(sorted(begun, key=attrgetter("num_steps_at_arrival")))
         self._limit_prompts(step, begun)
@@ -325,7 +317,7 @@ class Scheduler:
                 self._plan_shorter(request, begun, step)
             self._take(request, min(request.num_uncomputed, step.budget), step)
 
-    def _limit_prompts(self, step: _Step, begun: Collection[Request]) -> None:
+    def _limit_prompts(self, step: UnfinishedPlan, begun: Collection[Request]) -> None:
         """Lower the budget to what lets the step end in time for those that decode in it."""
         if self.pace is None or step.budget <= 0:
             return
@@ -335,7 +327,9 @@ class Scheduler:
         load = load_of(step.chunks)
         step.budget = self.pace.max_prompt_tokens(load, first.num_computed, step.budget)
 
-    def _plan_shorter(self, longest: Request, begun: Collection[Request], step: _Step) -> None:
+    def _plan_shorter(
+        self, longest: Request, begun: Collection[Request], step: UnfinishedPlan
+    ) -> None:
         """Give half of the budget to what is shorter than the oldest prompt that is not done.
 
         The oldest gets the other half at least, so it is not kept from its end.
@@ -358,7 +352,7 @@ class Scheduler:
             if share > 0:
                 share -= self._take(request, min(request.num_uncomputed, share), step)
 
-    def _admit_first(self, step: _Step) -> Request | None:
+    def _admit_first(self, step: UnfinishedPlan) -> Request | None:
         """The next request that waits, running now, or None where there is no place for it."""
         if step.most_admitted < 1 or not len(self.waiting):
             return None
@@ -371,7 +365,7 @@ class Scheduler:
             return request
         return None
 
-    def _candidates(self, step: _Step) -> Iterable[Request]:
+    def _candidates(self, step: UnfinishedPlan) -> Iterable[Request]:
         """Whom to admit, the first choice first."""
         waiting = self.waiting.first_queue
         if waiting.must_take_first or type(self.policy).order is Policy.order:
@@ -393,10 +387,12 @@ class Scheduler:
             each.num_uncomputed > 1 and self.cache.will_share(request, each) for each in self._begun
         )
 
-    def _has_place(self, request: Request, step: _Step) -> bool:
+    def _has_place(self, request: Request, step: UnfinishedPlan) -> bool:
         # The whole known length must fit, not only its first chunk, or two long prompts would push
         # each other out in turns. One that was pushed out just now has to wait for the next step.
         if len(self.running) + len(request.rows) > self.max_num_seqs:
+            return False
+        if self.states.num_free < len(request.rows):
             return False
         if any(row.num_pending for row in request.rows) or request in step.preempted:
             return False
@@ -404,13 +400,14 @@ class Scheduler:
         num_free = self.pool.num_free - of_beams
         return self.cache.num_pages_needed(request, num_free) <= num_free
 
-    def _admit(self, request: Request, step: _Step, seniority: int) -> None:
+    def _admit(self, request: Request, step: UnfinishedPlan, seniority: int) -> None:
         """Let a request run, with the pages that are there for it and new ones for the rest."""
         assert not request.num_pending, "pushed out and back in one step, its token in flight"
         self.waiting.admit(request)
         self.policy.admitted(request)
         step.most_admitted -= 1
         request.status = Status.RUNNING
+        self.states.take_(request)
         self.cache.take_(request)
         if not request.num_preemptions:
             step.admitted.append(request)
@@ -423,7 +420,7 @@ class Scheduler:
             request.beams.take_pages(self.pool)
             self._groups.append(request.beams)
 
-    def _take(self, request: Request, count: int, step: _Step) -> int:
+    def _take(self, request: Request, count: int, step: UnfinishedPlan) -> int:
         """Add the next `count` tokens of a request to the step. Returns `count`."""
         start = request.num_computed
         if self.window is not None:
@@ -444,7 +441,7 @@ class Scheduler:
         """
         self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
 
-    def _make_room(self, request: Request, index: int, step: _Step) -> bool:
+    def _make_room(self, request: Request, index: int, step: UnfinishedPlan) -> bool:
         """Own pages for one more position, pushing out younger requests where needed.
 
         `index`: of the request in `running`. The victims stand behind it, which this step has not
@@ -457,14 +454,14 @@ class Scheduler:
         self.pool.grow_(request.block_table, needed)
         return True
 
-    def _free_pages(self, request: Request, index: int, step: _Step) -> bool:
+    def _free_pages(self, request: Request, index: int, step: UnfinishedPlan) -> bool:
         """Push out one that stands behind `index`. Returns False where it was `request` itself."""
         others = [each for each in self.running[index + 1 :] if each not in request.rows]
         victim = cheapest_victim(others, self.pool) or request
         self._preempt(victim, step)
         return victim is not request
 
-    def _prepare_beams(self, group: BeamGroup, step: _Step) -> None:
+    def _prepare_beams(self, group: BeamGroup, step: UnfinishedPlan) -> None:
         """Let the rows of a beam search write: each to pages of its own, or begin again."""
         if group.first.status is not Status.RUNNING:
             return  # another search took its pages
@@ -475,7 +472,7 @@ class Scheduler:
                     return
             group.own_last_page(row, self.pool)
 
-    def _preempt(self, request: Request, step: _Step) -> None:
+    def _preempt(self, request: Request, step: UnfinishedPlan) -> None:
         """Take a request's pages; it waits, first in line, and computes its tokens again.
 
         Those of its pages that nobody needs meanwhile it finds again. The rows of a beam search go
@@ -497,3 +494,4 @@ class Scheduler:
             self.running.remove(row)
             self.cache.publish(row)
             self.pool.release_(row.block_table)
+            self.states.give_back_(row)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from qkernels.delta_net.state import NO_SLOT
 from qkernels.lora.weights import NO_ADAPTER
 from qserve.engine.batch import Batch
 from qserve.engine.step_input import StepInput
@@ -55,10 +56,15 @@ class StepBuffers:
     """Inputs of every graph, in one piece of memory; block tables beside it."""
 
     def __init__(
-        self, keys: Collection[GraphKey], max_num_seqs: int, table_width: int, device: torch.device
+        self,
+        keys: Collection[GraphKey],
+        max_num_seqs: int,
+        table_width: int,
+        device: torch.device,
+        with_states: bool = False,
     ) -> None:
         self._device = device
-        self._fields = {key: _fields(key) for key in keys}
+        self._fields = {key: _fields(key, with_states) for key in keys}
         most = max(fields[-1].end for fields in self._fields.values())
         self._bytes = torch.zeros(most, dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
@@ -110,7 +116,7 @@ class StepBuffers:
         self._bytes[: len(packed)].copy_(on_host(packed, self._device), non_blocking=True)
 
 
-def _fields(key: GraphKey) -> tuple[_Field, ...]:
+def _fields(key: GraphKey, with_states: bool = False) -> tuple[_Field, ...]:
     tokens, requests = key.num_tokens, key.num_requests
     wanted = [
         ("token_ids_T", np.int64, tokens, 0),
@@ -124,6 +130,8 @@ def _fields(key: GraphKey) -> tuple[_Field, ...]:
         wanted.append(("query_starts_R1", np.int32, requests + 1, None))
     if key.has_adapters:
         wanted.append(("adapter_slots_T", np.int32, tokens, NO_ADAPTER))
+    if with_states:
+        wanted.append(("state_slots_R", np.int32, requests, NO_SLOT))
     fields, offset = [], 0
     for name, dtype, size, padding in wanted:
         fields.append(_Field(name, dtype, offset, size, padding))

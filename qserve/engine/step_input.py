@@ -57,6 +57,7 @@ class StepInput:
     query_starts_R1: np.ndarray  # int32, cumulative, R + 1 entries
     context_lengths_R: np.ndarray  # int32: keys that the request's last row sees
     logits_rows_S: np.ndarray  # int64: rows of T whose logits are wanted
+    state_slots_R: np.ndarray  # int32, -1: none; of models whose layers have states
     max_query_len: int
     max_context_len: int
     pending_index: np.ndarray  # int64: places in token_ids_T of tokens that the last step samples
@@ -152,6 +153,7 @@ class StepInput:
             query_starts_R1=query_starts,
             context_lengths_R=ends_R.astype(np.int32),
             logits_rows_S=last_R[of_S] - back_S,
+            state_slots_R=rows.state_slots_N[rows_R],
             max_query_len=max(counts),
             max_context_len=int(ends_R.max()),
             pending_index=last_R[pending_R].astype(np.int64),

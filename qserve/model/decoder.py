@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.embedding import Embedding
-from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.layer import Cache, Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
 from qserve.model.blocks.norm import BranchOutput, RmsNorm
 from qserve.model.model_config import ModelConfig
@@ -18,7 +17,7 @@ from qserve.parallel.pipeline import Pipeline
 
 
 class Decoder(torch.nn.Module):
-    """A causal language model over paged keys and values."""
+    """A causal language model over paged keys and values, and states."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Decoder(torch.nn.Module):
             yield from products_of(self.head, None)
 
     def forward(
-        self, token_ids_T: torch.Tensor, step: StepInputs, caches: list[PagedKv]
+        self, token_ids_T: torch.Tensor, step: StepInputs, caches: list[Cache]
     ) -> torch.Tensor:
         """Hidden states [T, C] after the final norm; writes the tokens' keys and values.
 
@@ -79,7 +78,7 @@ class Decoder(torch.nn.Module):
         self,
         token_ids: Sequence[torch.Tensor],
         steps: Sequence[StepInputs],
-        caches: list[PagedKv],
+        caches: list[Cache],
     ) -> torch.Tensor:
         """The same of a step in parts, each of which a stage computes while others do another.
 
@@ -110,7 +109,7 @@ class Decoder(torch.nn.Module):
         return self.norm(torch.cat(ends), None, None)[0]
 
     def _layers(
-        self, x_TC: torch.Tensor, step: StepInputs, caches: list[PagedKv]
+        self, x_TC: torch.Tensor, step: StepInputs, caches: list[Cache]
     ) -> tuple[BranchOutput, torch.Tensor | None]:
         residual_TC = None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -125,7 +124,7 @@ class Decoder(torch.nn.Module):
         self,
         token_ids_T: torch.Tensor,
         step: StepInputs,
-        caches: list[PagedKv],
+        caches: list[Cache],
         taps: tuple[int, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The same, and the residual stream [T, C] before each of the layers `taps`.

@@ -11,6 +11,7 @@ from formats.errors import CheckpointError, InputError
 from formats.family import ATTENTION
 from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention
+from qserve.model.blocks.delta_net import DeltaNet
 from qserve.model.decoder import Decoder
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -93,14 +94,19 @@ def new_cache(
 
 
 def _has_scales(decoder: Decoder) -> bool:
-    """Whether the layers have a k_scale and a v_scale: all or none."""
+    """Whether the layers with keys and values have a k_scale and a v_scale: all or none."""
+    attentions = {
+        number: layer.attention
+        for number, layer in enumerate(decoder.layers)
+        if not isinstance(layer.attention, DeltaNet)
+    }
     having = [
-        layer.attention.k_scale is not None and layer.attention.v_scale is not None
-        for layer in decoder.layers
+        attention.k_scale is not None and attention.v_scale is not None
+        for attention in attentions.values()
     ]
     if any(having) and not all(having):
         raise CheckpointError(
-            f"{decoder.config.family.layer.format(i=having.index(False))}.{ATTENTION}",
+            f"{decoder.config.family.layer.format(i=[*attentions][having.index(False)])}.{ATTENTION}",
             "expected a k_scale and a v_scale, as other layers have, found one or none",
             "calibrate again",
         )

@@ -38,6 +38,7 @@ class ModelConfig:
     context: ContextLength
     tied_head: bool
     windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
+    state_layers: tuple[bool, ...]  # those with a state in place of keys and values
     dtype: torch.dtype  # that the checkpoint states
     quant: QuantConfig | None  # None: a float checkpoint
     eos_token_ids: frozenset[int]
@@ -49,6 +50,11 @@ class ModelConfig:
         for rope in self.ropes:
             if rope is not None:
                 rope.check_length(max_model_len)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether requests have states beside their pages."""
+        return any(self.state_layers)
 
     @property
     def longest_window(self) -> int | None:
@@ -121,6 +127,9 @@ class ModelConfig:
             context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
             windows=windows,
+            state_layers=tuple(
+                family.has_state(number, vars(config)) for number in range(config.num_hidden_layers)
+            ),
             dtype=_dtype(config.dtype),
             quant=QuantConfig.from_dict(block) if block else None,
             eos_token_ids=_eos_token_ids(folder, config),

@@ -6,7 +6,7 @@ vocabulary.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from formats.bare_model import SCORE
 from formats.errors import CheckpointError, InputError
 from formats.family import ATTENTION, Projection, Shape, is_set, size
+from formats.slices import Rows
 from formats.weights import Weight, merge
 from qkernels import QuantLinear, ops
 from qkernels.moe.experts import PreparedExperts
@@ -266,12 +267,18 @@ class LayerWeights:
         self._prefix = weights.family.layer.format(i=number)
 
     def linear(
-        self, projection: Projection, *, down: Projection | None = None, summed: bool = True
+        self,
+        projection: Projection,
+        *,
+        down: Projection | None = None,
+        summed: bool = True,
+        orders: Mapping[str, Rows] | None = None,
     ) -> Linear:
         """The one matrix of a projection, however it is stored.
 
         `down`: the projection that reads the features this one makes. `summed` False: where ranks
-        have parts of the inputs, the caller sums over them.
+        have parts of the inputs, the caller sums over them. `orders`: of linears whose outputs are
+        wanted in another order than they are stored, of models that are not shared out.
         """
         linears, sharing = projection.linears, self._weights.sharing
         shapes = [self._weights.shape(linear.shape) for linear in linears]
@@ -279,6 +286,11 @@ class LayerWeights:
             sharing.cut(projection, linear, self._prefix, self._order_of, down)
             for linear in linears
         ]
+        if orders:
+            cuts = [
+                replace(cut, rows=orders[linear.name]) if linear.name in orders else cut
+                for cut, linear in zip(cuts, linears, strict=True)
+            ]
         gathered = None
         if not sharing.is_whole and projection.inputs == "q":
             order = self._order_of(linears[0].name, shapes[0])
@@ -310,6 +322,23 @@ class LayerWeights:
         factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape)
         part = self._weights.sharing.head_rows(row.size)
         return factors if part is None else factors[slice(*part)].clone()
+
+    def delta_net(self) -> dict[str, torch.Tensor]:
+        """The tensors of a gated delta net beside its projections, as its block names them."""
+        weights, net = self._weights, self._family.delta_net
+        found = {}
+        for name, leaf, is_wide in (
+            ("conv_weight", "conv1d.weight", False),
+            ("a_log", "A_log", True),
+            ("dt_bias", "dt_bias", True),
+            ("norm", "norm.weight", False),
+        ):
+            local = f"{net.module}.{leaf}"
+            shape = weights.shape(net.tensors[local])
+            stored = weights.source.tensor(f"{self._prefix}.{local}", shape)
+            dtype = torch.float32 if is_wide else weights.dtype
+            found[name] = stored.to(weights.device, dtype)
+        return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
 
     def has_norm(self, name: str) -> bool:
         """Whether the model has a norm of the family's row."""

@@ -37,7 +37,9 @@ class _Data:
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)
         }
-        return replace(self, **tensors, step=make_step(self.counts, self.before, self.slots, device))
+        return replace(
+            self, **tensors, step=make_step(self.counts, self.before, self.slots, device)
+        )
 
     def with_slots(self, slots):
         device = self.x_TC.device

@@ -10,7 +10,7 @@ from qkernels.attention.cache import PagedKv
 from qkernels.attention.step import AttentionStep
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.limbs import LimbForm
-from qkernels.operands.split_k import Consumer, LinearOutput, split_heads
+from qkernels.operands.split_k import Consumer, LinearOutput, reduced, split_heads
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.model_config import ModelConfig
@@ -23,6 +23,7 @@ class StepInputs(AttentionStep):
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
+    state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a state
 
 
 class Attention(torch.nn.Module):
@@ -44,6 +45,7 @@ class Attention(torch.nn.Module):
         query_scales: torch.Tensor | None = None,  # float32 [positions], of rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        is_gated: bool = False,  # qkv_proj makes gates, too, of what o_proj reads
         kernel: str | None = None,  # asked for or forbidden by name
         # of queries and of keys, where a norm is over all heads and other ranks have some of them
         norms_over_ranks: tuple[NormOverRanks, NormOverRanks] | None = None,
@@ -53,7 +55,7 @@ class Attention(torch.nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
         self.scale = self.head_dim**-0.5 if scale is None else scale
-        self.soft_cap = soft_cap
+        self.soft_cap, self.is_gated = soft_cap, is_gated
         self.rotary = rotary
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
@@ -94,8 +96,9 @@ class Attention(torch.nn.Module):
 
         The result is for the norm that follows.
         """
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        gates = (self.num_heads,) if self.is_gated else ()
+        heads = (self.num_heads, *gates, self.num_kv_heads, self.num_kv_heads)
+        q, *gate, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
         if self._norms_whole:
             norm_q, norm_k = self.whole_norms
             q = norm_q(q.flatten(1), self.q_norm, self.eps).view_as(q)
@@ -116,7 +119,8 @@ class Attention(torch.nn.Module):
             inputs_ready=True,  # a step's inputs are there before its embedding begins
         )
         output = self.o_proj.plan(q.shape[0], "norm")
-        limbs = output.input if isinstance(output.input, LimbForm) else None
+        writes_limbs = isinstance(output.input, LimbForm) and not gate
+        limbs = output.input if writes_limbs else None
         out = ops.paged_attention(
             q,
             cache,
@@ -129,4 +133,7 @@ class Attention(torch.nn.Module):
             inputs_ready=True,
             kernel=self.kernel,
         )
+        if gate:
+            out = out * torch.sigmoid(reduced(gate[0]))
+            return self.o_proj(ops.in_form(out.flatten(1), output.input), output)
         return self.o_proj(out.flatten(1) if limbs is None else out, output)

@@ -9,11 +9,26 @@ from typing import Protocol
 import torch
 
 from qkernels.attention.cache import PagedKv
+from qkernels.delta_net.state import StateSlots
 from qkernels.linear.plan import LinearInput
 from qkernels.operands.split_k import LinearOutput
-from qserve.model.blocks.attention import Attention, StepInputs
+from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import BranchEnd, BranchOutput, RmsNorm
+
+Cache = PagedKv | StateSlots  # what one layer keeps of requests
+
+
+class Mixer(Protocol):
+    """What stands behind the first norm: attention, or what has a state in its place."""
+
+    def plan(self, rows: int) -> LinearPlan: ...
+
+    def products(self) -> Iterator[Product]: ...
+
+    def __call__(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: Cache
+    ) -> LinearOutput: ...
 
 
 class FeedForward(Protocol):
@@ -33,7 +48,7 @@ class Layer(torch.nn.Module):
         self,
         *,
         attention_norm: RmsNorm,
-        attention: Attention,
+        attention: Mixer,
         mlp_norm: RmsNorm,
         mlp: FeedForward,
         attention_end: BranchEnd | None = None,  # None: it is added as it is
@@ -52,7 +67,7 @@ class Layer(torch.nn.Module):
         x_TC: BranchOutput,
         residual_TC: torch.Tensor | None,
         step: StepInputs,
-        cache: PagedKv,
+        cache: Cache,
         taps: list[torch.Tensor] | None = None,
     ) -> tuple[BranchOutput, torch.Tensor]:
         """Returns what this layer adds, and the residual it is to be added to.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from formats.slices import Rows
 from qserve.model.blocks.attention import Attention
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.gated_mlp import GatedMlp
@@ -40,17 +41,33 @@ def build_norm(config: ModelConfig, weights: LayerWeights, name: str) -> RmsNorm
 
 
 def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any) -> Attention:
+    orders = None
+    if config.family.gated_attention:
+        # of each head its queries and its gate; the block takes all queries first
+        (name, _), *_ = config.family.qkv.members
+        orders = {name: parts_together((config.head_dim, config.head_dim), config.num_heads)}
     return Attention(
         config,
         window=config.windows[weights.number],
         rotary=weights.rotary,
-        qkv_proj=weights.linear(config.family.qkv),
+        qkv_proj=weights.linear(config.family.qkv, orders=orders),
         o_proj=weights.linear(config.family.o),
         kernel=weights.kernels.get("attention"),
         norms_over_ranks=weights.norms_over_ranks(),
+        is_gated=config.family.gated_attention,
         **weights.kv_scales(),
         **different,
     )
+
+
+def parts_together(sizes: tuple[int, ...], heads: int) -> Rows:
+    """Rows that stand by head, each with parts of these sizes: one part of all heads, the next."""
+    width, starts = sum(sizes), [sum(sizes[:part]) for part in range(len(sizes))]
+    return [
+        (head * width + start, head * width + start + size)
+        for start, size in zip(starts, sizes, strict=True)
+        for head in range(heads)
+    ]
 
 
 def build_mlp(config: ModelConfig, weights: LayerWeights) -> GatedMlp:

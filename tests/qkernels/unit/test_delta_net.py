@@ -124,7 +124,9 @@ def test_what_a_slot_held_before_is_not_read(module):
 )
 def test_wrong_arguments_are_named(change, message):
     case = DeltaCase(counts=(76, 129), before=(0, 0), **SIZES)
-    arguments = dict(zip(("mixed_TC", "b_TH", "a_TH", "a_log_H", "dt_bias_H"), case.rule))
+    arguments = dict(
+        zip(("mixed_TC", "b_TH", "a_TH", "a_log_H", "dt_bias_H"), case.rule, strict=True)
+    )
     arguments["memory_PHKV"] = case.memory_PHKV
     for name, changed in change.items():
         arguments[name] = changed(arguments[name])

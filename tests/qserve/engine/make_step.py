@@ -18,6 +18,7 @@ def make_step(counts, *, width=1, seed=0, num_sampled=None, **fields):
         "block_tables_RX": generator.integers(1, 99, (len(counts), width), np.int32),
         "query_starts_R1": np.array([0, *ends], np.int32),
         "context_lengths_R": generator.integers(1, 99, len(counts), np.int32),
+        "state_slots_R": np.full(len(counts), -1, np.int32),
         "logits_rows_S": np.concatenate(rows),
         "max_query_len": max(counts),
         "max_context_len": 99,

@@ -1,0 +1,120 @@
+"""A gated delta net in place of attention. Knows slots of states, not requests.
+
+Legend: T tokens of the step, C hidden size, H value heads, V value dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qkernels import ops
+from qkernels.delta_net.state import StateSlots, StateStep
+from qkernels.linear.plan import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Sizes of one layer's net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # of the convolution
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+class DeltaNet(torch.nn.Module):
+    """The state's update and reading of one layer, between its projections."""
+
+    def __init__(
+        self,
+        shape: DeltaShape,
+        *,
+        in_proj: Linear,  # queries, keys, values, and the gate z of the norm, side by side
+        gates: Linear,  # b and a of each value head
+        out_proj: Linear,
+        conv_weight: torch.Tensor,  # [channels, taps]
+        a_log: torch.Tensor,  # float32 [H]
+        dt_bias: torch.Tensor,  # float32 [H]
+        norm: torch.Tensor,  # [V]
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.shape, self.eps = shape, eps
+        self.in_proj, self.gates, self.out_proj = in_proj, gates, out_proj
+        self.register_buffer("conv_weight", conv_weight)
+        self.register_buffer("a_log", a_log)
+        self.register_buffer("dt_bias", dt_bias)
+        self.register_buffer("norm", norm)
+
+    def products(self) -> Iterator[Product]:
+        """The quantized products, and the operation that takes each one's result."""
+        yield from products_of(self.in_proj, None)
+        yield from products_of(self.gates, None)
+        yield from products_of(self.out_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """The norm before this block makes a tensor: the gates read it, too."""
+        return FLOAT_PLAN
+
+    def new_states(self, num_slots: int) -> StateSlots:
+        """Slots of this layer's states, zeros."""
+        shape = self.shape
+        return StateSlots.zeros(
+            num_slots,
+            channels=shape.channels,
+            taps=shape.taps,
+            memory=(shape.value_heads, shape.key_dim, shape.value_dim),
+            dtype=self.conv_weight.dtype,
+            device=self.conv_weight.device,
+        )
+
+    @property
+    def bytes_per_slot(self) -> int:
+        shape = self.shape
+        conv = shape.channels * (shape.taps - 1) * self.conv_weight.element_size()
+        return conv + shape.values * shape.key_dim * torch.float32.itemsize
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
+    ) -> LinearOutput:
+        """What the step's tokens read out of their requests' states, which they change.
+
+        The result is for the norm that follows.
+        """
+        T, shape = x_TC.shape[0], self.shape
+        rows = StateStep(
+            query_starts_R1=step.query_starts_R1,
+            context_lengths_R=step.context_lengths_R,
+            slots_R=step.state_slots_R,
+            max_query_len=step.max_query_len,
+        )
+        own = self.in_proj.plan(T)
+        made = reduced(self.in_proj(ops.in_form(x_TC, own.input), own))
+        mixed, z = made.split([shape.channels, shape.values], 1)
+        b_TH, a_TH = reduced(self.gates(x_TC)).chunk(2, 1)
+        mixed = ops.causal_conv_(mixed, self.conv_weight, cache.conv_PCW, rows)
+        out_THV = ops.delta_rule_(
+            mixed, b_TH, a_TH, self.a_log, self.dt_bias, cache.memory_PHKV, rows
+        )
+        z_THV = z.unflatten(1, (shape.value_heads, shape.value_dim))
+        out_THV = ops.gated_rms_norm(out_THV, z_THV, self.norm, self.eps)
+        output = self.out_proj.plan(T, "norm")
+        return self.out_proj(ops.in_form(out_THV.flatten(1), output.input), output)

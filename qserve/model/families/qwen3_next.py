@@ -1,0 +1,81 @@
+"""Qwen3-Next and Qwen3.5 (text): gated delta nets, and attention with a gate in every fourth layer.
+
+Columns of formats/families.py hold what differs: how the nets' projections are stored, experts.
+Norms are stored without their 1, but for that inside of a net; a quarter of a head rotates.
+"""
+
+from formats.errors import InputError
+from qserve.model.blocks.delta_net import DeltaNet, DeltaShape
+from qserve.model.blocks.layer import Layer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    if all(config.state_layers):
+        raise InputError(
+            "config.json layer_types",
+            "expected a layer with full attention, found none: pages of keys tell how long a"
+            " request is",
+        )
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    if config.state_layers[weights.number]:
+        mixer = build_delta_net(config, weights)
+    else:
+        mixer = llama.build_attention(
+            config,
+            weights,
+            q_norm=weights.norm("self_attn.q_norm"),
+            k_norm=weights.norm("self_attn.k_norm"),
+        )
+    has_experts = config.family.experts is not None
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=mixer,
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=(moe if has_experts else llama).build_mlp(config, weights),
+    )
+
+
+def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
+    family, shape = config.family.delta_net, delta_shape(config)
+    orders = {}
+    if family.grouped:
+        ratio = shape.value_heads // shape.key_heads
+        wide = ratio * shape.value_dim
+        inputs = (shape.key_dim, shape.key_dim, wide, wide)
+        orders = {
+            family.inputs.name: llama.parts_together(inputs, shape.key_heads),
+            family.gates.name: llama.parts_together((ratio, ratio), shape.key_heads),
+        }
+    return DeltaNet(
+        shape,
+        in_proj=weights.linear(family.inputs, orders=orders),
+        gates=weights.linear(family.gates, orders=orders),
+        out_proj=weights.linear(family.out),
+        eps=config.rms_norm_eps,
+        **weights.delta_net(),
+    )
+
+
+def delta_shape(config: ModelConfig) -> DeltaShape:
+    values = config.values
+    shape = DeltaShape(
+        key_heads=values["linear_num_key_heads"],
+        value_heads=values["linear_num_value_heads"],
+        key_dim=values["linear_key_head_dim"],
+        value_dim=values["linear_value_head_dim"],
+        taps=values["linear_conv_kernel_dim"],
+    )
+    if shape.value_heads % shape.key_heads:
+        raise InputError(
+            "config.json linear_num_value_heads",
+            f"expected a multiple of linear_num_key_heads, {shape.key_heads}, found"
+            f" {shape.value_heads}",
+        )
+    return shape
