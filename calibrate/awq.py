@@ -28,7 +28,7 @@ def scale_layer(
 ) -> LayerState:
     """Search and move the factors of every scale pair of the layer."""
     changed: LayerState = {}
-    for pair in context.layer_map.scale_pairs:
+    for pair in context.scale_pairs:
         current = {**state, **changed}
         stats = statistics[pair.linears[0]]
         weights = [current[f"{name}.weight"].float() for name in pair.linears]

@@ -62,7 +62,10 @@ class LayerRunner:
         family = architecture.removesuffix("ForCausalLM")
         self._layer_class = getattr(module, f"{family}DecoderLayer")
         self._norm_class = getattr(module, f"{family}RMSNorm")
-        self._rotary = getattr(module, f"{family}RotaryEmbedding")(config).to(device)
+        # That of a model which also sees pictures has a name of its own.
+        rotary = getattr(module, f"{family}RotaryEmbedding", None)
+        rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
+        self._rotary = rotary(config).to(device)
         # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
         stored = reader.entries[layer_map.embedding].dtype
         self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
@@ -174,6 +177,10 @@ class LayerRunner:
         cap = getattr(self.config, family.logits_cap_key or "-", None)
         logits_SV = logits_SV if divisor is None else logits_SV / divisor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer has a state in place of keys and values."""
+        return self.layer_map.has_state(self.raw_config, layer)
 
     def _kind(self, layer: int) -> str:
         kinds = getattr(self.config, "layer_types", None)

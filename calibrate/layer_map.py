@@ -36,7 +36,6 @@ class LayerMap:
     layer_tensors: tuple[
         str, ...
     ]  # besides the linears' weights; others are kept if they are there
-    scale_pairs: tuple[ScalePair, ...]
     norm_offset: float  # a norm multiplies by (offset + weight)
     rotatable: bool  # nothing stands between a linear's output and the residual stream
     family: Family
@@ -60,17 +59,44 @@ class LayerMap:
         """Whether the layer has experts whose matrices are tensors of their own."""
         return self.has_experts(config, layer) and not self.experts.fused
 
+    def has_state(self, config: dict[str, Any], layer: int) -> bool:
+        """Whether a layer has a state in place of attention."""
+        return self.family.has_state(layer, config)
+
     def inputs(self, config: dict[str, Any], layer: int) -> tuple[tuple[str, ...], ...]:
         """Local names of a layer's linears in the order they run; those of one input together."""
         dense = not self.has_experts(config, layer)
         count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
-        return tuple(map(_stored, self.family.projections(count, dense)))
+        has_state = self.has_state(config, layer)
+        groups = tuple(map(_stored, self.family.projections(count, dense, has_state)))
+        if has_state:  # what makes queries, keys and values, and its gates
+            return ((*groups[0], *groups[1]), *groups[2:])
+        return groups
+
+    def kept_in_float(self, config: dict[str, Any]) -> dict[str, str]:
+        """Full names of linears that nobody quantizes unasked, and why."""
+        net, found = self.family.delta_net, {}
+        for layer in range(self.num_layers(config)):
+            if self.has_state(config, layer):
+                names = [f"{self.prefix(layer)}.{local}" for local in _stored(net.gates)]
+                found |= dict.fromkeys(names, net.gates.float_because)
+        return found
+
+    def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
+        """Where factors of a layer can move, in the order they run."""
+        return tuple(_scale_pairs(self.family, self.has_state(config, layer)))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Its tensors besides the linears' weights; others are kept if they are there."""
+        names = self.layer_tensors
+        if self.has_state(config, layer):
+            of_attention = tuple(f"{norm.name}." for norm in self.family.norms if norm.of_attention)
+            biases = tuple(f"{linear.name}.bias" for linear in self.family.linears)
+            names = [n for n in names if not n.startswith(of_attention) and n not in biases]
+            names += self.family.delta_net.tensors
         if not self.has_experts(config, layer):
-            return self.layer_tensors
-        return (*self.layer_tensors, *self.experts.tensors(config))
+            return tuple(names)
+        return (*names, *self.experts.tensors(config))
 
     def linear_names(self, layer: int, config: dict[str, Any]) -> list[str]:
         """Full names of a layer's linears, in the order they run."""
@@ -121,10 +147,11 @@ def layer_map(family: Family) -> LayerMap:
             *(f"{norm.name}.weight" for norm in family.norms if norm.present is True),
             *biases,
         ),
-        scale_pairs=tuple(_scale_pairs(family)),
         norm_offset=family.norm_offset,
-        # a router reads the residual stream, and a norm after a linear stands in its way
-        rotatable=not family.experts and all(n.feeds or n.size == "head_dim" for n in family.norms),
+        # a router reads the residual stream, a norm after a linear stands in its way, and so does
+        # what multiplies values channel by channel
+        rotatable=not (family.experts or family.delta_net or family.gated_attention)
+        and all(n.feeds or n.size == "head_dim" for n in family.norms),
         family=family,
         embedding=family.embedding,
         last_norm=family.last_norm,
@@ -137,12 +164,18 @@ def _stored(projection: Projection) -> tuple[str, ...]:
     return tuple(linear.name for linear in projection.linears)
 
 
-def _scale_pairs(family: Family) -> Iterator[ScalePair]:
+def _scale_pairs(family: Family, has_state: bool) -> Iterator[ScalePair]:
     """In the order they run. Of experts none: the router reads their input too, in float."""
     norm_of = {norm.feeds: norm.name for norm in family.norms}
-    if family.qkv.name in norm_of:
-        yield ScalePair(previous=norm_of[family.qkv.name], linears=_stored(family.qkv), kind="norm")
-    yield ScalePair(previous=_stored(family.qkv)[-1], linears=_stored(family.o), kind="values")
+    if has_state:
+        net = family.delta_net
+        linears = (*_stored(net.inputs), *_stored(net.gates))
+        yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
+    else:
+        if family.qkv.name in norm_of:
+            linears = _stored(family.qkv)
+            yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
+        yield ScalePair(previous=_stored(family.qkv)[-1], linears=_stored(family.o), kind="values")
     if family.experts:
         return
     gate_up = _stored(family.gate_up)

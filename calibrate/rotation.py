@@ -40,8 +40,7 @@ def rotate_model(tensors: LayerState, context: LayerContext) -> LayerState:
     if not layer_map.rotatable:
         raise InputError(
             f"architecture {context.config['architectures'][0]!r}",
-            "has norms or routers between its linears and the residual stream: no rotation can be"
-            " folded",
+            "has norms, routers or gates between its linears: no rotation can be folded",
             "use another recipe",
         )
     embedding, norm, head = (
@@ -64,7 +63,7 @@ def rotate_layer(state: LayerState, context: LayerContext) -> LayerState:
         for group in context.layer_map.inputs(context.config, context.layer)
         for name in group
     }
-    for pair in context.layer_map.scale_pairs:
+    for pair in context.scale_pairs:
         if pair.kind == "norm":
             norm = state[f"{pair.previous}.weight"]
             for name in pair.linears:
@@ -73,10 +72,10 @@ def rotate_layer(state: LayerState, context: LayerContext) -> LayerState:
                 norm, 1 - context.layer_map.norm_offset
             )
     biases = {name: state[f"{name}.bias"].double() for name in weights if f"{name}.bias" in state}
-    for pair in context.layer_map.scale_pairs:
+    for pair in context.scale_pairs:
         if pair.kind == "values":
             _rotate_heads(pair, weights, biases, context)
-    reading = {n for p in context.layer_map.scale_pairs if p.kind == "norm" for n in p.linears}
+    reading = {n for p in context.scale_pairs if p.kind == "norm" for n in p.linears}
     for name, weight_NK in weights.items():
         size = weight_NK.shape[1 if name in reading else 0]
         rotation_DD = rotation_matrix(size, context.seed, weight_NK.device)

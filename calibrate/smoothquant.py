@@ -34,7 +34,7 @@ def smooth_layer(
     """Move the factors of every norm of the layer, and with static activations of every input;
     `alpha` None: searched for each."""
     changed: LayerState = {}
-    for pair in context.layer_map.scale_pairs:
+    for pair in context.scale_pairs:
         stats = statistics[pair.linears[0]]
         # One scale for all tokens suffers from every channel that is larger than the others, so
         # then the inputs that no norm makes are smoothed too.

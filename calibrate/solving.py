@@ -71,6 +71,11 @@ class LayerContext:
     notes: list[str] = field(default_factory=list)  # for the report
 
     @property
+    def scale_pairs(self) -> tuple[ScalePair, ...]:
+        """Where factors of the layer can move."""
+        return self.layer_map.scale_pairs(self.config, self.layer)
+
+    @property
     def is_static(self) -> bool:
         """Are inputs rounded to int8 with scales that stand in the checkpoint?"""
         own = self.activation

@@ -85,7 +85,7 @@ class Stream:
         Returns the scales of the layer's KV cache, where one is wanted.
         """
         seen, cache, scales = None, None, None
-        if self.kv_cache is not None:
+        if self.kv_cache is not None and not self.runner.has_state(layer):
             seen = KvRange(self.kv_per_head)
         state, roundings = finished.apply(original), finished.roundings()
         self._advance([self._calibration], layer, state, roundings, seen)

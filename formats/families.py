@@ -148,6 +148,7 @@ _DELTA_NET = DeltaNet(
             ("linear_attn.in_proj_a", "linear_num_value_heads"),
         ),
         inputs="hidden_size",
+        float_because="says how much each token writes and forgets, in few outputs",
     ),
     out=Projection(
         name="linear_attn.out_proj",

@@ -55,6 +55,7 @@ class Projection:
     split: Split = "outputs"  # what is shared out over several GPUs
     bias: Flag = False
     stored_fused: bool = False  # the checkpoint has the one matrix, not its members
+    float_because: str = ""  # why it stays in float unless someone wants it quantized
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -182,7 +183,7 @@ class DeltaNet:
     # Queries, keys and values, which a convolution mixes with those before, and the gate of the
     # norm behind. In families with `grouped` its outputs, and those of `gates`, stand by key head.
     inputs: Projection
-    gates: Projection  # how much each token writes and forgets; they stay in float
+    gates: Projection  # of the same input: how much each token writes and forgets
     out: Projection
     grouped: bool = False
 
@@ -196,9 +197,9 @@ class DeltaNet:
 
     @property
     def tensors(self) -> dict[str, Shape]:
-        """Those besides the weights of `inputs` and `out`, by their names below the layer."""
+        """Those besides the linears' weights, by their names below the layer."""
         H = ("linear_num_value_heads",)
-        shapes: dict[str, Shape] = {
+        return {
             f"{self.module}.conv1d.weight": (
                 ("delta_qkv",),
                 ("one",),
@@ -208,7 +209,6 @@ class DeltaNet:
             f"{self.module}.dt_bias": (H,),
             f"{self.module}.norm.weight": (("linear_value_head_dim",),),
         }
-        return shapes | {f"{linear.name}.weight": linear.shape for linear in self.gates.linears}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,12 +294,13 @@ class Family:
     def projections(
         self, num_experts: int = 0, dense: bool = False, has_state: bool = False
     ) -> Iterator[Projection]:
-        """Every projection of a layer, in the order they run, but those that stay in float.
+        """Every projection of a layer, in the order they run.
 
         `dense`: of one without experts. `has_state`: of one without attention.
         """
         if has_state:
-            yield from (self.delta_net.inputs, self.delta_net.out, *self.dense[2:])
+            net = self.delta_net
+            yield from (net.inputs, net.gates, net.out, *self.dense[2:])
         else:
             yield from self.dense
         if self.experts and dense:

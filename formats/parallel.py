@@ -43,6 +43,8 @@ def _why_not(
         return ""
     names = config.get("architectures")
     family = FAMILIES.get(names[0]) if isinstance(names, list) and names else None
+    if family is not None and family.delta_net is not None:
+        return "layers with states are not shared out"
     sizes = family.sizes(config) if family is not None else {}
     attention: list[Scheme | None] = []
     try:

@@ -12,14 +12,21 @@ from typing import Literal
 
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
+from formats.family import Family, Projection
 from formats.patterns import regex
 from formats.scheme import Scheme
+
+
+def _of_state(family: Family) -> tuple[Projection, ...]:
+    net = family.delta_net
+    return () if net is None else (net.inputs, net.gates)
+
 
 # Members that servers load as one matrix -> the name of that matrix.
 FUSED: dict[tuple[str, ...], str] = {
     tuple(name.rpartition(".")[2] for name, _ in each.members): each.name.rpartition(".")[2]
     for family in FAMILIES.values()
-    for each in (family.qkv, family.gate_up)
+    for each in (family.qkv, family.gate_up, *_of_state(family))
 }
 _FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
 # Steps that all patterns of a config may take for one name: about 10 ms.

@@ -12,7 +12,11 @@ from formats.families import FAMILIES
 TEXT_CONFIG = "text_config"
 _HEAD = "lm_head."
 # architectures that hold a text model
-WRAPPERS = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 # beginnings of names in the file -> in the text model; the first that fits
 _PREFIXES = {
     "language_model.model.": "model.",

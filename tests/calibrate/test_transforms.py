@@ -196,7 +196,7 @@ def test_statistics_keep_in_step_and_a_bfloat16_norm_costs_nothing(docs_5m, wind
             expected, got = getattr(kept[name], field), getattr(found[name], field)
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * float(expected.max()))
     moved = 0
-    for pair in layer_map.scale_pairs:
+    for pair in context.scale_pairs:
         if pair.kind != "norm":
             continue
         norm = f"{pair.previous}.weight"

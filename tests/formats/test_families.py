@@ -57,6 +57,8 @@ def test_what_other_modules_make_of_the_rows():
     assert FUSED == {
         ("q_proj", "k_proj", "v_proj"): "qkv_proj",
         ("gate_proj", "up_proj"): "gate_up_proj",
+        ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
+        ("in_proj_b", "in_proj_a"): "in_proj_ba",
     }
     assert WIDENED == {
         "mlp.gate_proj": (0, 1),
