@@ -30,10 +30,9 @@ def causal_conv_(
     for rows, slot, is_first in others:
         before_CW = torch.zeros_like(conv_PCW[0]) if is_first else conv_PCW[slot]
         seen_CL = torch.cat([before_CW, x_TC[rows].T.to(conv_PCW.dtype)], 1)
-        y_CT = F.conv1d(
-            seen_CL[None].float(), weight_CW[:, None].float(), groups=weight_CW.shape[0]
-        )
-        y_TC[rows] = F.silu(y_CT[0]).T.to(y_TC.dtype)
+        n, W = rows.stop - rows.start, weight_CW.shape[1]
+        taps = (seen_CL[:, w : w + n].float() * weight_CW[:, w : w + 1] for w in range(W))
+        y_TC[rows] = F.silu(sum(taps)).T.to(y_TC.dtype)
         if slot >= 0:
             conv_PCW[slot] = seen_CL[:, seen_CL.shape[1] - before_CW.shape[1] :]
     return y_TC
