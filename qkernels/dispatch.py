@@ -15,6 +15,7 @@ from typing import NamedTuple
 from qkernels import problem
 from qkernels.attention import supports as attention
 from qkernels.choice import parse_choice
+from qkernels.delta_net import supports as delta_net
 from qkernels.errors import KernelError
 from qkernels.linear import supports as linear
 from qkernels.moe import supports as moe
@@ -182,23 +183,18 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("moe", "experts", "triton_experts", moe.triton_experts),
     *_rows("lora", "lora_shrink", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("lora", "lora_expand_", "triton_lora", problem.needs_triton_on_gpu),
+    *_rows("delta_net", "causal_conv_", "triton_conv", problem.needs_triton_on_gpu),
+    *_rows("delta_net", "delta_rule_", "triton_delta", delta_net.triton_delta),
+    *_rows("delta_net", "gated_rms_norm", "triton_norm", delta_net.triton_delta),
     *(
         Kernel(
             op=op,
-            name=module,
-            module=f"delta_net.{module}",
-            priority=priority,
+            name="chunked",
+            module="delta_net.chunked",
+            priority=15,
             supports=problem.anything,
         )
         for op in ("causal_conv_", "delta_rule_")
-        for module, priority in (("chunked", 15), ("reference", 10))
-    ),
-    Kernel(
-        op="gated_rms_norm",
-        name="reference",
-        module="delta_net.reference",
-        priority=10,
-        supports=problem.anything,
     ),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
 )

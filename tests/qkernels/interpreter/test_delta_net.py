@@ -1,0 +1,151 @@
+"""The gated delta net's kernels against the recurrence in float64: odd sizes, several requests of
+different lengths in one step, states carried on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qkernels import ops
+from qkernels.delta_net import reference, triton_delta
+from qkernels.delta_net.config import delta_config
+from tests.qkernels.delta_net_case import DeltaCase
+
+SIZES = {"J": 2, "H": 6, "K": 12, "V": 40, "taps": 4}
+# Counts and tokens before: requests that begin, that go on, that are not there.
+STEPS = {
+    "decode": ((1, 1, 1, 0, 1), (0, 9, 1, 3, 200)),
+    "prompts": ((1, 70, 3, 0, 33), (9, 0, 2, 5, 64)),
+    "one": ((45,), (0,)),
+}
+WITHOUT_SLOT = 4  # of "decode" and "prompts"
+
+
+def make(name, dtype, device, **sizes):
+    counts, before = STEPS[name]
+    case = DeltaCase(counts=counts, before=before, **{**SIZES, **sizes})
+    slots = [-1 if r == WITHOUT_SLOT else slot for r, slot in enumerate(case.slots)]
+    return case.with_slots(slots).to(dtype, device)
+
+
+def unread(case, states):
+    """NaN in every slot that no request of the step goes on from."""
+    states = states.clone()
+    going = [s for s, before in zip(case.slots, case.before, strict=True) if before and s >= 0]
+    others = [slot for slot in range(len(states)) if slot not in going]
+    states[others] = torch.nan
+    return states
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("wide_rows", [True, False], ids=["float32", "half"])
+def test_rule_is_the_recurrence(device, half, poison, assert_close, name, wide_rows):
+    dtype = torch.float32 if wide_rows else half
+    case = make(name, dtype, device)
+    wide = case.to(torch.float64, device)
+    want_states, got_states = unread(wide, wide.memory_PHKV), unread(case, case.memory_PHKV)
+    want = reference.delta_rule_(*wide.rule, want_states, wide.step)
+    got = ops.delta_rule_(*case.rule, got_states, case.step, kernel="triton")
+    limit = 1e-5 if dtype == torch.float32 else 5e-3
+    assert_close("o", want, got, limit)
+    owned = [s for s, n in zip(case.slots, case.counts, strict=True) if n and s >= 0]
+    assert_close("states", want_states[owned], got_states[owned], limit)
+    rest = [slot for slot in range(len(got_states)) if slot not in owned]
+    left = unread(case, case.memory_PHKV)[rest]
+    assert torch.equal(got_states[rest].nan_to_num(7), left.nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("taps", [2, 4])
+def test_convolution(device, half, poison, assert_close, name, taps):
+    case = make(name, half, device, taps=taps)
+    want_states, got_states = (unread(case, case.conv_PCW) for _ in range(2))
+    want = reference.causal_conv_(case.x_TC, case.weight_CW, want_states, case.step)
+    got = ops.causal_conv_(case.x_TC, case.weight_CW, got_states, case.step, kernel="triton")
+    assert_close("y", want, got, 2e-3)
+    assert torch.equal(got_states.nan_to_num(7), want_states.nan_to_num(7))
+
+
+def test_convolution_of_fewer_rows_than_taps(device, half, poison, assert_close):
+    """What is kept then is in part what was kept before, moved."""
+    case = DeltaCase(counts=(2, 1, 3, 2), before=(5, 1, 0, 1), **{**SIZES, "taps": 8})
+    case = case.to(half, device)
+    want_states, got_states = case.conv_PCW.clone(), case.conv_PCW.clone()
+    want = reference.causal_conv_(case.x_TC, case.weight_CW, want_states, case.step)
+    got = ops.causal_conv_(case.x_TC, case.weight_CW, got_states, case.step, kernel="triton")
+    assert_close("y", want, got, 2e-3)
+    assert torch.equal(got_states, want_states)
+
+
+def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
+    """A prompt in chunks of odd lengths, then token by token: as the recurrence of the whole."""
+    whole = DeltaCase(counts=(78,), before=(0,), **SIZES).to(torch.float32, device)
+    wide = whole.to(torch.float64, device)
+    want_state, state, start = wide.memory_PHKV.clone(), whole.memory_PHKV.clone(), 0
+    want = reference.delta_rule_(*wide.rule, want_state, wide.step)
+    conv, y_want = whole.conv_PCW.clone(), whole.conv_PCW.clone()
+    y_want = reference.causal_conv_(whole.x_TC, whole.weight_CW, y_want, whole.step)
+    for count in (40, 33, 3, 1, 1):
+        part = whole.rows(start, count)
+        rows = slice(start, start + count)
+        got = ops.delta_rule_(*part.rule, state, part.step, kernel="triton")
+        assert_close(f"o of {rows}", want[rows], got, 1e-5)
+        y = ops.causal_conv_(part.x_TC, part.weight_CW, conv, part.step, kernel="triton")
+        assert_close(f"y of {rows}", y_want[rows], y, 1e-5)
+        start += count
+    assert start == 78
+    assert_close("state", want_state[whole.slots], state[whole.slots], 1e-5)
+
+
+def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
+    """As the block has them: queries, keys, values and z side by side, b beside a."""
+    case = make("prompts", half, device)
+    T, C = case.mixed_TC.shape
+    beside = torch.full((T, C + 240), torch.nan, dtype=half, device=device)
+    beside[:, :C] = case.mixed_TC
+    gates = torch.cat([case.b_TH, case.a_TH], 1)
+    views = beside[:, :C], *gates.chunk(2, 1), case.a_log_H, case.dt_bias_H
+    got = ops.delta_rule_(*views, case.memory_PHKV.clone(), case.step, kernel="triton")
+    want = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
+    assert torch.equal(got, want)
+    beside[:, :C] = case.x_TC
+    views = [beside[:, :C], case.x_TC]
+    y = [
+        ops.causal_conv_(x, case.weight_CW, case.conv_PCW.clone(), case.step, kernel="triton")
+        for x in views
+    ]
+    assert torch.equal(*y)
+
+
+def test_keys_that_are_alike(device, poison, assert_close):
+    """All keys the same and nothing forgotten: the triangular system at its worst."""
+    case = DeltaCase(counts=(64,), before=(0,), **SIZES).to(torch.float32, device)
+    case.mixed_TC[:, 24:48] = case.mixed_TC[0, 24:48]
+    case.a_log_H.fill_(-20.0)
+    case.b_TH.fill_(6.0)
+    wide = case.to(torch.float64, device)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    for kernel in ("triton", "chunked"):
+        got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel=kernel)
+        assert_close(kernel, want, got, 1e-4)
+
+
+@pytest.mark.parametrize("V", [20, 33])
+def test_norm_rounds_where_the_reference_does(device, half, poison, V):
+    generator = torch.Generator().manual_seed(0)
+    x, wide = (torch.randn(5, n, V, generator=generator).to(device, half) for n in (6, 9))
+    z, weight = wide[:, :6], torch.randn(V, generator=generator).to(device, half)
+    got = ops.gated_rms_norm(x, z, weight, 1e-3, kernel="triton")
+    want = ops.gated_rms_norm(x, z, weight, 1e-3, kernel="reference")
+    # silu is in float32 on both sides: a last bit
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(half).eps, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [16, 64])
+def test_other_chunks(device, poison, assert_close, monkeypatch, rows):
+    def config(*args):
+        return replace(delta_config(*args), rows=rows)
+
+    monkeypatch.setattr(triton_delta, "delta_config", config)
+    test_rule_is_the_recurrence(device, torch.float16, poison, assert_close, "prompts", True)
