@@ -28,14 +28,17 @@ def conv_config(max_query_len: int) -> ConvConfig:
     """Many channels of the one row that each request has, or few of many rows."""
     if max_query_len == 1:
         return ConvConfig(channels=256, rows=1, warps=4)
-    return ConvConfig(channels=64, rows=32, warps=4)
+    return ConvConfig(channels=64, rows=16, warps=4)
 
 
 def delta_config(max_query_len: int, K: int, V: int, dtype: torch.dtype) -> DeltaConfig:
     """32 columns of 128 keys are 16 KiB: the state stays in registers, and 128 programs of 32 heads
-    fill a GPU at one request."""
-    keys = max(16, power_of_two(K))
-    columns = max(16, min(32, power_of_two(V)))
-    precision = "tf32" if dtype in HALF_DTYPES else "ieee"
-    rows = 1 if max_query_len == 1 else 32
-    return DeltaConfig(keys=keys, columns=columns, rows=rows, warps=4, precision=precision)
+    fill a GPU at one request. Chunks of more than 16 rows would not fit beside it, nor would 32
+    columns in float32, whose products take no tensor cores.
+    """
+    keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
+    if max_query_len == 1:
+        return DeltaConfig(keys=keys, columns=min(32, width), rows=1, warps=4, precision="ieee")
+    if dtype in HALF_DTYPES:
+        return DeltaConfig(keys=keys, columns=min(32, width), rows=16, warps=4, precision="tf32")
+    return DeltaConfig(keys=keys, columns=16, rows=16, warps=8, precision="ieee")

@@ -180,11 +180,9 @@ def _delta_chunks(
             of_keys = in_t[:, None] & (k < K)[None, :]
             of_values = in_t[:, None] & in_v[None, :]
             query_ptrs = row_ptrs + key_head + k[None, :]
-            query = tl.load(query_ptrs, mask=of_keys, other=0.0).to(tl.float32)
             key = tl.load(query_ptrs + J * K, mask=of_keys, other=0.0).to(tl.float32)
             value_ptrs = row_ptrs + 2 * J * K + h * V + v[None, :]
             value = tl.load(value_ptrs, mask=of_values, other=0.0).to(tl.float32)
-            query *= (tl.rsqrt(tl.sum(query * query, 1) + EPS) * SCALE)[:, None]
             key *= tl.rsqrt(tl.sum(key * key, 1) + EPS)[:, None]
             a = tl.load(a_ptr + row * stride_a + h, mask=in_t, other=0.0).to(tl.float32)
             b = tl.load(b_ptr + row * stride_b + h, mask=in_t, other=0.0).to(tl.float32)
@@ -206,6 +204,9 @@ def _delta_chunks(
                 of_row = tl.where(i < at, of_row, 0.0)
                 found = tl.sum(of_row[:, None] * written, 0)
                 written = tl.where((i == at)[:, None], written - found[None, :], written)
+            # Only now: beside the keys, queries would not fit into registers.
+            query = tl.load(query_ptrs, mask=of_keys, other=0.0).to(tl.float32)
+            query *= (tl.rsqrt(tl.sum(query * query, 1) + EPS) * SCALE)[:, None]
             inner = tl.dot(query, keys, input_precision=PRECISION) * left
             out = tl.dot(query, state, input_precision=PRECISION) * before
             out = tl.dot(inner, written, out, input_precision=PRECISION)

@@ -25,6 +25,7 @@ from qkernels.sampling.settings import SampleRow, SampleSettings
 from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.compile.delta_net_cases import delta_net
 from tests.qkernels.compile.lora_cases import lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
@@ -417,6 +418,9 @@ EXPERTS = {
     ),
     "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
+    "delta net, 8 requests of one token": Case(run=lambda: delta_net(8, 1), quick=SM90),
+    "delta net, a prompt": Case(run=lambda: delta_net(1, 200), quick=SM90, product="mma"),
+    "delta net, prompts in float32": Case(run=lambda: delta_net(3, 100, FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
     "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
     "lora gate_up T=2048": Case(

@@ -142,7 +142,7 @@ def test_norm_rounds_where_the_reference_does(device, half, poison, V):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [32, 64])
 def test_other_chunks(device, poison, assert_close, monkeypatch, rows):
     def config(*args):
         return replace(delta_config(*args), rows=rows)

@@ -48,6 +48,9 @@ def rank_logits(folder, communicator=None, **settings):
         return runner.logits(step), decoder
 
 
+STATES = ("qwen3_next", "qwen3_5")  # are refused
+
+
 def assert_shared_out(folder, size, limit=1e-5, **settings):
     """Every rank has the logits of the whole, bitwise the same as the others'."""
     want, _ = rank_logits(folder, **settings)
@@ -64,6 +67,7 @@ def assert_shared_out(folder, size, limit=1e-5, **settings):
     + [
         pytest.param(family, size, marks=pytest.mark.exhaustive)
         for family in TINY_FAMILIES
+        if family not in STATES
         for size in (2, 4)
         if (family, size) not in [(few, 2) for few in FEW]
     ],

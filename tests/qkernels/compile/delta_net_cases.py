@@ -1,0 +1,31 @@
+"""Calls of the gated delta net's operations, for cases.py: sizes of Qwen3.5 and Qwen3-Next."""
+
+import torch
+
+from qkernels import ops
+from qkernels.delta_net.state import StateSlots, StateStep
+from tests.qkernels.compile.cards import empty
+
+J, H, K, V, TAPS = 16, 32, 128, 128, 4
+
+
+def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A layer of R requests with `count` tokens each, between its projections."""
+    T, channels = R * count, 2 * J * K + H * V
+    step = StateStep(
+        query_starts_R1=torch.zeros(R + 1, dtype=torch.int32),
+        context_lengths_R=torch.zeros(R, dtype=torch.int32),
+        slots_R=torch.zeros(R, dtype=torch.int32),
+        max_query_len=count,
+    )
+    states = StateSlots.zeros(
+        2, channels=channels, taps=TAPS, memory=(H, K, V), dtype=dtype, device="cpu"
+    )
+    made, gates = empty(T, channels + H * V, dtype=dtype), empty(T, 2 * H, dtype=dtype)
+    weight = empty(channels, TAPS, dtype=dtype)
+    mixed = ops.causal_conv_(made[:, :channels], weight, states.conv_PCW, step)
+    b, a = gates.chunk(2, 1)
+    of_heads = torch.zeros(2, H)
+    out = ops.delta_rule_(mixed, b, a, *of_heads, states.memory_PHKV, step)
+    z = made[:, channels:].unflatten(1, (H, V))
+    ops.gated_rms_norm(out, z, empty(V, dtype=dtype), 1e-6)
