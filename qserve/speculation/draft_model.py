@@ -57,6 +57,13 @@ def build(context: BuildContext) -> DraftModelDrafter:
     config = context.config
     check_tokenizer(config.subject, config.model, context.target_folder)
     model = ModelConfig.from_folder(config.model)
+    if model.has_states:
+        raise InputError(
+            config.subject,
+            f"expected a drafter whose layers have keys alone, found {model.family.architecture},"
+            " whose layers have states",
+            "use another drafter",
+        )
     if model.context.length < context.max_model_len:
         raise InputError(
             config.subject,

@@ -1,6 +1,7 @@
 """Families whose layers have states: logits and greedy tokens are transformers', wrong readings are
 seen, and slots of states go from request to request."""
 
+import json
 import random
 
 import pytest
@@ -198,6 +199,22 @@ LIMITS = [
 def test_what_does_not_work_with_states_is_refused(hybrid, settings, message):
     with pytest.raises(InputError, match=f"--{message}"):
         LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **settings)
+
+
+def test_drafter_with_states_is_refused(hybrid, tiny_model, tmp_path):
+    """Drafts are run ahead of the text, which its states cannot undo."""
+    folders = []
+    for name in ("qwen3_5", "qwen2"):
+        folder = edited(
+            hybrid("qwen3_5") if name == "qwen3_5" else tiny_model(name), tmp_path / name
+        )
+        vocabulary = {f"t{token}": token for token in range(512)}
+        tokenizer = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        folders.append(folder)
+    config = {"method": "draft_model", "model": str(folders[0]), "num_speculative_tokens": 2}
+    with pytest.raises(InputError, match="keys alone, found Qwen3_5ForCausalLM"):
+        LLM(folders[1], device="cpu", max_model_len=64, speculative_config=json.dumps(config))
 
 
 def test_pages_for_other_engines_are_refused(hybrid, tmp_path):

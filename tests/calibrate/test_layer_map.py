@@ -1,0 +1,85 @@
+"""What quantizing asks of a family whose layers differ: linears by input, places of factors."""
+
+import json
+
+import pytest
+import torch
+
+from calibrate.data import CalibrationData
+from calibrate.layer_map import find_layer_map
+from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.quant_config import BLOCK, QuantConfig
+from formats.scheme import Scheme
+from tests.conftest import DELTA
+
+QWEN35 = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 3, **DELTA}
+NET = "linear_attn.in_proj"
+
+
+def test_linears_of_a_net_share_the_input_of_its_gates():
+    names = find_layer_map(QWEN35)
+    first, out, gate_up, down = names.inputs(QWEN35, 0)
+    assert first == (f"{NET}_qkv", f"{NET}_z", f"{NET}_b", f"{NET}_a")
+    assert (out, down) == (("linear_attn.out_proj",), ("mlp.down_proj",))
+    assert names.inputs(QWEN35, 1)[0] == tuple(f"self_attn.{x}_proj" for x in "qkv")
+    assert set(names.kept_in_float(QWEN35)) == {
+        f"model.layers.{layer}.{NET}_{gate}" for layer in (0, 2) for gate in "ab"
+    }
+
+
+def test_layers_are_told_apart_as_transformers_does():
+    """By layer_types, or each fourth has attention, or each n-th."""
+    without = {k: v for k, v in QWEN35.items() if k != "layer_types"} | {"num_hidden_layers": 8}
+    names = find_layer_map(without)
+    kinds = [names.has_state(without, layer) for layer in range(8)]
+    assert kinds == [True, True, True, False] * 2
+    each_second = {**without, "full_attention_interval": 2}
+    assert [names.has_state(each_second, layer) for layer in range(4)] == [True, False] * 2
+
+
+def test_required_tensors_are_those_of_the_file(tiny_model):
+    folder = tiny_model("qwen3_5")
+    config = json.loads((folder / "config.json").read_text())
+    names = find_layer_map(config)
+    assert set(names.required_tensors(config)) == set(CheckpointReader(folder).entries)
+    assert [pair.kind for pair in names.scale_pairs(config, 0)] == ["norm", "norm", "up"]
+    kinds = [pair.kind for pair in names.scale_pairs(config, 1)]
+    assert kinds == ["norm", "values", "norm", "up"]
+
+
+def test_factors_move_and_the_model_stays_the_same(tiny_model, tmp_path):
+    """AWQ scales norms before nets, their gates included: in 8 bits hardly anything changes."""
+    from calibrate.float_model import FloatModel
+
+    folder, target = tiny_model("qwen3_5"), tmp_path / "awq"
+    ids_WS = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(0))
+    quantize_checkpoint(
+        folder,
+        target,
+        scheme=Scheme.parse("w8a16-sym-g32"),
+        recipe="awq",
+        calibration=CalibrationData(ids_WS=ids_WS, source="test", seed=0),
+        progress=False,
+    )
+    before, after = FloatModel(folder), CheckpointReader(target)
+    gate, norm = f"model.layers.0.{NET}_b.weight", "model.layers.0.input_layernorm.weight"
+    old, new = before.get(gate), after.get(gate).float()
+    gain = (1 + after.get(norm).float()) / (1 + before.get(norm))
+    assert not torch.allclose(gain, torch.ones_like(gain)), "nothing moved"
+    torch.testing.assert_close(new * gain, old, rtol=1e-4, atol=1e-6)
+    config = QuantConfig.from_dict(after.config[BLOCK])
+    assert config.scheme_for(gate.removesuffix(".weight")) is None
+
+
+def test_rotation_is_refused(tiny_model, tmp_path):
+    with pytest.raises(InputError, match="norms, routers or gates.*no rotation can be folded"):
+        quantize_checkpoint(
+            tiny_model("qwen3_5"),
+            tmp_path / "x",
+            scheme=Scheme.parse("w4a16-sym-g32"),
+            recipe="rotate",
+            calibration=CalibrationData(ids_WS=torch.ones(1, 8).long(), source="test", seed=0),
+            progress=False,
+        )
