@@ -142,7 +142,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     choices = check_config(config, findings) if config else Choices()
     unplaced = ""
     if not config_error:  # of a format that is not read, nobody knows what must be there
-        _check_labels(linears, quant, findings)
+        _check_labels(linears, quant, block, findings)
         check_model(config, shards, findings)
         check_shapes(config, linears, shards, findings)
         unplaced = check_places(config, quant.layout if quant else None, shards, findings)
@@ -242,8 +242,6 @@ def _read_quantization(
                 findings.warning(second, f"differs from config.json's {BLOCK}", "copy the block")
         except CheckpointError as error:
             findings.caught(error)
-    if block.get("desc_act") and any(s.weight.group_size != CHANNEL for s in quant.schemes):
-        findings.warning(f"{BLOCK}.desc_act", "is true: vLLM refuses it with groups", "requantize")
     return quant, ""
 
 
@@ -362,10 +360,29 @@ def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool
         return True
 
 
+def _check_act_order(
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
+) -> None:
+    """A config that announces an index of groups, where groups can have one."""
+    stated = isinstance(block, dict) and block.get("desc_act")
+    if quant is None or not stated or all(s.weight.group_size == CHANNEL for s in quant.schemes):
+        return
+    text = "is true: vLLM refuses it with groups"
+    if any("act-order" in linear.traits for linear in linears):
+        findings.warning(f"{BLOCK}.desc_act", text, "requantize")
+    elif any(linear.traits.isdisjoint({"float"}) for linear in linears):
+        findings.warning(
+            f"{BLOCK}.desc_act",
+            f"{text}, and other readers take a slower path; every group index is in order",
+            "set it to false: no weight changes",
+        )
+
+
 def _check_labels(
-    linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
 ) -> None:
     """What the linears say about labels of the config."""
+    _check_act_order(linears, quant, block, findings)
     for linear in linears:
         if "act-order" in linear.traits and not (quant is not None and quant.act_order):
             leaf = "g_idx" if quant is None or quant.layout == "gptq" else "weight_g_idx"
