@@ -9,8 +9,8 @@ from typing import Any
 from formats.errors import InputError
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
-WITH_MODEL = METHODS[2:]
+METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3", "medusa")
+WITHOUT_MODEL, WITH_MODEL = METHODS[:2], METHODS[3:]  # mtp: the served one's, or another's
 MAX_TOKENS = 128
 DEFAULT_TOKENS = 3
 LEVELS = (1, 3, 5, 7)  # what adaptive depth chooses from, up to num_speculative_tokens
@@ -42,7 +42,7 @@ class SpeculativeConfig:
     """Which drafter, and how far it looks ahead."""
 
     method: str
-    model: str | None = _key(None, "the drafter's folder")
+    model: str | None = _key(None, "the drafter's folder; mtp: the model's own, if not given")
     num_speculative_tokens: int = _key(DEFAULT_TOKENS, "drafts of one step", 1, MAX_TOKENS)
     prompt_lookup_min: int = _key(5, "ngram: fewest tokens that must agree", 1)
     prompt_lookup_max: int = _key(5, "ngram: most tokens that are compared", 1)
@@ -116,7 +116,7 @@ class SpeculativeConfig:
             raise InputError(f"{FLAG} method", f"{expected}, found {self.method!r}")
         if self.method in WITH_MODEL and self.model is None:
             raise InputError(self.subject, "needs a drafter", "give its folder as model")
-        if self.method not in WITH_MODEL and self.model is not None:
+        if self.method in WITHOUT_MODEL and self.model is not None:
             raise InputError(self.subject, "takes no model", "leave model out")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise InputError(
