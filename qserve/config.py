@@ -160,7 +160,7 @@ class EngineConfig:
     speculative_config: str | None = setting(
         None,
         'draft tokens and verify several in a step: {"method": "ngram",'
-        ' "num_speculative_tokens": 4}, or suffix, or with "model": FOLDER draft_model, eagle,'
+        ' "num_speculative_tokens": 4}, or suffix, mtp, or with "model": FOLDER draft_model, eagle,'
         " eagle3, medusa; keys as vLLM's",
     )
     spec_acceptance: str = setting(
