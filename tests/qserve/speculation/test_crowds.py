@@ -115,7 +115,7 @@ def assert_same(name, got, want):
 @pytest.mark.parametrize(
     "seed",
     [
-        seed if seed in (5, 12) else pytest.param(seed, marks=pytest.mark.exhaustive)
+        seed if seed in (3, 12) else pytest.param(seed, marks=pytest.mark.exhaustive)
         for seed in range(16)
     ],
 )
