@@ -73,8 +73,14 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize(
+    ("name", "speculates"),
+    [
+        ("to the model's end", True),
+        ("graphs end before", False),
+        pytest.param("graphs end before", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_up_to_the_last_position(docs_5m, replayed, name, speculates):
     config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 3}
     settings = {"speculative_config": json.dumps(config)} if speculates else {}

@@ -59,7 +59,7 @@ def test_it_is_kept_bit_for_bit_and_named(source, quantized):
     assert block.scheme_for("model.layers.2.mlp.experts.7.down_proj") is not None
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.exhaustive)])
 def test_converted_it_is_kept_too(name, source, quantized, tmp_path):
     convert_checkpoint(quantized[0], tmp_path / "x", name)
     assert_kept(tmp_path / "x", source)
