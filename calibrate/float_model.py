@@ -15,6 +15,7 @@ from formats.findings import Findings
 from formats.inspect_config import check_config
 from formats.inspect_model import check_shapes
 from formats.lora import LoraAdapter
+from formats.next_token import draft_linears
 from formats.padding import Padding
 from formats.quant_config import BLOCK
 
@@ -51,6 +52,11 @@ class FloatModel:
     def entries(self) -> dict[str, TensorEntry]:
         """The tensors as they are stored, without padding."""
         return self.reader.entries
+
+    @property
+    def draft_linears(self) -> dict[str, tuple[int, int]]:
+        """[N, K] of the linears of layers for drafts, by name: they are copied as they are."""
+        return draft_linears(self.reader.config, self.entries)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def quantize_checkpoint(
         kv_cache=kv_cache,
         kv_per_head=kv_per_head,
         act_order=act_order,
+        kept=dict.fromkeys(model.draft_linears, "is in a layer for drafts"),
     )
     if adapter is not None:
         family = model.layer_map.family

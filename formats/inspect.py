@@ -29,6 +29,7 @@ from formats.layouts import is_quantized, layout_of
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict
 from formats.loads_in_rules import loads_in
+from formats.next_token import EMBEDDING, DraftLayers, find_draft_layers
 from formats.packed import SCALE_DTYPES as FLOAT_DTYPES
 from formats.parallel import parallel_sizes
 from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
@@ -54,6 +55,7 @@ class Inspection:
     parallel: dict[int, str]  # number of GPUs -> why it cannot be; empty: it can
     loads_in: tuple[Verdict, ...]
     problems: tuple[Problem, ...]
+    draft_layers: DraftLayers | None = None  # behind the model's own; None: config.json states none
 
     @property
     def ok(self) -> bool:
@@ -106,6 +108,7 @@ class Inspection:
             + "; ".join(
                 f"{size} {'no: ' + why if why else 'yes'}" for size, why in self.parallel.items()
             ),
+            *([] if self.draft_layers is None else [self.draft_layers.to_text()]),
             "",
             *(str(problem) for problem in self.problems),
             "no problems found" if not self.problems else f"{len(self.problems)} problems found",
@@ -184,6 +187,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         parallel=parallel_sizes(config, quant, linears),
         loads_in=tuple(loads_in(facts)),
         problems=tuple(findings.problems),
+        draft_layers=find_draft_layers(config, shards.entries),
     )
 
 
@@ -314,6 +318,7 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             name.endswith(".weight")
             and len(entry.shape) == 2
             and LAYER_NUMBER.search(name)
+            and not name.endswith(f".{EMBEDDING}")
             and not is_quantized(module, shards.entries)
         ):
             yield LinearSummary(

@@ -111,7 +111,7 @@ class Worker:
     def _speculator(
         self, config: EngineConfig, target: Decoder, device: torch.device
     ) -> Speculator | None:
-        """What drafts: each rank has all of a drafter, and their drafts are alike."""
+        """What drafts. Drafts are alike on every rank, which has all of a drafter but of `mtp`."""
         if config.speculation is None:
             return None
         context = BuildContext(
@@ -123,6 +123,8 @@ class Worker:
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             kernels=config.kernels,
+            ranks=self._ranks,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
         return Speculator(
             config.speculation,
