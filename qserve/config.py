@@ -204,12 +204,6 @@ class EngineConfig:
                 "--max-cpu-loras",
                 f"expected at least --max-loras ({self.max_loras}), found {self.max_cpu_loras}",
             )
-        if self.enable_lora and self.num_ranks > 1:
-            raise InputError(
-                "--enable-lora",
-                "adapters are not split over ranks, and this model has several",
-                "leave out --tensor-parallel-size and --pipeline-parallel-size",
-            )
 
     @property
     def num_cpu_loras(self) -> int:

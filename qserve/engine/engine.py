@@ -134,7 +134,7 @@ class Engine:
         # Masks follow drafts, and every rank samples: then rows wait for the token before.
         self._waits = self.scheduler.speculation is not None or self.workers.num_ranks > 1
         self._telling: set[str] = set()  # of these, who asks what steps tell of prompts
-        self.adapters = make_table(config, self.runner)
+        self.adapters = make_table(config, self.workers.adapters)
         constrained = Constrained(config.model, self.model_config)
         self._entrance = Entrance(self.scheduler, constrained, self.adapters, self._transfers)
         self._rows = RequestRows(config.max_num_seqs)

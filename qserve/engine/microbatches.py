@@ -33,12 +33,14 @@ def rows_of(step: StepInput, start: int, stop: int) -> StepInput:
     counts_R = (high_R - low_R)[chosen]
     starts = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(counts_R, out=starts[1:])
+    adapters_T = step.adapter_slots_T
     contexts_R = step.context_lengths_R[chosen] - (ends_R - high_R)[chosen]
     return replace(
         step,
         token_ids_T=step.token_ids_T[start:stop],
         positions_T=step.positions_T[start:stop],
         slots_T=step.slots_T[start:stop],
+        adapter_slots_T=None if adapters_T is None else adapters_T[start:stop],
         block_tables_RX=step.block_tables_RX[chosen],
         query_starts_R1=starts,
         context_lengths_R=contexts_R.astype(np.int32),

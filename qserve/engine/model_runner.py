@@ -322,7 +322,8 @@ class ModelRunner:
             return self.forward(batch)
         batches = [Batch.of(part, self.device) for part in parts]
         sizes = [part.num_tokens for part in parts]
-        return self.decoder.forward_parts(batch.token_ids_T.split(sizes), batches, self.caches)
+        token_ids = batch.token_ids_T.split(sizes)
+        return self.decoder.forward_parts(token_ids, batches, self.caches, self._adapt)
 
     def _captured(self, batch: Batch) -> StepOutputs:
         """`_forward`, without what nobody reads: a graph keeps its results."""

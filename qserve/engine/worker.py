@@ -5,7 +5,7 @@ Every rank makes the same calls in the same order, since most of them compute a 
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape, warm_up_step, with_adapters
 from qserve.lora.layout import AdapterLayout
+from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.decoder import Decoder
 from qserve.model.dummy_source import DummySource
@@ -63,6 +64,7 @@ class Worker:
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
         # compiles; the others find the result on disk.
         self._compile_pool = None
+        self.adapters: RankAdapters | None = None  # filled below where they are wanted
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
         try:
@@ -96,10 +98,11 @@ class Worker:
             if config.enable_lora:
                 runner.adapters = SlotMemory(
                     decoder,
-                    AdapterLayout(model),
+                    AdapterLayout(model, decoder.parts, decoder.layer_numbers),
                     num_slots=config.max_loras,
                     max_rank=config.max_lora_rank,
                 )
+                self.adapters = RankAdapters(runner.adapters, decoder.dtype, device)
                 logger.info(
                     "Adapters: %d slots of rank %d, %.2f GiB",
                     config.max_loras,
@@ -244,6 +247,18 @@ class Worker:
             graphs.num_keys,
             (free - left) / GIB,
         )
+
+    def read_adapter(self, number: int, path: str) -> Callable[[], str]:
+        """What reads our part of an adapter's folder, and tells its digest."""
+        return lambda: self.adapters.read(number, path)
+
+    def place_adapter(self, slot: int, number: int) -> None:
+        """Fill a slot of the device."""
+        self.adapters.place(slot, number)
+
+    def forget_adapter(self, number: int) -> None:
+        """Drop our part of an adapter from the host."""
+        self.adapters.forget(number)
 
     def offload_pages(self, num_slots: int) -> None:
         """Have room for so many KV pages in the host's memory."""

@@ -6,6 +6,7 @@ and draw the same tokens; the engine above does not learn of them.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape
 from qserve.engine.worker import Worker
+from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.ranks import join
 
@@ -84,6 +86,12 @@ class WorkerGroup:
     def runner(self) -> ModelRunner:
         """The leader's."""
         return self._ours.runner
+
+    @functools.cached_property
+    def adapters(self) -> SharedAdapters | None:
+        """The way to the adapters of all ranks; None: the engine takes none."""
+        ours = self._ours.adapters
+        return None if ours is None else SharedAdapters(ours, self._crew)
 
     @property
     def computes_in_launch(self) -> bool:

@@ -3,7 +3,7 @@
 Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
 from qserve.model.blocks.norm import BranchOutput, RmsNorm
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import LinearPart
 from qserve.parallel.pipeline import Pipeline
 
 
@@ -46,6 +47,8 @@ class Decoder(torch.nn.Module):
         self._sum = RmsNorm(None, 0.0)
         self.logits_divisor, self.logits_cap = logits_divisor, logits_cap
         self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
+        # Of linears that ranks share out, by name, ours; the loader fills it.
+        self.parts: Mapping[str, LinearPart] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,6 +58,13 @@ class Decoder(torch.nn.Module):
     @property
     def device(self) -> torch.device:
         return (self.like if self.embedding is None else self.embedding.weight).device
+
+    @property
+    def layer_numbers(self) -> range:
+        """Of the model's layers, those that are here."""
+        if self.pipeline is None:
+            return range(len(self.layers))
+        return self.pipeline.layers(self.config.num_layers)
 
     def products(self) -> Iterator[Product]:
         """Every quantized product, and the operation that takes its result."""
@@ -80,10 +90,11 @@ class Decoder(torch.nn.Module):
         token_ids: Sequence[torch.Tensor],
         steps: Sequence[StepInputs],
         caches: list[PagedKv],
+        begin: Callable[[StepInputs], None] = lambda step: None,
     ) -> torch.Tensor:
         """The same of a step in parts, each of which a stage computes while others do another.
 
-        Of a model in stages alone.
+        Of a model in stages alone. `begin` is called before the layers compute a part.
         """
         ends = []
         if self.pipeline.is_first:
@@ -96,6 +107,7 @@ class Decoder(torch.nn.Module):
                 x_TC = self.embedding(ids)
             else:
                 x_TC = self.pipeline.receive(self._empty(ids))
+            begin(step)
             x_TC, residual_TC = self._layers(x_TC, step, caches)
             if residual_TC is not None:
                 _, x_TC = self._sum(x_TC, residual_TC, None)
