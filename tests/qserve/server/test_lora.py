@@ -199,10 +199,6 @@ def test_metrics_do_not_pile_up_names():
         (lambda: parse_modules(['{"name": "a"}']), "expected NAME=FOLDER"),
         (lambda: parse_modules(["{"]), "is no JSON"),
         (lambda: EngineConfig(model="m", max_loras=4, max_cpu_loras=3), "at least --max-loras"),
-        (
-            lambda: EngineConfig(model="m", enable_lora=True, tensor_parallel_size=2),
-            "not split over ranks",
-        ),
         (lambda: ServedAdapters.of([LoRARequest("m", 1, "p")], ["m"]), "the model is called so"),
         (lambda: LoRARequest("", 1), "printable"),
         (lambda: LoRARequest("a", 0), "expected 1 or more"),
