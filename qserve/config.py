@@ -184,13 +184,6 @@ class EngineConfig:
             raise InputError(
                 "--kv-transfer-config", "expected with the prefix cache, whose pages it exchanges"
             )
-        if self.speculation is not None and self.pipeline_parallel_size > 1:
-            raise InputError(
-                "--speculative-config",
-                "drafts are checked by all layers at once, and --pipeline-parallel-size shares them"
-                " out",
-                "use --tensor-parallel-size",
-            )
         if self.kv_transfer is not None and self.num_ranks > 1:
             raise InputError(
                 "--kv-transfer-config",

@@ -88,7 +88,7 @@ class _Rank:
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare")
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
-    *("place_adapter", "forget_adapter"),
+    *("place_adapter", "forget_adapter", "tap"),
 )
 # Methods that return what a thread is to do; its result is the reply.
 BEGUN = ("read_adapter",)

@@ -114,7 +114,7 @@ class Worker:
     def _speculator(
         self, config: EngineConfig, target: Decoder, device: torch.device
     ) -> Speculator | None:
-        """What drafts: each rank has all of a drafter, and their drafts are alike."""
+        """What drafts: each rank that draws tokens has all of a drafter; their drafts are alike."""
         if config.speculation is None:
             return None
         context = BuildContext(
@@ -127,9 +127,10 @@ class Worker:
             block_size=config.block_size,
             kernels=config.kernels,
         )
+        drafter = build_device_drafter(context) if target.head is not None else None
         return Speculator(
             config.speculation,
-            build_device_drafter(context),
+            drafter,
             vocab_size=target.config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -247,6 +248,10 @@ class Worker:
             graphs.num_keys,
             (free - left) / GIB,
         )
+
+    def tap(self, taps: Sequence[int]) -> None:
+        """Read these states of the decoder, for the drafter of the first stage."""
+        self.runner.taps = tuple(taps)
 
     def read_adapter(self, number: int, path: str) -> Callable[[], str]:
         """What reads our part of an adapter's folder, and tells its digest."""

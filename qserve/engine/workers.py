@@ -75,6 +75,8 @@ class WorkerGroup:
         with self._in_step(waits=False):
             self._ours = Worker(config, model, max_model_len, device, ranks)
         facts = [self._ours.facts(), *(reply[0] for reply in self._crew.replies())]
+        if self._ours.runner.taps:
+            self._crew.tell("tap", self._ours.runner.taps)
         executor.met()  # only now: others may still have been on their way when we had met
         for rank, (name, size, layers, heads, kv_heads) in enumerate(facts):
             logger.info(

@@ -168,7 +168,6 @@ def test_two_such_engines_do_not_fit_in_a_process(tiny_model, many):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"speculative_config": '{"method": "ngram"}'}, "drafts are checked by all layers at once"),
         ({"kv_transfer_config": '{"kv_connector": "x"}'}, "--kv-transfer-config"),
     ],
 )
