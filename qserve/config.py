@@ -184,12 +184,6 @@ class EngineConfig:
             raise InputError(
                 "--kv-transfer-config", "expected with the prefix cache, whose pages it exchanges"
             )
-        if self.kv_transfer is not None and self.num_ranks > 1:
-            raise InputError(
-                "--kv-transfer-config",
-                "exchanges the pages of one rank, and this model has several",
-                "leave out --tensor-parallel-size and --pipeline-parallel-size",
-            )
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "expected with --enable-lora", "give it, too")
         if self.num_cpu_loras < self.max_loras:

@@ -126,7 +126,7 @@ class Engine:
             ),
         )
         self._transfers = PageTransfers.make(
-            config, self.model_config, self.max_model_len, self.runner, self.scheduler
+            config, self.model_config, self.max_model_len, self.workers, self.scheduler
         )
         self.step_ranges = StepRanges()
         self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
@@ -450,7 +450,7 @@ class Engine:
 
     def _host_pages(self) -> HostPages | None:
         """Room for KV pages in the host's memory, where it is asked for."""
-        page_bytes = self.runner.bytes_per_page * self.workers.num_ranks
+        page_bytes = self.workers.bytes_per_page
         count = num_slots(self.config, page_bytes)
         if not count or not self.config.enable_prefix_caching:
             return None

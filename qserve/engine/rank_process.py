@@ -13,8 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from formats.errors import InputError
@@ -24,7 +23,6 @@ from qserve.engine.packing import unpack
 from qserve.engine.rank_link import BEGIN, DONE, FAILED, REFUSED, call
 
 TOKEN_VARIABLE = "QSERVE_RANK_TOKEN"  # what a leader lets ranks in by
-THREADS = 4  # for what is begun
 EXIT_GRACE = 2.0  # seconds that a step may still run after the leader is gone
 
 logger = logging.getLogger(__name__)
@@ -85,13 +83,13 @@ class _Rank:
 
 
 # Calls whose reply the leader waits for; of all others what comes back stays here.
-ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare")
+ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", "open_pages")
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
     *("place_adapter", "forget_adapter", "tap"),
 )
-# Methods that return what a thread is to do; its result is the reply.
-BEGUN = ("read_adapter",)
+# Calls that return a future, whose result is the reply.
+BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -138,15 +136,14 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, "begun")
 
     def send(self, name: str, *values: Any) -> None:
         with self._sending:
             self._connection.sendall(call(name, *values))
 
-    def answer_later(self, number: int, work: Callable[[], Any]) -> None:
-        """Let a thread do it, and send what comes of it."""
-        self._threads.submit(self._answer, number, work)
+    def answer_later(self, number: int, begun: Future) -> None:
+        """Send what comes of it."""
+        begun.add_done_callback(lambda done: self._answer(number, done))
 
     def fail(self, error: Exception) -> None:
         """Say why the rank ends."""
@@ -160,9 +157,9 @@ class _Line:
         except OSError:
             logger.warning("The leader was gone before it could be told: %s", failure)
 
-    def _answer(self, number: int, work: Callable[[], Any]) -> None:
+    def _answer(self, number: int, done: Future) -> None:
         try:
-            self.send(DONE, number, work())
+            self.send(DONE, number, done.result())
         except InputError as error:
             self.send(REFUSED, number, error.subject, error.problem, error.remedy)
         except ConnectionError:

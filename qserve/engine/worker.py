@@ -5,9 +5,11 @@ Every rank makes the same calls in the same order, since most of them compute a 
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -29,6 +31,8 @@ from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape, warm_up_step, with_adapters
+from qserve.kv_transfer.connector import make_connector
+from qserve.kv_transfer.rank_pages import RankPages
 from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
@@ -65,6 +69,7 @@ class Worker:
         # compiles; the others find the result on disk.
         self._compile_pool = None
         self.adapters: RankAdapters | None = None  # filled below where they are wanted
+        self.pages: RankPages | None = None  # open_pages fills it
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
         try:
@@ -103,6 +108,7 @@ class Worker:
                     max_rank=config.max_lora_rank,
                 )
                 self.adapters = RankAdapters(runner.adapters, decoder.dtype, device)
+                self._reader = ThreadPoolExecutor(1, "adapters")
                 logger.info(
                     "Adapters: %d slots of rank %d, %.2f GiB",
                     config.max_loras,
@@ -253,9 +259,9 @@ class Worker:
         """Read these states of the decoder, for the drafter of the first stage."""
         self.runner.taps = tuple(taps)
 
-    def read_adapter(self, number: int, path: str) -> Callable[[], str]:
-        """What reads our part of an adapter's folder, and tells its digest."""
-        return lambda: self.adapters.read(number, path)
+    def read_adapter(self, number: int, path: str) -> Future:
+        """Let a thread read our part of an adapter's folder, and tell its digest."""
+        return self._reader.submit(self.adapters.read, number, path)
 
     def place_adapter(self, slot: int, number: int) -> None:
         """Fill a slot of the device."""
@@ -268,6 +274,28 @@ class Worker:
     def offload_pages(self, num_slots: int) -> None:
         """Have room for so many KV pages in the host's memory."""
         self.runner.offload_pages(num_slots)
+
+    def open_pages(self) -> int:
+        """Begin to exchange KV pages with a connector of our own. Returns the bytes of a page.
+
+        Raises InputError.
+        """
+        copies = self.runner.page_copies
+        connector = make_connector(self.runner.config.kv_transfer, copies.page_bytes)
+        self.pages = RankPages(connector, copies, rank=self._ranks.rank, size=self._ranks.size)
+        return self.pages.page_bytes
+
+    def match_pages(self, keys_NB: np.ndarray) -> Future:
+        """How many of these our connector has, up to the first that it has not."""
+        return self.pages.match(keys_NB)
+
+    def load_pages(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Fill slots of the host."""
+        return self.pages.load(keys_NB, slots)
+
+    def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
+        """Keep pages of the device."""
+        return self.pages.save(keys_NB, pages)
 
     def _graph_step(self) -> StepInput:
         """As large as the largest step that a graph holds."""
@@ -291,8 +319,8 @@ class Worker:
         """Let go of graphs: what they captured of other ranks would be waited for."""
         self.runner.graphs = None
 
-    def facts(self) -> tuple[str, float, int, int, int]:
-        """For the log: device, GiB of weights, layers, heads, KV heads."""
+    def facts(self) -> tuple[str, float, int, int, int, int]:
+        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page."""
         runner = self.runner
         model = runner.decoder.config
         return (
@@ -301,6 +329,7 @@ class Worker:
             len(runner.decoder.layers),
             model.num_heads,
             model.num_kv_heads,
+            runner.bytes_per_page,
         )
 
     def launch(self, step: StepInput) -> StepHandle:

@@ -24,6 +24,7 @@ from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape
 from qserve.engine.worker import Worker
+from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.ranks import join
@@ -39,11 +40,13 @@ class WorkerGroup:
         self._config = config
         self._ours: Worker | None = None  # filled below
         self._crew: Crew | None = None
+        self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
         self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
             use_device(device, config)
             self._ours = Worker(config, model, max_model_len, device)
+            self._page_bytes = (self.runner.bytes_per_page,)
             return
         try:
             self._start_ranks(config, model, max_model_len)
@@ -78,7 +81,8 @@ class WorkerGroup:
         if self._ours.runner.taps:
             self._crew.tell("tap", self._ours.runner.taps)
         executor.met()  # only now: others may still have been on their way when we had met
-        for rank, (name, size, layers, heads, kv_heads) in enumerate(facts):
+        self._page_bytes = tuple(page_bytes for *_, page_bytes in facts)
+        for rank, (name, size, layers, heads, kv_heads, _) in enumerate(facts):
             logger.info(
                 "Rank %d on %s: weights %.2f GiB, %d layers of %d heads and %d KV heads",
                 *(rank, name, size, layers, heads, kv_heads),
@@ -99,6 +103,11 @@ class WorkerGroup:
     def computes_in_launch(self) -> bool:
         """`launch` returns when the step is done: a CPU has no queue of work."""
         return self._ours.computes_in_launch
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Of a KV page, all ranks' parts."""
+        return sum(self._page_bytes)
 
     @property
     def num_ranks(self) -> int:
@@ -143,6 +152,14 @@ class WorkerGroup:
         """Have room for so many KV pages in the host's memory, of all ranks."""
         with self._together("offload_pages", num_slots):
             self._ours.offload_pages(num_slots)
+
+    def open_pages(self) -> SharedPages:
+        """Begin to exchange KV pages with connectors, one of each rank. Raises InputError."""
+        with self._together("open_pages"):
+            page_bytes = [self._ours.open_pages()]
+        if self._crew is not None:
+            page_bytes += [reply[0] for reply in self._crew.replies()]
+        return SharedPages(self._ours.pages, self._crew, page_bytes)
 
     def free_unused(self) -> None:
         """Give back the device's memory that nothing uses, after it ran out."""
