@@ -243,7 +243,7 @@ class ModelRunner:
         else:
             batch = Batch.of(step, self.device)
             drafting = self._fill_pending(step, batch)
-            outputs = self._forward(batch, step)
+            outputs = self.forward_logits(batch, step)
             if outputs is None:
                 return
             logits_SV, hidden_TC = outputs.logits_SV, outputs.hidden_TC
@@ -329,13 +329,13 @@ class ModelRunner:
         return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
 
     def _captured(self, batch: Batch) -> StepOutputs:
-        """`_forward`, without what nobody reads: a graph keeps its results."""
-        outputs = self._forward(batch)
+        """`forward_logits`, without what nobody reads: a graph keeps its results."""
+        outputs = self.forward_logits(batch)
         if self.speculator is None or self.speculator.drafter is None:
             return replace(outputs, hidden_TC=None)
         return outputs
 
-    def _forward(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
+    def forward_logits(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
         """All of a batch up to the logits of the rows that sample; None: they are not here.
 
         `step`: the batch's, which may be computed in parts.

@@ -86,7 +86,7 @@ class _Rank:
 ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", "open_pages")
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
-    *("place_adapter", "forget_adapter", "tap"),
+    *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay"),
 )
 # Calls that return a future, whose result is the reply.
 BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages")

@@ -28,6 +28,7 @@ from qserve.engine.memory import (
     weight_bytes,
 )
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.replay import Replay
 from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape, warm_up_step, with_adapters
@@ -70,6 +71,7 @@ class Worker:
         self._compile_pool = None
         self.adapters: RankAdapters | None = None  # filled below where they are wanted
         self.pages: RankPages | None = None  # open_pages fills it
+        self.replay: Replay | None = None  # prepare_replay fills it
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
         try:
@@ -218,6 +220,15 @@ class Worker:
                     sample.launch(step).result()
         if self._uses_graphs:
             self._capture_graphs()
+
+    def prepare_replay(self, step: StepInput) -> None:
+        """Be ready to run a step again and again."""
+        captures = self._uses_graphs and self.runner.device.type == "cuda"
+        self.replay = Replay(self.runner, step, captures=captures)
+
+    def run_replay(self, count: int) -> None:
+        """Launch it so many times. Does not wait for the device."""
+        self.replay.run(count)
 
     def free_unused(self) -> None:
         """Give back the device's memory that nothing uses, after it ran out."""

@@ -187,6 +187,17 @@ class WorkerGroup:
         """Start the rest of it: the same step with its masks."""
         return self.runner.launch_sampling(step)
 
+    def prepare_replay(self, step: StepInput) -> str:
+        """Be ready to run a step again and again. Returns in which graph (replay.py)."""
+        with self._together("prepare_replay", step):
+            self._ours.prepare_replay(step)
+        return self._ours.replay.graph
+
+    def run_replay(self, count: int) -> None:
+        """Launch it so many times. Does not wait for the device."""
+        with self._together("run_replay", count):
+            self._ours.run_replay(count)
+
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step."""
         with self._together("logits", step):
