@@ -84,6 +84,16 @@ class Engine:
 
         `steps_in_flight` is 1 on a GPU unless given; on a CPU, which computes in `launch`, 0.
         """
+        try:
+            self._start(config, steps_in_flight, clock)
+        except BaseException:
+            if "workers" in vars(self):
+                self.close()  # or ranks would stay for as long as somebody holds the error
+            raise
+
+    def _start(
+        self, config: EngineConfig, steps_in_flight: int | None, clock: Callable[[], float]
+    ) -> None:
         self.config = config
         # Before the model: a name that is mistyped should not show only after a long load.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)

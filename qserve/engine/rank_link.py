@@ -74,7 +74,8 @@ class RankLink:
         self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._begun: dict[int, Future] = {}
-        self._is_closing = self._is_gone = False
+        self._is_closing = False
+        self._end: Exception | None = None  # what begun calls fail with from then on
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         threading.Thread(target=self._read, name=f"rank {rank}", daemon=True).start()
 
@@ -93,7 +94,7 @@ class RankLink:
         number, future = next(self._numbers), Future()
         self._begun[number] = future
         self.send(call(BEGIN, number, name, *values))
-        if self._is_gone:
+        if self._end is not None:
             self._give_up()
         return future
 
@@ -134,7 +135,9 @@ class RankLink:
                 failure = Failure(self.rank, "", self._handle.describe_end(), "")
         if failure is not None and not self._is_closing:
             self._on_death(failure)
-        self._is_gone = True
+        else:
+            failure = Failure(self.rank, "", "it was closed", "")
+        self._end = failure.as_error()
         self._replies.put(None)
         self._give_up()
 
@@ -143,7 +146,7 @@ class RankLink:
         for number in list(self._begun):
             future = self._begun.pop(number, None)
             if future is not None:
-                future.set_exception(RankDiedError(f"rank {self.rank} is gone"))
+                future.set_exception(self._end)
 
 
 def call(name: str, *values: Any) -> bytes:

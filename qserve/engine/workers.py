@@ -72,6 +72,7 @@ class WorkerGroup:
                     device=device,
                     all_reduce=config.all_reduce,
                     hidden_size=model.hidden_size,
+                    check=self._crew.check,
                 )
         self._crew.at_end(ranks.close)
         self._crew.watch(abort=ranks.abort)
