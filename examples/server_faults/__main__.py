@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 import fuzz
 from bodies import BODIES, COMPLETIONS
-from faulty_engine import HANG, KERNEL_ERROR, NAN, OUT_OF_MEMORY
+from faulty_engine import EATS_MEMORY, HANG, KERNEL_ERROR, NAN, OUT_OF_MEMORY
 from http_client import Reply, ask, exchange, request_bytes
 from probe import Probe
 from server import Server, percentile
@@ -190,9 +190,9 @@ async def faults(report: Report, model: str, options: argparse.Namespace) -> Non
             if isinstance(cause, signal.Signals):
                 server.kill_engine(cause)
             elif cause == MEMORY_LIMIT:
-                server.limit_engine_memory(2**20)
-                large = {"prompt": [[5] * 1000] * 60, "max_tokens": 5}
-                fatal = asyncio.create_task(ask(server.port, COMPLETIONS, large))
+                server.limit_engine_memory(2**26)
+                hungry = {"prompt": [EATS_MEMORY]}
+                fatal = asyncio.create_task(ask(server.port, COMPLETIONS, hungry))
             else:
                 fatal = asyncio.create_task(ask(server.port, COMPLETIONS, {"prompt": [cause]}))
             seen = await server.wait_for_health(503)

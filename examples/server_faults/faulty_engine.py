@@ -6,7 +6,7 @@ from pathlib import Path
 from qserve.engine.engine import Engine
 from qserve.engine.request import RequestEvent
 
-NAN, KERNEL_ERROR, OUT_OF_MEMORY, HANG = 8001, 8002, 8003, 8004
+NAN, KERNEL_ERROR, OUT_OF_MEMORY, HANG, EATS_MEMORY = 8001, 8002, 8003, 8004, 8005
 
 
 class FaultyEngine(Engine):
@@ -18,7 +18,7 @@ class FaultyEngine(Engine):
 
     def add_request(self, request_id, prompt_token_ids, *arguments, **options) -> None:
         super().add_request(request_id, prompt_token_ids, *arguments, **options)
-        if NAN <= prompt_token_ids[0] <= HANG:
+        if NAN <= prompt_token_ids[0] <= EATS_MEMORY:
             self._faults[request_id] = prompt_token_ids[0]
 
     def step(self) -> list[RequestEvent]:
@@ -28,6 +28,8 @@ class FaultyEngine(Engine):
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             if fault == OUT_OF_MEMORY:
                 raise MemoryError
+            if fault == EATS_MEMORY:
+                eat_memory()
             if fault == HANG:
                 time.sleep(3600)
             self.abort(request_id)
@@ -42,6 +44,13 @@ class FaultyEngine(Engine):
             )
         self._faults.clear()
         return events
+
+
+def eat_memory() -> None:
+    """Take what the system gives; for processes with a limit of their own."""
+    eaten = []
+    while True:
+        eaten.append(bytearray(2**20))
 
 
 def engine_pid(server_pid: int) -> int:
