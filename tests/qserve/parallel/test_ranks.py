@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from formats.errors import InputError
-from qserve.config import EngineConfig
 from qserve.engine import rank_executors
 from qserve.engine.rank_link import RankDiedError
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
@@ -163,17 +162,6 @@ def test_two_such_engines_do_not_fit_in_a_process(tiny_model, many):
     many(tiny_model("llama"), 2)
     with pytest.raises(InputError, match="has a torch.distributed group already"):
         many(tiny_model("llama"), 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"kv_transfer_config": '{"kv_connector": "x"}'}, "--kv-transfer-config"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused(settings, problem):
-    with pytest.raises(InputError, match=problem):
-        EngineConfig(model="m", pipeline_parallel_size=2, **settings)
 
 
 @exhaustive
