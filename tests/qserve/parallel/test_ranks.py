@@ -104,11 +104,12 @@ def test_8_bit_pages(kv_cache, tiny_model, many):
 
 
 @exhaustive
-def test_pages_on_the_host(tiny_model, many):
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_pages_on_the_host(tensor, stages, tiny_model, many):
     settings = {**SMALL, "kv_offload_gb": 0.01}
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder), prompts)
-    two = many(folder, 2, **settings)
+    two = many(folder, tensor, stages, **settings)
     assert [tokens(two, prompts) for _ in range(2)] == [want, want]
     assert two.engine.scheduler.pool.host.num_loaded > 0
 
