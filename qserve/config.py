@@ -185,31 +185,12 @@ class EngineConfig:
             raise InputError(
                 "--kv-transfer-config", "expected with the prefix cache, whose pages it exchanges"
             )
-        if self.speculation is not None and self.pipeline_parallel_size > 1:
-            raise InputError(
-                "--speculative-config",
-                "drafts are checked by all layers at once, and --pipeline-parallel-size shares them"
-                " out",
-                "use --tensor-parallel-size",
-            )
-        if self.kv_transfer is not None and self.num_ranks > 1:
-            raise InputError(
-                "--kv-transfer-config",
-                "exchanges the pages of one rank, and this model has several",
-                "leave out --tensor-parallel-size and --pipeline-parallel-size",
-            )
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "expected with --enable-lora", "give it, too")
         if self.num_cpu_loras < self.max_loras:
             raise InputError(
                 "--max-cpu-loras",
                 f"expected at least --max-loras ({self.max_loras}), found {self.max_cpu_loras}",
-            )
-        if self.enable_lora and self.num_ranks > 1:
-            raise InputError(
-                "--enable-lora",
-                "adapters are not split over ranks, and this model has several",
-                "leave out --tensor-parallel-size and --pipeline-parallel-size",
             )
 
     @property

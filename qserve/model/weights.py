@@ -32,7 +32,7 @@ from qserve.model.dummy_source import DummySource
 from qserve.model.expert_weights import expert_weights, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
-from qserve.model.sharing import WHOLE, Cut, Sharing
+from qserve.model.sharing import WHOLE, Cut, LinearPart, Sharing
 from qserve.model.weight_source import WeightSource
 from qserve.parallel.norm import NormOverRanks
 from qserve.parallel.pipeline import Pipeline
@@ -63,6 +63,8 @@ class Weights:
         `sharing`: which part of each layer is wanted; None: all. `pipeline`: of which stage.
         """
         self.kernels, self.pipeline = kernels or {}, pipeline
+        # of linears by name, where the model is shared out; filled as they are made
+        self.parts: dict[str, LinearPart] = {}
         self.sharing = sharing or Sharing(config)
         self.config, self.family, self.source = config, config.family, source
         self._sizes = config.sizes
@@ -290,6 +292,11 @@ class LayerWeights:
             sharing.cut(projection, linear, self._prefix, self._order_of, down)
             for linear in linears
         ]
+        if not sharing.is_whole:
+            for linear, shape, cut in zip(linears, shapes, cuts, strict=True):
+                order = None if cut.columns is None else self._order_of(linear.name, shape)
+                part = LinearPart.of(cut, order)
+                self._weights.parts[f"{self._prefix}.{linear.name}"] = part
         gathered = None
         if not sharing.is_whole and projection.inputs == "q":
             order = self._order_of(linears[0].name, shapes[0])
