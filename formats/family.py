@@ -253,9 +253,8 @@ class Family:
     rules: ConfigRules | None = None  # None: the doctor leaves its config and tensors alone
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
-    # What predicts several tokens, which nobody reads: layers behind those, or all below a name.
-    draft_layers_key: str = ""
-    draft_prefix: str = ""
+    draft_layers_key: str = ""  # layers behind those, for drafts alone (next_token.py)
+    draft_prefix: str = ""  # of names outside of layers that are for drafts alone
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = HEAD
@@ -266,9 +265,16 @@ class Family:
         return bool(self.builder)
 
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The prefixes of what the model does without."""
-        first, count = config[self.num_layers_key], config.get(self.draft_layers_key) or 0
-        layers = tuple(f"{self.layer.format(i=first + number)}." for number in range(count))
+        """The prefixes of layers that the model does without."""
+        first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
+        if not (_is_size(first) and _is_size(count)):
+            return ()
+        numbers = range(first, first + min(count, MAX_LAYERS))
+        return tuple(f"{self.layer.format(i=number)}." for number in numbers)
+
+    def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Beginnings of names that the model does without."""
+        layers = self.draft_layers(config)
         return (*layers, self.draft_prefix) if self.draft_prefix else layers
 
     def has_state(self, layer: int, config: Mapping[str, Any]) -> bool:

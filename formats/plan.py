@@ -86,29 +86,24 @@ def make_plan(
     kv_per_head: bool = False,
     act_order: bool = False,
     kept: Mapping[str, str] | None = None,
+    unasked: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every linear of `shapes` ([N, K] by name).
 
-    `ignore` and `overrides` have patterns (see `fits`); the first override that fits wins, and
-    what is ignored stays in float. A linear whose shape does not fit stays in float, and with it
-    those that servers load as one matrix with it. `kept`: linears that stay so unless an override
-    fits them, and why. Raises InputError where a pattern fits nothing,
+    `kept`: others, which stay in float whatever is asked for, and why. `unasked`: linears of
+    `shapes` that stay so unless an override fits them, and why. `ignore` and `overrides` have
+    patterns (see `fits`); the first override that fits wins, and what is ignored stays in float. A
+    linear whose shape does not fit stays in float, and with it
+    those that servers load as one matrix with it. Raises InputError where a pattern fits nothing,
     a scheme cannot be written, or nothing is left to quantize.
 
     Without an `output_format` it is the scheme's default, but compressed-tensors where that can
     hold what differs and the default cannot, or where transformers could not read it.
     """
-    overrides, kept = list(overrides), kept or {}
+    overrides = list(overrides)
     arguments = (
-        shapes,
-        scheme,
-        ignore,
-        overrides,
-        padding,
-        kv_cache,
-        kv_per_head,
-        act_order,
-        kept,
+        *(shapes, scheme, ignore, overrides, padding, kv_cache, kv_per_head, act_order),
+        *(kept or {}, unasked or {}),
     )
     if output_format is not None:
         return _plan(find_layout(output_format), *arguments)
@@ -140,6 +135,7 @@ def _plan(
     kv_per_head: bool,
     act_order: bool,
     kept: Mapping[str, str],
+    unasked: Mapping[str, str],
 ) -> Plan:
     """The plan in one layout."""
     check_holds_groups(layout, act_order)
@@ -158,13 +154,15 @@ def _plan(
         wanted = next((other for pattern, other in overrides if fits(pattern, name)), scheme)
         if any(fits(pattern, name) for pattern in ignore):
             reason = "ignored"
-        elif name in kept and not fits_any(overrides, name):
-            reason = kept[name]
+        elif name in unasked and not fits_any(overrides, name):
+            reason = unasked[name]
         else:
             reason = why_not(layout, wanted, *shape)
         schemes[name] = None if reason else wanted
         if reason:
             reasons[name] = reason
+    schemes |= dict.fromkeys(kept)
+    reasons |= kept
     _agree_in_fused(schemes, reasons)
     plan = Plan(
         layout=layout,

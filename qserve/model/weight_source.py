@@ -29,7 +29,7 @@ class WeightSource:
         self._read = ReadAhead(reader, device or torch.device("cpu"))
         self.family, self.quant = config.family, config.quant
         self._tied_head = config.tied_head
-        self._unread = self.family.draft_layers(config.values)
+        self._unread = self.family.unread(config.values)
         self._used: set[str] = set()
         self._kept: dict[str, Weight] = {}  # decoded before they were asked for
         self._mislabelled = 0  # linears whose zeros follow the other rule than the label says

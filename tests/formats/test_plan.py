@@ -165,10 +165,12 @@ def test_linears_that_differ_get_a_format_that_transformers_reads():
 def test_what_nobody_quantizes_unasked():
     """It stays in float, and is named so in the file, until an override fits it."""
     name, reason = "model.layers.0.self_attn.o_proj", "decides much, in few outputs"
-    plan = make_plan(SHAPES, G32, kept={name: reason})
+    plan = make_plan(SHAPES, G32, unasked={name: reason})
     assert plan.schemes[name] is None and plan.reasons[name] == reason
     assert plan.config("").scheme_for(name) is None
     assert plan.schemes[name.replace("0", "1")] == G32
     wide = Scheme.parse("w8a16-sym-g32")
-    asked = make_plan(SHAPES, G32, kept={name: reason}, overrides=[("layers.0.self_attn.o", wide)])
+    asked = make_plan(
+        SHAPES, G32, unasked={name: reason}, overrides=[("layers.0.self_attn.o", wide)]
+    )
     assert asked.schemes[name] == wide and name not in asked.reasons

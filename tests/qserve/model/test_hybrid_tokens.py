@@ -8,7 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from formats.quant_config import BLOCK, QuantConfig
+from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.delta_net import reference as delta_reference
 from qkernels.delta_net.state import StateSlots
@@ -235,8 +239,15 @@ def test_layers_for_drafts_are_left_out(hybrid, tmp_path):
     """Qwen3.5 is published with a layer that predicts the token after the next."""
     source = hybrid("qwen3_5")
     extra = {"mtp.layers.0.input_layernorm.weight": torch.ones(64)}
-    folder = edited(source, tmp_path / "x", lambda state: state.update(extra))
+    extra["mtp.fc.weight"] = torch.ones(64, 128)
+    folder, quantized = edited(source, tmp_path / "x", lambda s: s.update(extra)), tmp_path / "q"
     assert torch.equal(logits(folder), logits(source))
+    scheme = Scheme.parse("w4a16-sym-g32")
+    quantize_checkpoint(folder, quantized, scheme=scheme, recipe="rtn", progress=False)
+    reader = CheckpointReader(quantized)
+    assert torch.equal(reader.get("mtp.fc.weight"), extra["mtp.fc.weight"])
+    assert QuantConfig.from_dict(reader.config[BLOCK]).scheme_for("mtp.fc") is None
+    assert logits(quantized).isfinite().all()
 
 
 def test_text_part_of_a_model_that_sees_pictures(hybrid, tmp_path):
