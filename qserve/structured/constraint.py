@@ -5,13 +5,13 @@ allows it.
 """
 
 from collections.abc import Iterable, Sequence
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import numpy as np
 
-# Of all masks of one output. One takes 10 to 100 us; a grammar made to be slow holds up the step,
-# and with it all others, for so long at most, and one mask more.
+# Of all masks of one output, of a processor. One takes 10 to 100 us; a grammar made to be slow
+# takes a thread (engine/mask_jobs.py) for so long at most, and one mask more.
 MAX_MASK_SECONDS = 2.0
 SLOW_MASK_SECONDS = 0.005
 
@@ -25,6 +25,11 @@ class Constraint:
         self._model_ends = tuple(model_ends)  # which the matcher allows where it accepts
         self._slow_seconds = 0.0
         self.error = ""  # why the output cannot go on, once that is so
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether any of its masks took long."""
+        return self._slow_seconds > 0
 
     @property
     def is_complete(self) -> bool:
@@ -58,7 +63,7 @@ class Constraint:
         They are allowed where the grammar may end, and `may_end` False forbids them as long as
         something else is allowed. Where there is an error the mask allows all.
         """
-        started = perf_counter()
+        started = thread_time()
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._matcher.is_error():
@@ -67,7 +72,7 @@ class Constraint:
             words[:] = -1
             return
         self._set_ends_(words, tuple(ends), may_end)
-        self._watch(perf_counter() - started)
+        self._watch(thread_time() - started)
 
     def _set_ends_(self, words: np.ndarray, ends: tuple[int, ...], may_end: bool) -> None:
         if not self._matcher.is_accepting():
