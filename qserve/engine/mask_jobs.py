@@ -24,7 +24,7 @@ from qserve.structured.constraint import Constraint
 
 # That a step waits for masks which were never slow so far. For others it does not.
 PATIENCE_SECONDS = 0.005
-POLL_SECONDS = 0.0005  # between looks at whether the device is done
+POLL_SECONDS = 0.0002  # between looks at whether the device is done
 IDLE_SECONDS = 0.01  # of an engine that has nothing else to do
 # Grammars that were slow have threads of their own, and few, so that the others find one free.
 # One that is slow for the first time holds up one of the others.
@@ -68,9 +68,16 @@ class DraftMasks:
         """Begin. What the request gets meanwhile changes nothing here."""
         self.found: list[np.ndarray | None] = []  # as far as they are done
         self._token_ids = [*request.token_ids]
-        self.future = _threads(False).submit(
-            self._follow, request, drafts, request.constraint.copy()
-        )
+        cursor = request.constraint.copy()
+        self._future = _threads(False).submit(self._follow, request, drafts, cursor)
+
+    @property
+    def future(self) -> Future:
+        return self._future
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
 
     def _follow(self, request: Request, drafts: Sequence[int], cursor: Constraint) -> None:
         for draft in drafts:
@@ -143,6 +150,8 @@ def masks_along(requests: Sequence[Request]) -> list[list[np.ndarray | None]]:
     """The masks along the drafts of each; fewer where one is late. None: no token may follow."""
     begun = [DraftMasks(request, request.drafts) for request in requests]
     wait([each.future for each in begun], PATIENCE_SECONDS)
+    for request, each in zip(requests, begun, strict=True):
+        request.draft_job = each
     return [list(each.found) for each in begun]
 
 
@@ -158,13 +167,15 @@ def _wait(jobs: Sequence[MaskJob], is_computing: Callable[[], bool]) -> None:
     deadline = perf_counter() + PATIENCE_SECONDS
     while missing := [job for job in jobs if not job.is_done]:
         left = deadline - perf_counter()
-        is_patient = left > 0 and not all(job.may_take_long for job in missing)
-        computes = is_computing()
-        if not is_patient and not computes:
+        if is_computing():
+            wait([job.future for job in missing], POLL_SECONDS)
+            continue
+        hopeful = [job.future for job in missing if not job.may_take_long]
+        if left <= 0 or not hopeful:
             for job in missing:
                 job.is_late = True
             return
-        wait([job.future for job in missing], POLL_SECONDS if computes else left)
+        wait(hopeful, left)
 
 
 @cache
