@@ -393,7 +393,9 @@ class CheckpointWriter:
             ) from None
 
     def _check_free(self, folder: str | Path) -> None:
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(str(Path(folder)), "is no folder", "give a new folder")
+        if self.folder.exists() and any(self.folder.iterdir()):
             raise CheckpointError(
                 str(Path(folder)),
                 "already exists and is not empty",

@@ -160,14 +160,15 @@ class EngineConfig:
     speculative_config: str | None = setting(
         None,
         'draft tokens and verify several in a step: {"method": "ngram",'
-        ' "num_speculative_tokens": 4}, or suffix, or with "model": FOLDER draft_model, eagle,'
+        ' "num_speculative_tokens": 4}, or suffix, mtp, or with "model": FOLDER draft_model, eagle,'
         " eagle3, medusa; keys as vLLM's",
     )
     spec_acceptance: str = setting(
         "exact",
         "which drafts become output; exact: those that make the same text as without them;"
-        " rejection: more where tokens are drawn, of the same distribution",
-        ("exact", "rejection"),
+        " rejection: more where tokens are drawn, of the same distribution; typical: Medusa's rule,"
+        " of another distribution",
+        ("exact", "rejection", "typical"),
     )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
@@ -206,8 +207,7 @@ class EngineConfig:
         """What --speculative-config says. Raises InputError."""
         if self.speculative_config is None:
             return None
-        found = SpeculativeConfig.parse(self.speculative_config)
-        return found if self.spec_acceptance == "exact" else found.with_rejection()
+        return SpeculativeConfig.parse(self.speculative_config, self.spec_acceptance)
 
     @property
     def num_ranks(self) -> int:

@@ -122,7 +122,7 @@ class Worker:
     def _speculator(
         self, config: EngineConfig, target: Decoder, device: torch.device
     ) -> Speculator | None:
-        """What drafts: each rank that draws tokens has all of a drafter; their drafts are alike."""
+        """What drafts: each rank that draws tokens has all of a drafter, but of `mtp` its share."""
         if config.speculation is None:
             return None
         context = BuildContext(
@@ -134,6 +134,8 @@ class Worker:
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             kernels=config.kernels,
+            ranks=self._ranks,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
         drafter = build_device_drafter(context) if target.head is not None else None
         return Speculator(

@@ -77,9 +77,13 @@ class Weights:
         """Whether embedding, last norm and head are wanted."""
         return self.pipeline is None or self.pipeline.is_first
 
-    def embedding(self) -> torch.Tensor:
-        """The table of tokens [V, C]; of a model that is shared out, this rank's rows."""
-        table_VC = self._model_tensor(self.family.embedding)
+    def embedding(self, name: str | None = None) -> torch.Tensor:
+        """The table of tokens [V, C]; of a model that is shared out, this rank's rows.
+
+        `name`: of another table than the model's.
+        """
+        shape = self.shape(self.family.model_tensors[self.family.embedding])
+        table_VC = self.tensor(name or self.family.embedding, shape)
         part = self.vocabulary
         return table_VC if part is None else table_VC[part.start : part.stop].clone()
 
@@ -99,13 +103,19 @@ class Weights:
     def head(self, embedding_VC: torch.Tensor) -> Linear:
         """The output head: one of its own, or the embedding."""
         name = self.family.head.removesuffix(".weight")
-        part = self.vocabulary
         if self.config.tied_head and not self.source.is_quantized(name):
-            head = FloatLinear(embedding_VC)
-        else:
-            cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
-            sizes = [self.config.vocab_size], self.config.hidden_size
-            head = self.linear([name], *sizes, cuts=[cut])
+            return self._gathered(FloatLinear(embedding_VC))
+        return self.output_matrix(name)
+
+    def output_matrix(self, name: str) -> Linear:
+        """From states to logits of the whole vocabulary."""
+        part = self.vocabulary
+        cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
+        sizes = [self.config.vocab_size], self.config.hidden_size
+        return self._gathered(self.linear([name], *sizes, cuts=[cut]))
+
+    def _gathered(self, head: Linear) -> Linear:
+        part = self.vocabulary
         return head if part is None else GatheredLinear(head, part.communicator, part.widths)
 
     def classifier(self) -> torch.Tensor | None:
@@ -121,7 +131,11 @@ class Weights:
             for next_number in (number, number + 1):
                 if next_number in numbers:
                     self.source.expect(self.family.layer.format(i=next_number))
-            yield LayerWeights(self, number)
+            yield self.layer(number)
+
+    def layer(self, number: int) -> "LayerWeights":
+        """Those of one layer."""
+        return LayerWeights(self, number)
 
     def rotary(self, rope: RopeConfig | None) -> Rotary:
         """The rotations of all positions, one table for layers alike; None: of no channel."""
@@ -235,9 +249,6 @@ class Weights:
     def shape(self, shape: Shape) -> tuple[int, ...]:
         """A row's shape in numbers."""
         return tuple(size(names, self._sizes) for names in shape)
-
-    def _model_tensor(self, name: str) -> torch.Tensor:
-        return self.tensor(name, self.shape(self.family.model_tensors[name]))
 
     def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
         operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"

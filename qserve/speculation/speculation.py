@@ -65,7 +65,8 @@ class Speculation:
             count = max(0, min(most, request.num_drafts))
         table, wanted = request.block_table, num_tokens + count
         # A device drafter also writes keys of what it proposes for the step after.
-        for length in (wanted + self._drafting.num_drafts, wanted):
+        with_next = min(wanted + self._drafting.num_drafts, self._max_model_len)
+        for length in (with_next, wanted):
             if pool.can_grow(table, length):
                 pool.grow_(table, length)
                 return 1 + count
@@ -122,7 +123,7 @@ class Speculation:
         """Tokens that the host proposes, or knows of, as far as they may follow."""
         left = request.max_tokens - (len(request.token_ids) - request.num_prompt_tokens) - 1
         most = min(most, left)
-        if most < 1:
+        if most < 1 or not request.may_draft:
             return ()
         if self._host is None:
             drafts = request.drafts[:most]

@@ -22,7 +22,7 @@ from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import DeviceDrafter
 from qserve.speculation.draws import Draws
-from qserve.speculation.rejection import draw_verify
+from qserve.speculation.rejection import draw_verify, judge_of
 
 DrawRows = Callable[[torch.Tensor, SampleSettings], Samples]
 
@@ -113,10 +113,12 @@ class SpeculativeStep:
         """
         settings = self._settings = self._corrected(settings)
         state, found, accepted_D = self.state, self.found, None
-        if self.rows.verifies and state.config.acceptance == "rejection":
+        if self.rows.verifies and state.config.judges_by_row:
             verify = verify_of(found, self.batch)
             q_DKV = None if state.draft_shares is None else state.draft_shares[found.rows_D]
-            samples, accepted_D = draw_verify(logits_SV, settings, history_WV, verify, q_DKV)
+            samples, accepted_D = draw_verify(
+                logits_SV, settings, history_WV, verify, q_DKV, judge_of(state.config)
+            )
         else:
             samples = self._draw(logits_SV, settings, draw_rows)
         self._tokens_S = samples.tokens_S
