@@ -17,6 +17,7 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine import state_limits
 from qserve.engine.beams import BeamGroup
 from qserve.engine.constrained import Constrained
 from qserve.engine.deadlines import Deadlines
@@ -37,8 +38,6 @@ from qserve.engine.request import Request, RequestEvent, Status
 from qserve.engine.request_rows import RequestRows
 from qserve.engine.scheduler import Scheduler
 from qserve.engine.sizes import largest_step, pick_length
-from qserve.engine.state_limits import check_handling, check_states
-from qserve.engine.state_slots import StatePool
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import StepPlan, load_of
@@ -104,7 +103,7 @@ class Engine:
         self.model_config = ModelConfig.from_folder(config.model)
         self.max_model_len = pick_length(config, self.model_config)
         self.model_config.check_length(self.max_model_len)
-        check_states(config, self.model_config)
+        state_limits.check_states(config, self.model_config)
         self.workers = WorkerGroup(config, self.model_config, self.max_model_len)
         largest = largest_step(config, self.max_model_len, self.runner.drafting)
         self.workers.compile_kernels(largest)
@@ -120,19 +119,17 @@ class Engine:
             num_pages * self.runner.bytes_per_page / GIB,
             self.runner.kv_format,
         )
-        logger.info(
-            "Maximum concurrency for %d tokens per request: %.2fx",
-            self.max_model_len,
-            num_pages * config.block_size / self.max_model_len,
-        )
+        concurrency = num_pages * config.block_size / self.max_model_len
+        text = "Maximum concurrency for %d tokens per request: %.2fx"
+        logger.info(text, self.max_model_len, concurrency)
         self.workers.prepare(num_pages, longest_step)
         self.scheduler = Scheduler(
             PagePool(num_pages, config.block_size, self._host_pages()),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=policy,
-            states=self._states(),
-            prefix_caching=self._finds_prefixes,
+            states=state_limits.make_states(config, self.model_config, self.runner),
+            prefix_caching=state_limits.finds_prefixes(config, self.model_config),
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=self.model_config.longest_window,
             speculation=make_speculation(
@@ -147,8 +144,10 @@ class Engine:
         self.step_ranges = StepRanges()
         self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
         self._requests: dict[str, Request] = {}
-        # Masks follow drafts, and every rank samples: then rows wait for the token before.
+        # Masks follow drafts, every rank samples, and states take no token twice as late rows do:
+        # then rows wait for the token before.
         self._waits = self.scheduler.speculation is not None or self.workers.num_ranks > 1
+        self._waits |= self.model_config.has_states
         self._masks = MaskJobs()
         self._telling: set[str] = set()  # of these, who asks what steps tell of prompts
         self.adapters = make_table(config, self.workers.adapters)
@@ -259,7 +258,7 @@ class Engine:
         if params.has_filter:
             request.token_filter = token_filter(request, self.vocab_size)
             request.follows_last |= self._waits and request.token_filter.follows_output
-        check_handling(subject, handling, self.model_config)
+        state_limits.check_handling(subject, handling, self.model_config)
         if handling.beam_search is not None and self.scheduler.speculation is not None:
             raise InputError(
                 f"request {request_id} use_beam_search",
@@ -486,25 +485,11 @@ class Engine:
         """Room for KV pages in the host's memory, where it is asked for."""
         page_bytes = self.workers.bytes_per_page
         count = num_slots(self.config, page_bytes)
-        if not count or not self._finds_prefixes:
+        if not count or not state_limits.finds_prefixes(self.config, self.model_config):
             return None
         logger.info("KV pages on the host: %d, %.2f GiB", count, count * page_bytes / GIB)
         self.workers.offload_pages(count)
         return HostPages(count)
-
-    @property
-    def _finds_prefixes(self) -> bool:
-        """A state is known behind a request's last token alone, not where a common start ends."""
-        return self.config.enable_prefix_caching and not self.model_config.has_states
-
-    def _states(self) -> StatePool:
-        if not self.model_config.has_states:
-            return StatePool(None)
-        count, num_bytes = self.runner.num_state_slots, self.runner.bytes_of_states
-        logger.info("States: %d slots, %.2f GiB", count, num_bytes / GIB)
-        if self.config.enable_prefix_caching:
-            logger.info("Prefix cache: off, since layers of this model have states")
-        return StatePool(count)
 
     def _pick_num_pages(self, largest_step: StepInput) -> int:
         config = self.config

@@ -1,16 +1,22 @@
-"""What does not work yet with models whose layers have states. Knows settings, no tensors.
+"""What does not work yet with models whose layers have states, and what is off. Knows settings.
 
 A state stands for all tokens before it. What goes back, or shares a beginning, or moves to another
 place would need copies of it.
 """
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.memory import GIB
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.state_slots import StatePool
 from qserve.handling import Handling
 from qserve.model.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Limit(NamedTuple):
@@ -76,3 +82,19 @@ def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None
             " cannot share a beginning",
             "leave it out, or ask for n outputs",
         )
+
+
+def finds_prefixes(config: EngineConfig, model: ModelConfig) -> bool:
+    """A state is known behind a request's last token alone, not where a common start ends."""
+    return config.enable_prefix_caching and not model.has_states
+
+
+def make_states(config: EngineConfig, model: ModelConfig, runner: ModelRunner) -> StatePool:
+    """The slots of a runner's states, said in the log with what they rule out."""
+    if not model.has_states:
+        return StatePool(None)
+    count = runner.num_state_slots
+    logger.info("States: %d slots, %.2f GiB", count, runner.bytes_of_states / GIB)
+    if config.enable_prefix_caching:
+        logger.info("Prefix cache: off, since layers of this model have states")
+    return StatePool(count)

@@ -71,7 +71,7 @@ def hybrid(tiny_model, tmp_path_factory):
     made = {}
 
     def make(name):
-        if name in FAMILIES:
+        if name not in VARIANTS:
             return tiny_model(name)
         if name not in made:
             made[name] = make_tiny(tmp_path_factory.mktemp("variant") / "model", *VARIANTS[name])
@@ -169,6 +169,15 @@ def test_logits_of_a_sequence_leave_all_states_alone(hybrid):
     states = [c for c in llm.engine.runner.caches if isinstance(c, StateSlots)]
     assert len(states) == 2 and all(each.memory_PHKV.isnan().all() for each in states)
     assert all(each.conv_PCW.isnan().all() for each in states)
+
+
+def test_a_token_is_never_computed_again(hybrid):
+    """As rows are whose masks come late: those of such requests wait for the token before."""
+    params = SamplingParams(bad_words=("x",), bad_words_token_ids=((5, 6),), max_tokens=4)
+    for name, waits in (("qwen3_5", True), ("qwen3", False)):
+        engine = LLM(hybrid(name), device="cpu", max_model_len=64).engine
+        engine.add_request("a", TOKENS, params)
+        assert engine._requests["a"].follows_last == waits
 
 
 def test_no_prefix_is_found_and_that_is_said(hybrid, caplog):
