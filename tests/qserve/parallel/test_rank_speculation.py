@@ -12,6 +12,7 @@ from qserve.engine import microbatches, rank_executors
 from qserve.speculation import drafter as drafters
 from tests.qserve.parallel.rank_of_small_parts import MIN_TOKENS
 from tests.qserve.speculation.drafters import ERRING
+from tests.qserve.speculation.mtp_model import make_mtp
 from tests.qserve.speculation.traces import make_engine, make_requests, run
 
 exhaustive = pytest.mark.exhaustive
@@ -70,6 +71,24 @@ def test_stages(method, tensor, stages, steps_in_flight, docs_5m, monkeypatch):
         pipeline_parallel_size=stages,
         **settings_of(method, docs_5m),
     )
+    try:
+        assert run(engine, requests, 6) == want
+        verifies, drafts, *accepted = engine.scheduler.speculation.take_counts()
+        assert drafts >= verifies > 5 and 0 < accepted[0] < drafts
+    finally:
+        engine.close()
+
+
+@exhaustive
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
+def test_the_models_own_layer_for_drafts(tensor, stages, docs_5m, tmp_path):
+    """Shared out over ranks as the model's layers are; with stages the last one's state travels."""
+    folder = make_mtp(tmp_path / "often_right", docs_5m, agreement=0.7, vocab_size=8192)
+    requests = make_requests(5, 10)
+    want = run(make_engine(folder), requests, 5)
+    settings = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+    ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    engine = make_engine(folder, speculative_config=settings, **ranks)
     try:
         assert run(engine, requests, 6) == want
         verifies, drafts, *accepted = engine.scheduler.speculation.take_counts()
