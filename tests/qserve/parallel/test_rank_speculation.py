@@ -95,25 +95,3 @@ def test_the_models_own_layer_for_drafts(tensor, stages, docs_5m, tmp_path):
         assert drafts >= verifies > 5 and 0 < accepted[0] < drafts
     finally:
         engine.close()
-
-
-@exhaustive
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_layer_of_the_models_own_file(tensor, docs_5m, tmp_path):
-    """`mtp`, whose layer the ranks of the first stage share out."""
-    folder = make_mtp(tmp_path / "mtp", docs_5m, agreement=0.7, vocab_size=8192)
-    requests = make_requests(5, 8)
-    want = run(make_engine(folder), requests, 5)
-    config = json.dumps({"method": "mtp", "num_speculative_tokens": 2})
-    engine = make_engine(
-        folder,
-        1,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=2,
-        speculative_config=config,
-    )
-    try:
-        assert run(engine, requests, 6) == want
-        assert engine.scheduler.speculation.take_counts()[2] > 0
-    finally:
-        engine.close()
