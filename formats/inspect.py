@@ -16,7 +16,7 @@ from typing import Any
 from formats.bare_model import bare_names, with_head
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError
-from formats.findings import Findings, Problem
+from formats.findings import Findings, Problem, how_many
 from formats.inspect_awq import awq_linear, gemv_linear
 from formats.inspect_compressed import compressed_linear
 from formats.inspect_config import Choices, check_config
@@ -108,7 +108,7 @@ class Inspection:
             ),
             "",
             *(str(problem) for problem in self.problems),
-            "no problems found" if not self.problems else f"{len(self.problems)} problems found",
+            how_many(self.problems),
         ]
         return "\n".join(lines)
 

@@ -24,7 +24,8 @@ class ServerClient:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError("--url", f"expected http://HOST:PORT/v1, found {url!r}")
-        self._parts, self._path = parts, parts.path.rstrip("/")
+        # As servers print it: without the path of the API.
+        self._parts, self._path = parts, parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.bench.sweep_settings import PlotSettings
 
 DEFAULT_Y = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms")
@@ -58,7 +58,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
             found = json.loads(file.read_text(encoding="utf-8"))
             rows += found if isinstance(found, list) else [found]
     except (OSError, ValueError) as error:
-        raise InputError(path, f"cannot be read: {error}") from None
+        raise InputError(path, f"cannot be read: {one_line(error)}") from None
     if not rows:
         raise InputError(path, "holds no result")
     return rows

@@ -6,7 +6,7 @@ import socket
 import ssl
 import stat
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.config import ServerConfig
 
 
@@ -36,7 +36,9 @@ def address(listener: socket.socket, *, tls: bool) -> str:
 
 def address_error(address: str, error: Exception) -> InputError:
     return InputError(
-        address, f"cannot be listened on: {error}", "choose another --host, --port or --uds"
+        address,
+        f"cannot be listened on: {one_line(error)}",
+        "choose another --host, --port or --uds",
     )
 
 
@@ -63,7 +65,7 @@ def check_tls(config: ServerConfig) -> None:
     except (OSError, ValueError) as error:
         raise InputError(
             "--ssl-certfile",
-            f"cannot be used with its key: {error}",
+            f"cannot be used with its key: {one_line(error)}",
             "give PEM files of a certificate and of its key without a password",
         ) from error
 
