@@ -246,6 +246,7 @@ def quantize_checkpoint(
         with clock("reading back"):
             bar.set_description("reading back")
             verify(staged, output.digests, model, output.rewritten, config)
+        verdicts = inspect_checkpoint(staged).loads_in
         report = QuantizationReport(
             source=str(source),
             source_sha256=combined(
@@ -267,8 +268,8 @@ def quantize_checkpoint(
             versions={"quantizer": quantizer, **tool_versions()},
             seconds=clock.total,
             left_in_float=plan.reasons,
+            loads_in={each.program: (each.answer, each.reason) for each in verdicts},
         )
-        verdicts = inspect_checkpoint(staged).loads_in
         writer.write_text(CARD, model_card(report, verdicts, Path(target).name))
         if settings is not None:
             writer.write_text(RECIPE_FILE, recipe_text(settings))

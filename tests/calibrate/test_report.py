@@ -43,7 +43,10 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     report = quantize_checkpoint(source, target, scheme=SCHEME, progress=False, quantizer="q:1")
     errors = [linear.relative_error for linear in report.linears]
     assert [linear.relative_error for linear in report.worst] == sorted(errors, reverse=True)[:5]
-    assert report.worst[0].name in report.to_text().splitlines()[-1].split(",")[0]
+    lines = report.to_text().splitlines()
+    (worst,) = (line for line in lines if line.startswith("worst: "))
+    assert report.worst[0].name in worst.split(",")[0]
+    assert lines[-1].startswith("loads in: this project, vLLM, ")
     stored = json.loads((target / "quantization_report.json").read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
     assert stored["scheme"] == "w4a16-sym-g32"
@@ -58,3 +61,11 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     text = report.to_text()
     for linear in report.linears:
         assert linear.name in text
+
+
+def test_who_does_not_load_it_is_said_with_the_reason(tiny_checkpoint):
+    source = tiny_checkpoint().write()
+    settings = {"scheme": Scheme.parse("w4a16-asym-g32"), "output_format": "gptq"}
+    report = quantize_checkpoint(source, source.parent / "out", progress=False, **settings)
+    assert "\nvLLM: no: takes symmetric" in report.to_text()
+    assert "vLLM" not in next(x for x in report.to_text().splitlines() if "loads in" in x)
