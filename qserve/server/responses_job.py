@@ -130,7 +130,7 @@ class ReasoningItem(Body):
 
 def _kind_of(item: Any) -> str:
     """Which of the items; a message may leave its type out."""
-    kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if isinstance(kind, str) else ""
 
 

@@ -81,7 +81,7 @@ GATE = "model.layers.2.mlp.gate_proj"
     [(name, "w4a16-sym") for name in ("rtn", "imatrix", "gptq", "gptaq", "awq", "rotate")]
     + [("rtn", "w8a16-sym"), ("rtn", "w8a8"), ("smoothquant+gptq", "w8a8")],
 )
-@pytest.mark.parametrize("factor", [1e8, 1e-9])
+@pytest.mark.parametrize("factor", [1e8, pytest.param(1e-9, marks=pytest.mark.exhaustive)])
 def test_weights_beyond_the_scales_stop_the_run(copy_5m, tmp_path, recipe, scheme, factor):
     source = copy_5m(lambda tensors: tensors[f"{GATE}.weight"].mul_(factor))
     options = {**FAST, "scheme": Scheme.parse(scheme), "ignore": ["layers.0", "layers.1"]}

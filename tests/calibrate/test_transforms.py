@@ -167,8 +167,12 @@ def test_hostile_model_computes_the_same(perplexity, docs_5m, hostile):
 
 @pytest.mark.parametrize(
     ("transform", "spec", "bits"),
-    [(AWQ, W4, None), (ROTATE, W4, None), (SMOOTHQUANT, W8, 8), (ROTATE, W8, 8)],
-    ids=["awq-w4", "rotate-w4", "smoothquant-w8a8", "rotate-w8a8"],
+    [
+        pytest.param(AWQ, W4, None, id="awq-w4"),
+        pytest.param(ROTATE, W4, None, id="rotate-w4", marks=pytest.mark.exhaustive),
+        pytest.param(SMOOTHQUANT, W8, 8, id="smoothquant-w8a8"),
+        pytest.param(ROTATE, W8, 8, id="rotate-w8a8", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_transform_mends_a_hostile_model(perplexity, docs_5m, hostile, transform, spec, bits):
     plain = perplexity(docs_5m, spec=spec, bits=bits)

@@ -172,6 +172,7 @@ def test_mistakes_get_openai_errors(server, change, error, words):
     assert words in str(raised.value)
 
 
+@pytest.mark.exhaustive
 def test_api_key_guards_and_sigterm_ends(quantized_5m, start_server):
     server = start_server(quantized_5m, "--api-key", "secret")
     with pytest.raises(openai.AuthenticationError):

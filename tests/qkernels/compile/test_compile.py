@@ -18,7 +18,7 @@ from tests.qkernels.compile.cards import CARDS
 from tests.qkernels.compile.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
-CASES_OF_ITEM = 8  # a process of its own each, so that workers share them
+CASES_OF_ITEM = 11  # a process of its own each, so that workers share them
 REGISTERS_OF_SM = 65536
 
 # The loading warps of sm90_prefill keep 24 registers each and spill; of the loops that multiply,

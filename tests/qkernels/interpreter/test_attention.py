@@ -15,6 +15,8 @@ from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
+exhaustive = pytest.mark.exhaustive
+
 
 def exact(q, k, v, count, length, scale, window, soft_cap, sinks=None):
     """One request in float64, head by head."""
@@ -179,7 +181,7 @@ def test_page_sizes_around_their_edges(check, dtype, B):
     check([1, 1, 1, 3], [B - 1, B, B + 1, 2 * B + 1], 2, 1, 16, B, dtype)
 
 
-@pytest.mark.parametrize("B", [16, 64, 128])
+@pytest.mark.parametrize("B", [16, pytest.param(64, marks=exhaustive), 128])
 def test_chunk_after_many_keys(check, dtype, B):
     """Most steps lie before the chunk's first row and take the path without a mask."""
     check([40, 33, 1], [300, 33, 200], 4, 2, 32, B, dtype)
@@ -189,7 +191,7 @@ def test_chunk_whose_rows_are_not_multiples_of_16_bytes(check, dtype):
     check([40], [200], 2, 1, 18, 16, dtype, interleaved=True)
 
 
-@pytest.mark.parametrize("split", [2, 8, 32])
+@pytest.mark.parametrize("split", [2, 8, pytest.param(32, marks=exhaustive)])
 @pytest.mark.parametrize("window", [None, 50])
 def test_splits_of_a_context_merge(check, dtype, split, window):
     """Contexts of one key to hundreds: some parts are empty."""

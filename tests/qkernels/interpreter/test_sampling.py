@@ -18,7 +18,7 @@ from qkernels.sampling.settings import (
 
 exhaustive = pytest.mark.exhaustive
 ON_GPU = torch.cuda.is_available()
-SIZES = (33, 1000, 5001, 128256, 151936) if ON_GPU else (33, 2100)
+SIZES = (33, 1000, 5001, 128256, 151936) if ON_GPU else (pytest.param(33, marks=exhaustive), 2100)
 
 
 def few(count):
@@ -95,7 +95,15 @@ def seeds_that_draw(token, among, count=2, position=0):
 
 
 # the last is more candidates than are compared each with each
-@pytest.mark.parametrize("vocabulary, top_k", [(100, 1), (100, 40), (300, 40), (1500, 300)])
+@pytest.mark.parametrize(
+    "vocabulary, top_k",
+    [
+        pytest.param(100, 1, marks=exhaustive),
+        (100, 40),
+        pytest.param(300, 40, marks=exhaustive),
+        (1500, 300),
+    ],
+)
 def test_top_k_cuts_inside_equal_values(device, vocabulary, top_k):
     """The lower tokens stay: the last of them can be drawn, the next cannot, even if it would."""
     last, following = top_k - 1, top_k
@@ -198,7 +206,7 @@ def test_forbidden_tokens_are_never_drawn(device):
         assert tokens == reference_sampling.sample_(logits, settings).tokens_S.tolist()
 
 
-@pytest.mark.parametrize("vocabulary", [33, 5001])
+@pytest.mark.parametrize("vocabulary", [pytest.param(33, marks=exhaustive), 5001])
 def test_logprobs(device, half, poison, vocabulary):
     """Of the logits as they came, whatever bias, temperature and filter do to the draw."""
     asked = [-1, 0, 1, 20, 5]

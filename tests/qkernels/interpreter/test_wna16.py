@@ -9,6 +9,8 @@ from qkernels.wna16 import gemm, prepack
 from qkernels.wna16.triton_config import MAX_FUSED_ROWS, TritonGemmConfig
 from tests.qkernels.plans import multiply
 
+exhaustive = pytest.mark.exhaustive
+
 GROUPS = (32, 64, 128, 256, -1)
 
 
@@ -99,7 +101,9 @@ def test_many_rows_take_the_scratch_buffer(check, make_weight, device, half, poi
     check(make_weight(64, 128, 128), x, bias)
 
 
-@pytest.mark.parametrize("split", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "split", [pytest.param(2, marks=exhaustive), 3, pytest.param(4, marks=exhaustive), 8]
+)
 def test_split_sums_every_part_once(check, make_weight, device, half, poison, split):
     """9 steps: the parts differ in length, and 8 parts leave some with one step."""
     packed, bias = make_weight(136, 9 * 32, 32, bits=8), torch.randn(136).to(device, half)

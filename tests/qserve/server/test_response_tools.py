@@ -135,6 +135,7 @@ def test_reasoning_is_an_item(make_server):
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
         ({"input": [{"type": "web_search_call"}]}, "input.0"),
+        *(({"input": [item]}, "input.0") for item in (1, None, [], "a", 0.5, {"type": 1})),
     ],
 )
 def test_what_is_refused(hermes, error, fields, param):
