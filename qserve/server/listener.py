@@ -42,11 +42,14 @@ def address_error(address: str, error: Exception) -> InputError:
     )
 
 
-def remove(listener: socket.socket) -> None:
-    """Remove the file of a Unix socket."""
-    if listener.family == socket.AF_UNIX:
+def remove(path: str | None) -> None:
+    """Remove the file of a Unix socket, where the server listened to one.
+
+    By its path: the socket is closed by now, and does not know it any more.
+    """
+    if path is not None:
         with contextlib.suppress(OSError):
-            os.unlink(listener.getsockname())
+            os.unlink(path)
 
 
 def check_tls(config: ServerConfig) -> None:

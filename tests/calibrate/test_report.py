@@ -1,6 +1,7 @@
 """The report: its numbers, its file, its table."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,18 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     lines = report.to_text().splitlines()
     (worst,) = (line for line in lines if line.startswith("worst: "))
     assert report.worst[0].name in worst.split(",")[0]
-    assert lines[-1].startswith("loads in: this project, vLLM, ")
+    assert report.loads_in.keys() == {"this project", "vLLM", "SGLang", "transformers"}
+    answers = {
+        "this project": ("yes", ""),
+        "vLLM": ("no", "takes symmetric codes"),
+        "SGLang": ("slow", "by a plain kernel"),
+        "transformers": ("yes", "with gptqmodel"),
+    }
+    assert replace(report, loads_in=answers).to_text().splitlines()[-3:] == [
+        "loads in: this project, transformers (with gptqmodel)",
+        "vLLM: no: takes symmetric codes",
+        "SGLang: slow: by a plain kernel",
+    ]
     stored = json.loads((target / "quantization_report.json").read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
     assert stored["scheme"] == "w4a16-sym-g32"
@@ -61,11 +73,3 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     text = report.to_text()
     for linear in report.linears:
         assert linear.name in text
-
-
-def test_who_does_not_load_it_is_said_with_the_reason(tiny_checkpoint):
-    source = tiny_checkpoint().write()
-    settings = {"scheme": Scheme.parse("w4a16-asym-g32"), "output_format": "gptq"}
-    report = quantize_checkpoint(source, source.parent / "out", progress=False, **settings)
-    assert "\nvLLM: no: takes symmetric" in report.to_text()
-    assert "vLLM" not in next(x for x in report.to_text().splitlines() if "loads in" in x)

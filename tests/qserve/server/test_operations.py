@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import ssl
 import subprocess
@@ -158,16 +159,17 @@ def run_on():
         web = uvicorn.Server(uvicorn_config(server.app, Connections(limit=100), **options))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        ends.append((web, thread, bound))
+        ends.append((web, thread, config.uds))
         while not web.started:
             thread.join(0.01)
         return listener.address(bound, tls=config.ssl_certfile is not None)
 
     yield run
-    for web, thread, bound in ends:
+    for web, thread, path in ends:
         web.should_exit = web.force_exit = True
         thread.join(10)
-        listener.remove(bound)
+        listener.remove(path)
+        assert path is None or not os.path.exists(path)
 
 
 def test_https(make_server, run_on, certificate):
