@@ -227,7 +227,7 @@ def _read_quantization(
     except InputError as error:
         findings.caught(error, unread=True)
         return None, f"{error.subject}: {error.problem}"
-    if BLOCK not in config:
+    if config and BLOCK not in config:  # else it cannot be read, which is said already
         findings.warning(
             second_file(folder),
             f"holds the {BLOCK}, config.json does not",

@@ -81,6 +81,12 @@ class ServerClient:
             raise InputError(
                 where, "no server answers there", "start one with `qserve serve`, or give --url"
             ) from error
+        except ssl.SSLCertVerificationError as error:
+            raise InputError(
+                self._parts.netloc,
+                f"its certificate cannot be trusted: {error.verify_message}",
+                "name the file of its authority in the environment's SSL_CERT_FILE",
+            ) from error
         except http.client.HTTPException as error:
             raise ServerError(f"the answer was cut: {type(error).__name__}") from error
         finally:

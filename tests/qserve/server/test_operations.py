@@ -13,6 +13,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve import logs
+from qserve.client_http import ServerClient
 from qserve.config import ServerConfig
 from qserve.server import listener
 from qserve.server.app import _tls_options, uvicorn_config
@@ -177,6 +178,8 @@ def test_https(make_server, run_on, certificate):
     listener.check_tls(config)
     url = run_on(make_server(config), config)
     assert url.startswith("https://127.0.0.1:")
+    with pytest.raises(InputError, match="cannot be trusted.*SSL_CERT_FILE"):
+        ServerClient(url).get("/models")
     trust = ssl.create_default_context(cafile=certificate[0])
     body = {"prompt": "a", "stream": True}
     with httpx.Client(verify=trust, base_url=url) as client:
