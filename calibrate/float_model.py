@@ -12,8 +12,10 @@ from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
 from formats.family import check_num_layers
 from formats.findings import Findings
+from formats.inspect_config import check_config
 from formats.inspect_model import check_shapes
 from formats.lora import LoraAdapter
+from formats.next_token import draft_linears
 from formats.padding import Padding
 from formats.quant_config import BLOCK
 
@@ -31,6 +33,7 @@ class FloatModel:
         """
         self.reader = CheckpointReader(folder)
         check_num_layers(self.reader.config)
+        self._check_config()
         self.layer_map = find_layer_map(self.reader.config)
         self.padding: Padding | None = None
         self.adapter: LoraAdapter | None = None  # what its layers run with while data is read
@@ -49,6 +52,11 @@ class FloatModel:
     def entries(self) -> dict[str, TensorEntry]:
         """The tensors as they are stored, without padding."""
         return self.reader.entries
+
+    @property
+    def draft_linears(self) -> dict[str, tuple[int, int]]:
+        """[N, K] of the linears of layers for drafts, by name: they are copied as they are."""
+        return draft_linears(self.reader.config, self.entries)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -101,6 +109,14 @@ class FloatModel:
                 f"its tokenizer cannot be loaded: {one_line(error)}",
                 "add tokenizer.json",
             ) from None
+
+    def _check_config(self) -> None:
+        """Numbers that no layer runs with would come out in every weight, or in every answer."""
+        findings = Findings()
+        check_config(self.reader.config, findings)
+        for problem in findings.problems:
+            if problem.severity == "error":
+                raise CheckpointError(problem.subject, problem.text, "mend config.json")
 
     def _check_not_quantized(self) -> None:
         quantized = [name for name in self.entries if name.endswith(".qweight")]

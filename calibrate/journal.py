@@ -75,7 +75,10 @@ class Journal:
             self.folder.mkdir(parents=True)
             self._write(IDENTITY, json.dumps(self.identity, indent=2).encode())
         except OSError as error:
-            raise CheckpointError(str(self.folder), f"cannot be made: {error.strerror}") from None
+            self.remove()
+            raise DiskError(
+                str(self.folder), f"cannot be made: {error.strerror}", "is the disk full?"
+            ) from None
 
     def __enter__(self) -> "Journal":
         return self

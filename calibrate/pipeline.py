@@ -54,6 +54,7 @@ from formats.scheme import Scheme
 from formats.side_files import find_side_files
 
 EVAL_WINDOWS, EVAL_LENGTH = 48, 1024
+NOT_REGROUPED = "act-order: no linear's groups have other inputs for it; it is written without"
 log = logging.getLogger(__name__)
 
 
@@ -127,6 +128,7 @@ def quantize_checkpoint(
         kv_cache=kv_cache,
         kv_per_head=kv_per_head,
         act_order=act_order,
+        kept=dict.fromkeys(model.draft_linears, "is in a layer for drafts"),
     )
     if adapter is not None:
         family = model.layer_map.family
@@ -239,6 +241,8 @@ def quantize_checkpoint(
         with clock("perplexity"):
             perplexity = _compare(model, model_tensors, stream, eval_text)
         config = {**model.config, **_config_changes(model, model_tensors)}
+        if plan.act_order and not output.regrouped:
+            plan = replace(plan, act_order=False)  # what more readers load, and faster
         block = plan.config(quantizer).to_dict()
         staged = writer.seal({**config, BLOCK: block}, side_files_from=model.folder)
         if layout.second_file is not None:
@@ -264,7 +268,11 @@ def quantize_checkpoint(
             kv_scales=output.kv_scales,
             perplexity=perplexity,
             seconds_by_stage=clock.seconds,
-            warnings=(*plan.warnings, *_warnings(data, model, model_tensors)),
+            warnings=(
+                *plan.warnings,
+                *([NOT_REGROUPED] if act_order and not plan.act_order else []),
+                *_warnings(data, model, model_tensors),
+            ),
             versions={"quantizer": quantizer, **tool_versions()},
             seconds=clock.total,
             left_in_float=plan.reasons,
@@ -291,12 +299,14 @@ class _Output:
     rewritten: dict[str, str] = field(default_factory=dict)  # tensor -> its digest
     reports: list[LinearReport] = field(default_factory=list)
     kv_scales: dict[str, float] = field(default_factory=dict)  # by their tensors' names
+    regrouped: bool = False  # does any linear have groups of inputs that stand apart?
 
     def add_layer(self, prefix: str, finished: FinishedLayer, model: FloatModel) -> None:
         """A layer's codes in the layout's tensors, then its other tensors."""
         reports = {report.name: report for report in finished.reports}
         for local, packed in finished.packed.items():
             name = f"{prefix}.{local}"
+            self.regrouped |= packed.input_order is not None
             tensors = self.layout.encode(packed, name)
             for leaf, tensor in tensors.items():
                 self.writer.add(f"{name}.{leaf}", tensor)

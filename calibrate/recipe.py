@@ -94,14 +94,17 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def identity_of(recipe: Recipe) -> str:
-    """What tells a recipe from others of its name: one's own by the files that its code stands in.
+    """What tells a recipe from others of its name: one's own by the files that its code stands in,
+    the values that are bound to it, and its settings.
 
     Layers of an unfinished run must not be taken over by a solver that has been mended since.
     """
     if RECIPES.get(recipe.name) is recipe:
         return recipe.name
     steps = [step for t in recipe.transforms for step in (t.on_model, t.on_load, t.on_statistics)]
-    return f"{recipe.name}, source {source_code.digest([recipe.solver, *steps])[:8]}"
+    source = source_code.digest([recipe.solver, *steps])[:8]
+    tuning = f", {recipe.tuning}" if recipe.tuning is not None else ""
+    return f"{recipe.name}, source {source}{', corrects' * recipe.corrects}{tuning}"
 
 
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:

@@ -16,6 +16,7 @@ from formats.weights import Weight
 
 REPORT = "quantization_report.json"
 NUM_WORST = 5  # linears named in the summary
+MAX_NAMES_SHOWN = 8  # of those left in float for one reason
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # (mixture, number)
@@ -199,9 +200,12 @@ class QuantizationReport:
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_in_float.items():
             by_reason.setdefault(reason, []).append(name)
-        return [
-            f"left in float: {', '.join(names)}: {reason}" for reason, names in by_reason.items()
-        ]
+        lines = []
+        for reason, names in by_reason.items():
+            more = len(names) - MAX_NAMES_SHOWN
+            shown = ", ".join(names[:MAX_NAMES_SHOWN]) + f" and {more} more" * (more > 0)
+            lines.append(f"left in float: {shown}: {reason}")
+        return lines
 
 
 def tool_versions() -> dict[str, str]:

@@ -1,18 +1,25 @@
-"""The code of a function of the user's own: its file, and the files beside it that it uses."""
+"""The code of a function of the user's own: its file, the files beside it that it uses, and the
+values that were bound to it."""
 
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from calibrate.digest import tensor_digest
 
 INSTALLED = {"site-packages", "dist-packages"}  # told apart by their versions
 
 
 def digest(functions: list[Callable | None]) -> str:
-    """Changes where the code of one of them does."""
+    """Changes where the code of one of them does, or a value that is bound to it."""
     found = hashlib.sha256()
     for function in functions:
         for part in _parts(function):
@@ -25,15 +32,36 @@ def _parts(function: Callable | None) -> list[bytes]:
     if function is None:
         return [b"-"]
     if isinstance(function, partial):
-        return _parts(function.func)
+        bound = [_said_of((function.args, function.keywords))]
+        return _parts(function.func) + bound * bool(function.args or function.keywords)
+    bound = []
     if not inspect.isroutine(function):
+        bound = [_said_of(getattr(function, "__dict__", {}))]
         function = type(function).__call__
     try:
         file = Path(inspect.getsourcefile(function))
-        return [file.read_bytes(), *(other.read_bytes() for other in _helpers(function, file))]
+        helpers = [other.read_bytes() for other in _helpers(function, file)]
+        return [function.__qualname__.encode(), *bound, file.read_bytes(), *helpers]
     except (TypeError, OSError):
         code = getattr(function, "__code__", None)
         return [repr(_said(code) if code else function).encode()]
+
+
+def _said_of(value: Any) -> bytes:
+    """A bound value, the same in every process; of an object that nobody knows, its type."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value).encode()
+    if isinstance(value, Mapping):
+        value = sorted(value.items(), key=lambda item: str(item[0]))
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [(each.name, getattr(value, each.name)) for each in fields(value)]
+    elif isinstance(value, torch.Tensor):
+        return tensor_digest(value).encode()
+    elif callable(value) and not isinstance(value, type):
+        return b"".join(_parts(value))
+    if isinstance(value, list | tuple):
+        return b"(" + b",".join(_said_of(each) for each in value) + b")"
+    return type(value).__qualname__.encode()
 
 
 def _said(code: CodeType) -> tuple:

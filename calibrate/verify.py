@@ -68,9 +68,11 @@ def verify(
         raise CheckpointError(name, "is missing from the written checkpoint", REMEDY)
     for name in sorted(written.entries.keys() - names.union(kept)):
         raise CheckpointError(name, "is in the written checkpoint, but nothing wrote it", REMEDY)
+    regrouped = False
     for name, digest in expected.items():
         tensors = {field: written.get(f"{name}.{field}") for field in digest.fields}
         weight = decode_linear(name, tensors, quant_config)
+        regrouped |= weight.input_order is not None
         found = LinearDigest.of(weight, tensors)
         for part in {**digest.hashes, **found.hashes}:
             if found.hashes.get(part) != digest.hashes.get(part):
@@ -79,6 +81,13 @@ def verify(
             raise CheckpointError(
                 name, f"reads back as {found.scheme}, not as {digest.scheme}", REMEDY
             )
+    if quant_config.act_order != regrouped:
+        raise CheckpointError(
+            f"{BLOCK} in config.json",
+            f"states {'an' if quant_config.act_order else 'no'} order of inputs (act-order), the"
+            f" tensors have {'one' if regrouped else 'none'}",
+            REMEDY,
+        )
     for name in kept:
         tensor = written.get(name)
         if name in rewritten:

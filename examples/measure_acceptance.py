@@ -58,7 +58,7 @@ def main() -> None:
             print(
                 json.dumps(
                     {
-                        "drafter": drafter["method"],
+                        "drafter": llm.engine.config.speculation.method,
                         "model": drafter.get("model"),
                         "T": temperature,
                         "drafts": drafter["num_speculative_tokens"],

@@ -283,7 +283,7 @@ def check_is_free(folder: str | Path) -> None:
             str(path), "already exists and is not empty", "give a new folder or empty it"
         )
     if path.exists() and not path.is_dir():
-        raise CheckpointError(str(path), "is a file", "give a new folder")
+        raise CheckpointError(str(path), "is no folder", "give a new folder")
 
 
 class CheckpointWriter:

@@ -206,9 +206,7 @@ class Family:
     rules: ConfigRules | None = None  # None: the doctor leaves its config and tensors alone
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
-    draft_layers_key: str = (
-        ""  # layers behind those, which predict several tokens; nobody reads them
-    )
+    draft_layers_key: str = ""  # layers behind those, for drafts alone (next_token.py)
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = HEAD
@@ -220,8 +218,11 @@ class Family:
 
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The prefixes of layers that the model does without."""
-        first, count = config[self.num_layers_key], config.get(self.draft_layers_key) or 0
-        return tuple(f"{self.layer.format(i=first + number)}." for number in range(count))
+        first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
+        if not (_is_size(first) and _is_size(count)):
+            return ()
+        numbers = range(first, first + min(count, MAX_LAYERS))
+        return tuple(f"{self.layer.format(i=number)}." for number in numbers)
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
         """Whether the head is the embedding."""

@@ -29,6 +29,7 @@ from formats.layouts import is_quantized, layout_of
 from formats.linear_summary import LinearSummary
 from formats.loads_in import Facts, Verdict
 from formats.loads_in_rules import loads_in
+from formats.next_token import EMBEDDING, DraftLayers, find_draft_layers
 from formats.packed import SCALE_DTYPES as FLOAT_DTYPES
 from formats.parallel import parallel_sizes
 from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
@@ -54,6 +55,7 @@ class Inspection:
     parallel: dict[int, str]  # number of GPUs -> why it cannot be; empty: it can
     loads_in: tuple[Verdict, ...]
     problems: tuple[Problem, ...]
+    draft_layers: DraftLayers | None = None  # behind the model's own; None: config.json states none
 
     @property
     def ok(self) -> bool:
@@ -106,6 +108,7 @@ class Inspection:
             + "; ".join(
                 f"{size} {'no: ' + why if why else 'yes'}" for size, why in self.parallel.items()
             ),
+            *([] if self.draft_layers is None else [self.draft_layers.to_text()]),
             "",
             *(str(problem) for problem in self.problems),
             how_many(self.problems),
@@ -142,7 +145,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     choices = check_config(config, findings) if config else Choices()
     unplaced = ""
     if not config_error:  # of a format that is not read, nobody knows what must be there
-        _check_labels(linears, quant, findings)
+        _check_labels(linears, quant, block, findings)
         check_model(config, shards, findings)
         check_shapes(config, linears, shards, findings)
         unplaced = check_places(config, quant.layout if quant else None, shards, findings)
@@ -184,6 +187,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         parallel=parallel_sizes(config, quant, linears),
         loads_in=tuple(loads_in(facts)),
         problems=tuple(findings.problems),
+        draft_layers=find_draft_layers(config, shards.entries),
     )
 
 
@@ -242,8 +246,6 @@ def _read_quantization(
                 findings.warning(second, f"differs from config.json's {BLOCK}", "copy the block")
         except CheckpointError as error:
             findings.caught(error)
-    if block.get("desc_act") and any(s.weight.group_size != CHANNEL for s in quant.schemes):
-        findings.warning(f"{BLOCK}.desc_act", "is true: vLLM refuses it with groups", "requantize")
     return quant, ""
 
 
@@ -316,6 +318,7 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             name.endswith(".weight")
             and len(entry.shape) == 2
             and LAYER_NUMBER.search(name)
+            and not name.endswith(f".{EMBEDDING}")
             and not is_quantized(module, shards.entries)
         ):
             yield LinearSummary(
@@ -362,10 +365,29 @@ def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool
         return True
 
 
+def _check_act_order(
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
+) -> None:
+    """A config that announces an index of groups, where groups can have one."""
+    stated = isinstance(block, dict) and block.get("desc_act")
+    if quant is None or not stated or all(s.weight.group_size == CHANNEL for s in quant.schemes):
+        return
+    text = "is true: vLLM refuses it with groups"
+    if any("act-order" in linear.traits for linear in linears):
+        findings.warning(f"{BLOCK}.desc_act", text, "requantize")
+    elif any(linear.traits.isdisjoint({"float"}) for linear in linears):
+        findings.warning(
+            f"{BLOCK}.desc_act",
+            f"{text}, and other readers take a slower path; every group index is in order",
+            "set it to false: no weight changes",
+        )
+
+
 def _check_labels(
-    linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
 ) -> None:
     """What the linears say about labels of the config."""
+    _check_act_order(linears, quant, block, findings)
     for linear in linears:
         if "act-order" in linear.traits and not (quant is not None and quant.act_order):
             leaf = "g_idx" if quant is None or quant.layout == "gptq" else "weight_g_idx"

@@ -85,11 +85,13 @@ def make_plan(
     kv_cache: str | None = None,
     kv_per_head: bool = False,
     act_order: bool = False,
+    kept: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide for every linear of `shapes` ([N, K] by name).
 
-    `ignore` and `overrides` have patterns (see `fits`); the first override that fits wins, and
-    what is ignored stays in float. A linear whose shape does not fit stays in float, and with it
+    `kept`: others, which stay in float whatever is asked for, and why. `ignore` and `overrides`
+    have patterns (see `fits`); the first override that fits wins, and what is ignored stays in
+    float. A linear whose shape does not fit stays in float, and with it
     those that servers load as one matrix with it. Raises InputError where a pattern fits nothing,
     a scheme cannot be written, or nothing is left to quantize.
 
@@ -97,7 +99,10 @@ def make_plan(
     hold what differs and the default cannot, or where transformers could not read it.
     """
     overrides = list(overrides)
-    arguments = (shapes, scheme, ignore, overrides, padding, kv_cache, kv_per_head, act_order)
+    arguments = (
+        *(shapes, scheme, ignore, overrides, padding, kv_cache, kv_per_head, act_order),
+        kept or {},
+    )
     if output_format is not None:
         return _plan(find_layout(output_format), *arguments)
     if act_order:
@@ -127,6 +132,7 @@ def _plan(
     kv_cache: str | None,
     kv_per_head: bool,
     act_order: bool,
+    kept: Mapping[str, str],
 ) -> Plan:
     """The plan in one layout."""
     check_holds_groups(layout, act_order)
@@ -150,6 +156,8 @@ def _plan(
         schemes[name] = None if reason else wanted
         if reason:
             reasons[name] = reason
+    schemes |= dict.fromkeys(kept)
+    reasons |= kept
     _agree_in_fused(schemes, reasons)
     plan = Plan(
         layout=layout,

@@ -90,11 +90,18 @@ def split_schemes(
 def exact_patterns(
     schemes: Mapping[str, Scheme | None], chosen: Mapping[str, Scheme | None]
 ) -> list[tuple[str, Scheme | None]]:
-    """Regular expressions that fit exactly the chosen modules of `schemes`, one per local name.
+    """Regular expressions for the chosen modules of `schemes`, one per local name: the first that
+    fits a module counts, and none fits one that is not chosen.
 
     Where all members of a fused matrix are chosen alike, its name is in the pattern too: vLLM
-    looks for that one.
+    looks for that one. Layers that stay in float as a whole have one pattern, the first: those of
+    hundreds of experts would cost a reader too much.
     """
+    whole = _float_layers(schemes)
+    if whole:
+        of_whole = regex(whole).matches
+        schemes = {name: scheme for name, scheme in schemes.items() if not of_whole(name)}
+        chosen = {name: scheme for name, scheme in chosen.items() if not of_whole(name)}
     numbers: dict[tuple[str, Scheme | None], list[str]] = defaultdict(list)
     totals = Counter(LAYER_NUMBER.sub(".layers.#.", name) for name in schemes)
     for name, scheme in chosen.items():
@@ -107,7 +114,7 @@ def exact_patterns(
         if "#" not in local:
             number = ""
         texts[local, scheme] = number
-    patterns = []
+    patterns: list[tuple[str, Scheme | None]] = [(whole, None)] if whole else []
     for (local, scheme), number in texts.items():
         parent, dot, leaf = local.rpartition(".")
         leaves = [leaf]
@@ -119,3 +126,22 @@ def exact_patterns(
         start = re.escape(parent + dot).replace(r"\#", number).replace("#", number)
         patterns.append((f"^{start}{end}$", scheme))
     return patterns
+
+
+def _float_layers(schemes: Mapping[str, Scheme | None]) -> str:
+    """A regular expression for the layers none of whose modules is quantized; empty: none such."""
+    found: dict[tuple[str, str], bool] = {}  # (what stands before the number, it) -> all in float
+    for name, scheme in schemes.items():
+        number = LAYER_NUMBER.search(name)
+        if number is not None:
+            layer = name[: number.start()], number[1]
+            found[layer] = found.get(layer, True) and scheme is None
+    starts: dict[str, list[str]] = defaultdict(list)
+    for (start, number), is_float in found.items():
+        if is_float:
+            starts[start].append(number)
+    texts = [
+        rf"{re.escape(start)}\.layers\.(?:{'|'.join(numbers)})\."
+        for start, numbers in starts.items()
+    ]
+    return f"^(?:{'|'.join(texts)})" if len(texts) > 1 else f"^{texts[0]}" if texts else ""

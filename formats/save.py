@@ -16,7 +16,7 @@ from formats.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
 )
-from formats.errors import CheckpointError, InputError, SchemeError
+from formats.errors import CheckpointError, InputError, SchemeError, one_line
 from formats.findings import Findings
 from formats.inspect import check_fused
 from formats.inspect_config import check_config
@@ -139,22 +139,32 @@ def _weights(
     linears: Mapping[str, Any], scheme: str | Scheme | None, reader: CheckpointReader
 ) -> dict[str, Weight]:
     """Every linear in memory form, checked against the model's shape."""
-    if not linears:
-        raise InputError("linears", "expected one or more by name, found none")
+    if not isinstance(linears, Mapping) or not linears:
+        found = "none" if isinstance(linears, Mapping) else type(linears).__name__
+        raise InputError("linears", f"expected one or more by name, in a mapping, found {found}")
     stated = None if scheme is None else Scheme.parse(scheme)
-    codes = [_tensor(value[0]) for value in linears.values() if isinstance(value, tuple)]
-    largest = max((int(each.max()) for each in codes if each.numel()), default=0)
+    linears = {
+        name: tuple(None if part is None else _tensor(part, name) for part in value)
+        if isinstance(value, tuple)
+        else value
+        for name, value in linears.items()
+    }
+    codes = [value[0] for value in linears.values() if isinstance(value, tuple) and value]
+    largest = max(
+        (int(each.max()) for each in codes if each is not None and each.numel()), default=0
+    )
     bits = next((b for b in BITS if largest < 2**b), BITS[-1])
     weights = {}
     for name, value in linears.items():
         entry = reader.entries.get(f"{name}.weight")
         if entry is None:
-            like = [n for n in reader.entries if n.endswith(".weight") and ".layers." in n]
+            like = [n for n, e in reader.entries.items() if ".layers." in n and len(e.shape) == 2]
             raise InputError(
                 name,
                 f"{reader.folder} has no {name}.weight",
                 f"one of its linears is {next(iter(like), '').removesuffix('.weight')}",
             )
+        _check_place(name, reader)
         if isinstance(value, tuple):
             weight = _from_codes(name, value, stated, bits)
         elif isinstance(value, Weight):
@@ -184,7 +194,7 @@ def _weights(
 def _from_codes(name: str, value: tuple, stated: Scheme | None, bits: int) -> PackedWeight:
     if len(value) not in (2, 3):
         raise InputError(name, f"expected (codes, scales, zeros), found {len(value)} parts")
-    codes_NK, scales_NG, *zeros = (None if part is None else _tensor(part) for part in value)
+    codes_NK, scales_NG, *zeros = value
     zeros_NG = zeros[0] if zeros else None
     if codes_NK is None or scales_NG is None or codes_NK.ndim != 2 or scales_NG.ndim != 2:
         raise InputError(name, "expected codes [N, K] and scales [N, G]")
@@ -200,9 +210,28 @@ def _from_codes(name: str, value: tuple, stated: Scheme | None, bits: int) -> Pa
     return replace(weight, activation=stated.activation)
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    """Of torch or numpy."""
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+def _check_place(name: str, reader: CheckpointReader) -> None:
+    """Raise InputError where readers have no quantized matrix of that name."""
+    if name == HEAD and reader.config.get("tie_word_embeddings", False):
+        raise InputError(name, "is the embedding (tie_word_embeddings), which stays in float")
+    if name != HEAD and ".layers." not in name:
+        raise InputError(
+            name, "is no linear of a layer: no reader loads it quantized", "leave it in float"
+        )
+
+
+def _tensor(value: Any, name: str) -> torch.Tensor:
+    """Of torch or numpy, with numbers in it."""
+    try:
+        found = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            name, f"expected tensors or arrays of numbers: {one_line(error)}"
+        ) from None
+    if found.is_meta:
+        raise InputError(name, "its tensors are on the meta device, without numbers", "load them")
+    # torch has hardly an operation for unsigned numbers of more than 8 bits
+    return found.long() if found.dtype in (torch.uint16, torch.uint32, torch.uint64) else found
 
 
 def _other_tensors(
@@ -221,13 +250,17 @@ def _other_tensors(
                 name, "has a bias, the model has none there", "no reader has a place for it"
             )
     for name, tensor in found.items():
+        if name.removesuffix(".weight") in linears:
+            raise InputError(name, "is given twice: as codes, and in tensors", "leave one out")
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(name, f"expected a tensor, found {type(tensor).__name__}")
         entry = reader.entries.get(name)
         if entry is None or tuple(tensor.shape) != entry.shape:
             wanted = "no such tensor" if entry is None else str(list(entry.shape))
             raise InputError(name, f"found {list(tensor.shape)}, the model has {wanted}")
-        if not torch.isfinite(tensor).all():
-            raise InputError(name, "contains NaN or infinity")
         found[name] = tensor.detach().cpu().to(entry.dtype)
+        if not torch.isfinite(found[name]).all():
+            raise InputError(name, f"contains NaN or infinity in the model's {entry.dtype}")
     return found
 
 

@@ -160,14 +160,15 @@ class EngineConfig:
     speculative_config: str | None = setting(
         None,
         'draft tokens and verify several in a step: {"method": "ngram",'
-        ' "num_speculative_tokens": 4}, or suffix, or with "model": FOLDER draft_model, eagle,'
+        ' "num_speculative_tokens": 4}, or suffix, mtp, or with "model": FOLDER draft_model, eagle,'
         " eagle3, medusa; keys as vLLM's",
     )
     spec_acceptance: str = setting(
         "exact",
         "which drafts become output; exact: those that make the same text as without them;"
-        " rejection: more where tokens are drawn, of the same distribution",
-        ("exact", "rejection"),
+        " rejection: more where tokens are drawn, of the same distribution; typical: Medusa's rule,"
+        " of another distribution",
+        ("exact", "rejection", "typical"),
     )
     load_format: str = setting(
         "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
@@ -184,31 +185,12 @@ class EngineConfig:
             raise InputError(
                 "--kv-transfer-config", "expected with the prefix cache, whose pages it exchanges"
             )
-        if self.speculation is not None and self.pipeline_parallel_size > 1:
-            raise InputError(
-                "--speculative-config",
-                "drafts are checked by all layers at once, and --pipeline-parallel-size shares them"
-                " out",
-                "use --tensor-parallel-size",
-            )
-        if self.kv_transfer is not None and self.num_ranks > 1:
-            raise InputError(
-                "--kv-transfer-config",
-                "exchanges the pages of one rank, and this model has several",
-                "leave out --tensor-parallel-size and --pipeline-parallel-size",
-            )
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "expected with --enable-lora", "give it, too")
         if self.num_cpu_loras < self.max_loras:
             raise InputError(
                 "--max-cpu-loras",
                 f"expected at least --max-loras ({self.max_loras}), found {self.max_cpu_loras}",
-            )
-        if self.enable_lora and self.num_ranks > 1:
-            raise InputError(
-                "--enable-lora",
-                "adapters are not split over ranks, and this model has several",
-                "leave out --tensor-parallel-size and --pipeline-parallel-size",
             )
 
     @property
@@ -225,8 +207,7 @@ class EngineConfig:
         """What --speculative-config says. Raises InputError."""
         if self.speculative_config is None:
             return None
-        found = SpeculativeConfig.parse(self.speculative_config)
-        return found if self.spec_acceptance == "exact" else found.with_rejection()
+        return SpeculativeConfig.parse(self.speculative_config, self.spec_acceptance)
 
     @property
     def num_ranks(self) -> int:

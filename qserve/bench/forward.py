@@ -1,6 +1,8 @@
 """`qserve bench forward`: exact steps of a model, in microseconds. Random weights do."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,8 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
     """The command."""
     if settings.plot is not None:
         import_pyplot("--plot")  # now, not after the measurement
-    engine = Engine(config)
-    timer = StepTimer(engine)
-    found = []
-    for case in settings.cases:
-        found.append(measure(timer, case, settings))
-        print(_line(found[-1]), flush=True)
-        if found[-1]["spread_pct"] > MOST_SPREAD:
-            print(f"  the samples differ by more than {MOST_SPREAD} %", flush=True)
-        if settings.profile_dir is not None:
-            print(profile_case(engine, timer, case, settings), flush=True)
+    with contextlib.closing(Engine(config)) as engine:
+        found = list(_measured(engine, settings))
     result = {
         "model_id": model,
         "cases": found,
@@ -50,6 +44,19 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
             prefill=(numbers(settings.prefill_tokens or "0"), numbers(settings.prefill_contexts)),
         )
     return 0
+
+
+def _measured(engine: Engine, settings: ForwardSettings) -> Iterator[dict[str, Any]]:
+    """What was found of each case, once it is printed."""
+    timer = StepTimer(engine)
+    for case in settings.cases:
+        found = measure(timer, case, settings)
+        print(_line(found), flush=True)
+        if found["spread_pct"] > MOST_SPREAD:
+            print(f"  the samples differ by more than {MOST_SPREAD} %", flush=True)
+        if settings.profile_dir is not None:
+            print(profile_case(engine, timer, case, settings), flush=True)
+        yield found
 
 
 def measure(timer: StepTimer, case: StepCase, settings: ForwardSettings) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def profile_case(
     with recorded(engine.profiler.recorder, trace):
         for _ in range(settings.iters):
             with engine.step_ranges.named(case.name):
-                run()
+                run(1)
     return write_report(trace, floors_us(engine, case))
 
 

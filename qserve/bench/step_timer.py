@@ -1,9 +1,8 @@
 """StepTimer: exact steps on an engine's model, replayed and timed. Knows no schedule.
 
-A decode or a short chunk runs in the engine's own CUDA graph, with its padding, as serving does;
-a longer one in a graph that is captured for it, or kernel by kernel with --enforce-eager. KV pages
-hold zeros. Weights and keys of a small model stay in the L2 cache between replays: its times are
-too good.
+How a step runs says engine/replay.py. Of several ranks all run it, and the leader's time counts: it
+waits for theirs in every sum. KV pages hold zeros. Weights and keys of a small model stay in the L2
+cache between replays: its times are too good.
 """
 
 import time
@@ -14,7 +13,6 @@ import torch
 
 from formats.errors import InputError
 from qserve.bench.step_case import StepCase
-from qserve.engine.batch import Batch
 from qserve.engine.engine import Engine
 from qserve.engine.request import Request
 from qserve.engine.request_rows import RequestRows
@@ -22,20 +20,14 @@ from qserve.engine.step_input import StepInput
 from qserve.engine.step_plan import Chunk, StepPlan
 from qserve.sampling_params import SamplingParams
 
+Run = Callable[[int], None]  # so many times
+
 
 class StepTimer:
     """Runs cases on an idle engine."""
 
     def __init__(self, engine: Engine) -> None:
-        """Raises InputError for a model of several ranks, which one alone cannot run."""
-        if engine.config.num_ranks > 1:
-            raise InputError(
-                "exact steps",
-                f"run on one rank, and this model has {engine.config.num_ranks}",
-                "measure it with examples/measure_parallel.py or `qserve bench latency`",
-            )
         self._engine = engine
-        self._runner = engine.runner
         self._on_gpu = engine.runner.device.type == "cuda"
 
     def step_of(self, case: StepCase) -> StepInput:
@@ -73,48 +65,32 @@ class StepTimer:
             pool.release_(table)  # nothing else runs, so the pages stay what they are
         return replace(step, page_moves=pool.take_moves())
 
-    @torch.inference_mode()
-    def replayed(self, step: StepInput) -> tuple[Callable[[], object], str]:
-        """What runs the model on a step once more, and how: "engine", "captured" or "none"."""
-        runner = self._runner
-        key = None if runner.graphs is None else runner.graphs.key_for(step)
-        if key is not None:
-            runner.graphs.fill_(key, step)
-            return lambda: runner.graphs.replay(key), "engine"
-        batch = Batch.of(step, runner.device)
+    def replayed(self, step: StepInput) -> tuple[Run, str]:
+        """What runs the model on a step so many times, and how: "engine", "captured" or "none"."""
+        graph = self._engine.workers.prepare_replay(step)
+        return self._engine.workers.run_replay, graph
 
-        @torch.inference_mode()
-        def run() -> torch.Tensor:
-            return runner.decoder.logits(runner.forward(batch)[batch.logits_rows_S])
-
-        if not self._on_gpu or self._engine.config.enforce_eager:
-            return run, "none"
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay, "captured"
-
-    @torch.inference_mode()
-    def sample_us(self, run: Callable[[], object], iters: int) -> float:
+    def sample_us(self, run: Run, iters: int) -> float:
         """Microseconds of one run, back to back."""
         if not self._on_gpu:
             started = time.perf_counter()
-            for _ in range(iters):
-                run()
+            run(iters)
             return 1e6 * (time.perf_counter() - started) / iters
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(iters):
-            run()
+        run(iters)
         end.record()
         end.synchronize()
         return 1e3 * start.elapsed_time(end) / iters
 
     def launch_us(self, step: StepInput, iters: int) -> float:
         """Microseconds of a whole step: its inputs to the device, the model, sampling."""
-        return self.sample_us(lambda: self._runner.launch(step), iters)
+
+        def run(count: int) -> None:
+            for _ in range(count):
+                self._engine.workers.launch(step)
+
+        return self.sample_us(run, iters)
 
 
 def _request(index: int, length: int, table: list[int]) -> Request:

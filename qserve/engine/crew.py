@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from qserve.engine.rank_link import Failure, RankLink, call
@@ -66,6 +67,14 @@ class Crew:
         frame = call(name, *values)
         for link in self._links:
             link.send(frame)
+
+    def begin(self, name: str, *values: Any) -> list[Future]:
+        """Let a thread of every rank do something. Callable from any thread.
+
+        Raises the error of a rank that is gone.
+        """
+        self.check()
+        return [link.begin(name, *values) for link in self._links]
 
     def replies(self) -> list[Any]:
         """The next reply of each rank. Raises the error of a rank that is gone."""

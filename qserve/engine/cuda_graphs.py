@@ -122,7 +122,8 @@ class StepGraphs:
         width = -(-max_context_len // page_size)
         self._max_context_len = width * page_size
         most = max(key.num_requests for key in self._keys)
-        self._buffers = StepBuffers(self._keys, most, table_width(width), device)
+        self._table_width = table_width(width)
+        self._buffers = StepBuffers(self._keys, most, self._table_width, device)
         self._batches: dict[GraphKey, Batch] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self._pool: tuple[int, int] | None = None
@@ -179,6 +180,8 @@ class StepGraphs:
     def key_for(self, step: StepInput) -> GraphKey | None:
         """The smallest graph that holds a step, captured now where it was not, or None."""
         if step.max_context_len > self._max_context_len:
+            return None
+        if step.block_tables_RX.shape[1] > self._table_width:  # pages of tokens still to come
             return None
         key = smallest_key(self._keys, step)
         return key if key is None or self._has(key) else smallest_key(self._keys, step)

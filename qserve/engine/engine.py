@@ -84,6 +84,16 @@ class Engine:
 
         `steps_in_flight` is 1 on a GPU unless given; on a CPU, which computes in `launch`, 0.
         """
+        try:
+            self._start(config, steps_in_flight, clock)
+        except BaseException:
+            if "workers" in vars(self):
+                self.close()  # or ranks would stay for as long as somebody holds the error
+            raise
+
+    def _start(
+        self, config: EngineConfig, steps_in_flight: int | None, clock: Callable[[], float]
+    ) -> None:
         self.config = config
         # Before the model: a name that is mistyped should not show only after a long load.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
@@ -126,7 +136,7 @@ class Engine:
             ),
         )
         self._transfers = PageTransfers.make(
-            config, self.model_config, self.max_model_len, self.runner, self.scheduler
+            config, self.model_config, self.max_model_len, self.workers, self.scheduler
         )
         self.step_ranges = StepRanges()
         self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
@@ -134,7 +144,7 @@ class Engine:
         # Masks follow drafts, and every rank samples: then rows wait for the token before.
         self._waits = self.scheduler.speculation is not None or self.workers.num_ranks > 1
         self._telling: set[str] = set()  # of these, who asks what steps tell of prompts
-        self.adapters = make_table(config, self.runner)
+        self.adapters = make_table(config, self.workers.adapters)
         constrained = Constrained(config.model, self.model_config)
         self._entrance = Entrance(self.scheduler, constrained, self.adapters, self._transfers)
         self._rows = RequestRows(config.max_num_seqs)
@@ -450,7 +460,7 @@ class Engine:
 
     def _host_pages(self) -> HostPages | None:
         """Room for KV pages in the host's memory, where it is asked for."""
-        page_bytes = self.runner.bytes_per_page * self.workers.num_ranks
+        page_bytes = self.workers.bytes_per_page
         count = num_slots(self.config, page_bytes)
         if not count or not self.config.enable_prefix_caching:
             return None

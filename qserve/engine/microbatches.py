@@ -4,11 +4,13 @@ Parts follow the order of the step's tokens: what a later part attends to is wri
 Legend: T tokens of the step, R requests (chunks).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qserve.engine.batch import Batch
 from qserve.engine.step_input import StepInput
+from qserve.engine.transfer import to_device
 from qserve.parallel.pipeline import Pipeline
 
 # Fewer tokens read the weights for as long as they compute: two parts would read them twice.
@@ -16,32 +18,58 @@ MIN_TOKENS = 256
 PARTS_PER_STAGE = 2
 
 
-def microbatches(step: StepInput, pipeline: Pipeline) -> list[StepInput]:
-    """The parts of a step that is long enough, else the step alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a forward pass needs to know of some of a step's tokens."""
+
+    tokens: slice
+    requests: np.ndarray  # int64: those that have any of them
+    behind: np.ndarray  # int32: tokens of each of these in later parts
+    step: StepInput
+
+    def batch_of(self, whole: Batch) -> Batch:
+        """On the device. What the device alone may know is taken from the whole step's."""
+        device = whole.token_ids_T.device
+        contexts_R = whole.context_lengths_R[to_device(self.requests, device)]
+        return replace(
+            Batch.of(self.step, device),
+            token_ids_T=whole.token_ids_T[self.tokens],
+            positions_T=whole.positions_T[self.tokens],
+            slots_T=whole.slots_T[self.tokens],
+            context_lengths_R=contexts_R - to_device(self.behind, device),
+        )
+
+
+def microbatches(step: StepInput, pipeline: Pipeline) -> list[Part]:
+    """The parts of a step that is long enough, else none."""
     count = min(step.num_tokens // MIN_TOKENS, PARTS_PER_STAGE * pipeline.num_stages)
     if count < 2:
-        return [step]
+        return []
     ends = [step.num_tokens * part // count for part in range(count + 1)]
-    return [rows_of(step, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [part_of(step, a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def rows_of(step: StepInput, start: int, stop: int) -> StepInput:
-    """What a forward pass needs to know of the tokens from `start` to before `stop`."""
+def part_of(step: StepInput, start: int, stop: int) -> Part:
+    """The tokens from `start` to before `stop`."""
     begins_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
     low_R, high_R = np.maximum(begins_R, start), np.minimum(ends_R, stop)
     chosen = np.flatnonzero(low_R < high_R)
     counts_R = (high_R - low_R)[chosen]
     starts = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(counts_R, out=starts[1:])
-    contexts_R = step.context_lengths_R[chosen] - (ends_R - high_R)[chosen]
-    return replace(
+    adapters_T = step.adapter_slots_T
+    behind_R = (ends_R - high_R)[chosen].astype(np.int32)
+    contexts_R = step.context_lengths_R[chosen] - behind_R
+    part = replace(
         step,
         token_ids_T=step.token_ids_T[start:stop],
         positions_T=step.positions_T[start:stop],
         slots_T=step.slots_T[start:stop],
+        adapter_slots_T=None if adapters_T is None else adapters_T[start:stop],
         block_tables_RX=step.block_tables_RX[chosen],
         query_starts_R1=starts,
-        context_lengths_R=contexts_R.astype(np.int32),
+        context_lengths_R=contexts_R,
         max_query_len=int(counts_R.max()),
         max_context_len=int(contexts_R.max()),
     )
+    return Part(tokens=slice(start, stop), requests=chosen, behind=behind_R, step=part)

@@ -113,6 +113,8 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.page_copies: PageCopies | None = None
         self.adapters: SlotMemory | None = None  # the workers fill it
+        # What is read of the decoder for a drafter, which of several stages the first has.
+        self.taps = () if speculator is None else speculator.taps
 
     @property
     def drafting(self) -> Drafting | None:
@@ -164,7 +166,7 @@ class ModelRunner:
         decoder, numbers = sample_of_layers(self.decoder)
         runner = ModelRunner(decoder, self.config, self.device, self.speculator, self._ranks)
         runner.caches = [self.caches[number] for number in numbers if self.caches]
-        runner.adapters = self.adapters
+        runner.adapters, runner.taps = self.adapters, self.taps
         return runner
 
     def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
@@ -241,7 +243,7 @@ class ModelRunner:
         else:
             batch = Batch.of(step, self.device)
             drafting = self._fill_pending(step, batch)
-            outputs = self._forward(batch, step)
+            outputs = self.forward_logits(batch, step)
             if outputs is None:
                 return
             logits_SV, hidden_TC = outputs.logits_SV, outputs.hidden_TC
@@ -313,37 +315,32 @@ class ModelRunner:
         """Whether tokens are drawn here: in the first stage, on every rank of it alike."""
         return self.decoder.head is not None
 
-    def _hidden(self, step: StepInput | None, batch: Batch) -> torch.Tensor:
-        """`forward`, in parts where there are stages that can compute them at once."""
-        pipeline, parts = self._ranks.pipeline, []
-        if pipeline is not None and step is not None:
-            parts = microbatches(step, pipeline)
-        if len(parts) < 2:
-            return self.forward(batch)
-        batches = [Batch.of(part, self.device) for part in parts]
-        sizes = [part.num_tokens for part in parts]
-        return self.decoder.forward_parts(batch.token_ids_T.split(sizes), batches, self.caches)
+    def _hidden(
+        self, step: StepInput | None, batch: Batch
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Decoder.forward_tapped, in parts where there are stages that can compute them at once."""
+        pipeline = self._ranks.pipeline
+        if pipeline is None:
+            self._adapt(batch)
+            return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
+        parts = [] if step is None else microbatches(step, pipeline)
+        batches = [part.batch_of(batch) for part in parts] or [batch]
+        token_ids = [each.token_ids_T for each in batches]
+        return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
 
     def _captured(self, batch: Batch) -> StepOutputs:
-        """`_forward`, without what nobody reads: a graph keeps its results."""
-        outputs = self._forward(batch)
+        """`forward_logits`, without what nobody reads: a graph keeps its results."""
+        outputs = self.forward_logits(batch)
         if self.speculator is None or self.speculator.drafter is None:
             return replace(outputs, hidden_TC=None)
         return outputs
 
-    def _forward(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
+    def forward_logits(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
         """All of a batch up to the logits of the rows that sample; None: they are not here.
 
         `step`: the batch's, which may be computed in parts.
         """
-        taps, tapped = () if self.speculator is None else self.speculator.taps, ()
-        if taps:
-            self._adapt(batch)
-            hidden_TC, tapped = self.decoder.forward_tapped(
-                batch.token_ids_T, batch, self.caches, taps
-            )
-        else:
-            hidden_TC = self._hidden(step, batch)
+        hidden_TC, tapped = self._hidden(step, batch)
         if not self._draws:
             return None
         logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
@@ -358,7 +355,7 @@ class ModelRunner:
         """
         if step.draft_rows is not None and self.speculator is not None:
             drafting = self.speculator.begin(step, batch, key)
-            drafting.fill_()
+            drafting.fill_(self._ranks.pipeline)
             return drafting
         count = len(step.pending_index)
         if count == 0 or not self._draws:
@@ -380,7 +377,7 @@ class ModelRunner:
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
         self._move_pages(step)
-        hidden_TC = self._hidden(step, Batch.of(step, self.device))
+        hidden_TC, _ = self._hidden(step, Batch.of(step, self.device))
         return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -115,7 +115,8 @@ def _parts(cache: PagedKv) -> Iterator[torch.Tensor]:
 
 def _bytes(part_N: torch.Tensor) -> torch.Tensor:
     """[N, bytes] of [N, ...]."""
-    return part_N.contiguous().view(torch.uint8).flatten(1)
+    # flat first: the last dimension may have one entry, and any stride
+    return part_N.contiguous().flatten().view(torch.uint8).view(len(part_N), -1)
 
 
 def _batches(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

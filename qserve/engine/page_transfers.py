@@ -8,25 +8,22 @@ threads. Both are help, not need: what is late, refused or too much is computed,
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from qserve.config import EngineConfig
-from qserve.engine.model_runner import ModelRunner
-from qserve.engine.page_copies import PageCopies
 from qserve.engine.prefix_cache import Export
 from qserve.engine.request import Request, RequestEvent
 from qserve.engine.scheduler import Scheduler
 from qserve.engine.start_phases import phase
-from qserve.engine.transfer import HostCopy
+from qserve.engine.workers import WorkerGroup
 from qserve.kv_transfer.config import KvTransferConfig
-from qserve.kv_transfer.connector import KvConnector, make_connector
 from qserve.kv_transfer.model_digest import page_digest
+from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.model.model_config import ModelConfig
 
 GIB = 2**30
-LOADERS, WRITERS = 4, 2  # threads
 RUN = 8  # pages that one thread loads before it looks for other work
 PATIENCE_SECONDS = 10.0  # that a request waits for pages which do not come
 MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
@@ -71,21 +68,18 @@ class PageTransfers:
         self,
         scheduler: Scheduler,
         config: KvTransferConfig | None = None,
-        connector: KvConnector | None = None,
-        copies: PageCopies | None = None,
+        pages: SharedPages | None = None,
         *,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`model`: what tells pages of this model from others' (kv_transfer/model_digest.py)."""
-        self._config, self._connector, self._copies = config, connector, copies
+        self._config, self._pages = config, pages
         self._scheduler, self._cache = scheduler, scheduler.cache
         self._host = scheduler.pool.host
         if config is not None:
             self._cache.model, self._cache.exports = model, [] if config.saves else None
         self._clock = clock
-        self._loaders = ThreadPoolExecutor(LOADERS, "kv-load")
-        self._writers = ThreadPoolExecutor(WRITERS, "kv-save")
         self._fetches: dict[Request, _Fetch] = {}
         self._given_up: list[_Fetch] = []  # nobody waits for them, but threads write to their slots
         self._known: dict[bytes, None] = {}  # keys that the connector got, the latest last
@@ -99,18 +93,21 @@ class PageTransfers:
         config: EngineConfig,
         model: ModelConfig,
         max_model_len: int,
-        runner: ModelRunner,
+        workers: WorkerGroup,
         scheduler: Scheduler,
     ) -> "PageTransfers":
-        """Of an engine whose runner has slots. Raises InputError."""
+        """Of an engine whose workers have slots. Raises InputError."""
         transfer = config.kv_transfer
         if transfer is None:
             return cls(scheduler)
-        page_bytes = runner.page_copies.page_bytes
-        connector = make_connector(transfer, page_bytes)
+        pages, runner = workers.open_pages(), workers.runner
+        page_bytes = ", ".join(map(str, pages.page_bytes))
         # A drafter's keys lie in the same pages.
         form = f"{runner.kv_format}, {runner.decoder.dtype}, {config.block_size} tokens,"
         form += f" {page_bytes} bytes, {config.speculation}"
+        if config.num_ranks > 1:
+            form += f", tensor parallel {config.tensor_parallel_size}"
+            form += f", stages {config.pipeline_parallel_size}"
         with phase("Digesting the weights"):
             digest = page_digest(
                 config.model,
@@ -120,7 +117,7 @@ class PageTransfers:
                 form=form,
             )
         logger.info("KV pages are exchanged through %s as %s", transfer.connector, transfer.role)
-        return cls(scheduler, transfer, connector, runner.page_copies, model=digest)
+        return cls(scheduler, transfer, pages, model=digest)
 
     @property
     def num_waiting(self) -> int:
@@ -163,7 +160,7 @@ class PageTransfers:
             beside=beside,
             keys=keys,
             since=self._clock(),
-            match=None if is_fetched else self._loaders.submit(_match, self._connector, keys),
+            match=None if is_fetched else self._pages.match(keys),
         )
         return True
 
@@ -235,12 +232,10 @@ class PageTransfers:
         fetch.slots = self._host.reserve(count, beside) if count else []
         if not fetch.slots:
             return True
-        idle = self._copies.idle()
         for start in range(0, len(fetch.slots), RUN):
             slots = fetch.slots[start : start + RUN]
             keys = fetch.keys[start : start + len(slots)]
-            pages = [self._copies.slot(slot) for slot in slots]
-            fetch.loads.append(self._loaders.submit(_load, self._connector, keys, pages, idle))
+            fetch.loads.append(self._pages.load(keys, slots))
         return False
 
     def _fill(self, fetch: _Fetch) -> None:
@@ -277,7 +272,8 @@ class PageTransfers:
             for key, page in zip(export.keys, export.pages, strict=True)
             if key not in self._known
         ]
-        most = max(1, MAX_UNWRITTEN_BYTES // self._copies.page_bytes) - sum(self._writes.values())
+        most = max(1, MAX_UNWRITTEN_BYTES // sum(self._pages.page_bytes))
+        most -= sum(self._writes.values())
         if len(pairs) > most:
             logger.warning(
                 "%d KV pages of %s are not saved: too many wait to be written",
@@ -290,9 +286,7 @@ class PageTransfers:
             run = pairs[start : start + RUN]
             for key, _ in run:
                 self._note(key)
-            copy = self._copies.read([page for _, page in run])
-            keys = [key for key, _ in run]
-            future = self._writers.submit(_save, self._connector, keys, copy)
+            future = self._pages.save([key for key, _ in run], [page for _, page in run])
             self._writes[future] = len(run)
             started.append(future)
         return started
@@ -310,38 +304,3 @@ class PageTransfers:
         self._known[key] = None
         if len(self._known) > 4 * self._cache.pool.num_pages + 1024:
             del self._known[next(iter(self._known))]
-
-
-def _match(connector: KvConnector, keys: Sequence[bytes]) -> int:
-    try:
-        return connector.match(keys)
-    except Exception as error:  # of a connector, which may be anybody's
-        logger.warning("KV pages cannot be looked up: %s", error)
-        return 0
-
-
-def _load(
-    connector: KvConnector,
-    keys: Sequence[bytes],
-    pages: Sequence[memoryview],
-    idle: Callable[[], None],
-) -> list[bool]:
-    """Whether each page was loaded; nothing follows one that was not."""
-    idle()
-    loaded = [False] * len(keys)
-    for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
-        try:
-            loaded[index] = connector.load(key, page)
-        except Exception as error:  # of a connector, which may be anybody's
-            logger.warning("a KV page cannot be loaded: %s", error)
-        if not loaded[index]:
-            break
-    return loaded
-
-
-def _save(connector: KvConnector, keys: Sequence[bytes], copy: HostCopy) -> None:
-    for key, page in zip(keys, copy.wait().numpy(), strict=True):
-        try:
-            connector.save(key, memoryview(page))
-        except Exception as error:  # of a connector, which may be anybody's
-            logger.warning("a KV page cannot be saved: %s", error)

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import signal
 import subprocess
 import tempfile
 import weakref
@@ -14,6 +15,7 @@ from qserve.config import EngineConfig
 from qserve.engine.rank_link import Failure, RankLink, call
 
 MODULE = "qserve.engine.rank_process"
+KILLED = -signal.SIGKILL
 END_SECONDS = 5.0  # that a process has to end by itself
 
 OnDeath = Callable[[Failure], None]
@@ -30,7 +32,8 @@ class ProcessHandle:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return "it closed its connection"
-        return f"its process ended with code {code}; its log lines say why"
+        why = "the system does that where memory runs out" if code == KILLED else "see its log"
+        return f"its process ended with code {code}; {why}"
 
     def end(self) -> None:
         try:

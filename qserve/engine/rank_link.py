@@ -1,14 +1,17 @@
 """The leader's line to one other rank: calls go there, replies come back. Knows no tensors.
 
 Calls and replies are tuples of a name and values (packing.py) in frames. A call is not answered
-unless the leader asks for a reply.
+unless the leader asks for a reply. What takes long is begun: a thread of the rank does it, beside
+the calls that follow, and the reply comes when it is done, with the number that the call had.
 """
 
+import itertools
 import logging
 import queue
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from formats.errors import InputError
@@ -17,6 +20,9 @@ from qserve.engine.packing import pack, unpack
 
 SEND_BUFFER_BYTES = 4 * 2**20  # a long step is not held up by a rank that still computes the last
 FAILED = "failed"  # a reply: subject, problem, remedy of what ended the rank
+BEGIN = "begin"  # a call: a number, the name and values of what a thread does
+DONE = "done"  # a reply: the number, the result
+REFUSED = "refused"  # a reply: the number, the subject, problem, remedy of why there is none
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +71,32 @@ class RankLink:
         self.rank, self._connection, self._handle = rank, connection, handle
         self._on_death = on_death
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._begun: dict[int, Future] = {}
         self._is_closing = False
+        self._end: Exception | None = None  # what begun calls fail with from then on
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         threading.Thread(target=self._read, name=f"rank {rank}", daemon=True).start()
 
     def send(self, frame: bytes) -> None:
-        """Send the frame of a call. A rank that is gone is told of by `on_death`."""
+        """Send the frame of a call, from any thread. A rank that is gone is told of by
+        `on_death`.
+        """
         try:
-            self._connection.sendall(frame)
+            with self._sending:
+                self._connection.sendall(frame)
         except OSError:
             logger.debug("Rank %d is gone; its reader says why", self.rank)
+
+    def begin(self, name: str, *values: Any) -> Future:
+        """Let a thread of the rank do something, beside later calls. Callable from any thread."""
+        number, future = next(self._numbers), Future()
+        self._begun[number] = future
+        self.send(call(BEGIN, number, name, *values))
+        if self._end is not None:
+            self._give_up()
+        return future
 
     def reply(self) -> Any:
         """Wait for the next reply. None: the rank is gone."""
@@ -100,6 +122,12 @@ class RankLink:
                 name, *values = unpack(frames.receive(self._connection))
                 if name == FAILED:
                     failure = Failure(self.rank, *values)
+                elif name == DONE:
+                    self._begun.pop(values[0]).set_result(values[1])
+                elif name == REFUSED:
+                    number, subject, *why = values
+                    who = f"rank {self.rank}: {subject}" if subject else f"rank {self.rank}"
+                    self._begun.pop(number).set_exception(InputError(who, *why))
                 else:
                     self._replies.put(values)
         except (EOFError, OSError):
@@ -107,7 +135,18 @@ class RankLink:
                 failure = Failure(self.rank, "", self._handle.describe_end(), "")
         if failure is not None and not self._is_closing:
             self._on_death(failure)
+        else:
+            failure = Failure(self.rank, "", "it was closed", "")
+        self._end = failure.as_error()
         self._replies.put(None)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Let nobody wait for what a rank that is gone had begun."""
+        for number in list(self._begun):
+            future = self._begun.pop(number, None)
+            if future is not None:
+                future.set_exception(self._end)
 
 
 def call(name: str, *values: Any) -> bytes:

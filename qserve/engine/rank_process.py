@@ -13,12 +13,14 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 from formats.errors import InputError
 from qserve import frames, logs
 from qserve.config import EngineConfig
 from qserve.engine.packing import unpack
-from qserve.engine.rank_link import FAILED, call
+from qserve.engine.rank_link import BEGIN, DONE, FAILED, REFUSED, call
 
 TOKEN_VARIABLE = "QSERVE_RANK_TOKEN"  # what a leader lets ranks in by
 EXIT_GRACE = 2.0  # seconds that a step may still run after the leader is gone
@@ -81,8 +83,13 @@ class _Rank:
 
 
 # Calls whose reply the leader waits for; of all others what comes back stays here.
-ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare")
-CALLS = (*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next")
+ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", "open_pages")
+CALLS = (
+    *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
+    *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay"),
+)
+# Calls that return a future, whose result is the reply.
+BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,25 +107,71 @@ def main(argv: list[str] | None = None) -> int:
     else:
         connection = _connect(arguments.connect, arguments.rank)
     threading.Thread(target=_watch, args=(connection,), daemon=True).start()
-    rank = _Rank()
+    line, rank = _Line(connection), _Rank()
     try:
         while True:
             name, *values = unpack(frames.receive(connection))
+            if name == BEGIN:
+                number, name, *values = values
+                if name not in BEGUN:
+                    raise frames.MessageError(f"the leader begins {name!r}, which no rank knows")
+                line.answer_later(number, getattr(rank, name)(*values))
+                continue
             if name not in CALLS:
                 raise frames.MessageError(f"the leader asks for {name!r}, which no rank knows")
             result = getattr(rank, name)(*values)
             if name in ANSWERED:
-                connection.sendall(call("reply", result))
+                line.send("reply", result)
     except (EOFError, ConnectionError):
         rank.finish()  # the leader's last step needs our part; _watch ends what takes too long
         return 0
-    except InputError as error:
-        _fail(connection, error.subject, error.problem, error.remedy)
     except Exception as error:
-        logger.exception("The rank failed")
-        lines = str(error).strip().splitlines() or [""]
-        _fail(connection, "", f"{type(error).__name__}: {lines[0][:300]}", "")
+        line.fail(error)
     return 1
+
+
+class _Line:
+    """The way back to the leader. All threads may use it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, name: str, *values: Any) -> None:
+        with self._sending:
+            self._connection.sendall(call(name, *values))
+
+    def answer_later(self, number: int, begun: Future) -> None:
+        """Send what comes of it."""
+        begun.add_done_callback(lambda done: self._answer(number, done))
+
+    def fail(self, error: Exception) -> None:
+        """Say why the rank ends."""
+        if isinstance(error, InputError):
+            failure = error.subject, error.problem, error.remedy
+        else:
+            logger.error("The rank failed", exc_info=error)
+            failure = "", _one_line(error), ""
+        try:
+            self.send(FAILED, *failure)
+        except OSError:
+            logger.warning("The leader was gone before it could be told: %s", failure)
+
+    def _answer(self, number: int, done: Future) -> None:
+        try:
+            self.send(DONE, number, done.result())
+        except InputError as error:
+            self.send(REFUSED, number, error.subject, error.problem, error.remedy)
+        except ConnectionError:
+            logger.debug("The leader was gone before it could be told")
+        except Exception as error:  # what is begun is help: steps can do without it
+            logger.exception("What the leader had begun failed")
+            self.send(REFUSED, number, "", _one_line(error), "")
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def _connect(address: str, rank: int) -> socket.socket:
@@ -129,14 +182,6 @@ def _connect(address: str, rank: int) -> socket.socket:
     token = os.environ.pop(TOKEN_VARIABLE)
     connection.sendall(frames.frame(f"{rank} {token}".encode()))
     return connection
-
-
-def _fail(connection: socket.socket, *failure: str) -> None:
-    """Say why the rank ends."""
-    try:
-        connection.sendall(call(FAILED, *failure))
-    except OSError:
-        logger.warning("The leader was gone before it could be told: %s", failure)
 
 
 def _watch(connection: socket.socket) -> None:

@@ -237,6 +237,10 @@ class Request:
                 if self.constraint.is_complete and index < count:  # amid a verify
                     count, reason, stop_token, by_token = index, None, None, False
                     break
+        if len(sampled) - 1 > count:  # the last came of no draft; of the others these are no output
+            num_cut = len(sampled) - 1 - count
+            self.num_accepted -= num_cut
+            self.num_rejected += num_cut
         taken = tuple(sampled[:count])
         self.token_ids += taken
         if self.constraint is not None:

@@ -34,7 +34,7 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = tensor
+            self._host = tensor.clone()  # its place may be written to again before it is read
 
     def wait(self) -> torch.Tensor:
         if self._event is not None:

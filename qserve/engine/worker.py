@@ -6,8 +6,10 @@ Every rank makes the same calls in the same order, since most of them compute a 
 import contextlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -26,10 +28,14 @@ from qserve.engine.memory import (
     weight_bytes,
 )
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.replay import Replay
 from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape, warm_up_step, with_adapters
+from qserve.kv_transfer.connector import make_connector
+from qserve.kv_transfer.rank_pages import RankPages
 from qserve.lora.layout import AdapterLayout
+from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.decoder import Decoder
 from qserve.model.dummy_source import DummySource
@@ -63,6 +69,9 @@ class Worker:
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
         # compiles; the others find the result on disk.
         self._compile_pool = None
+        self.adapters: RankAdapters | None = None  # filled below where they are wanted
+        self.pages: RankPages | None = None  # open_pages fills it
+        self.replay: Replay | None = None  # prepare_replay fills it
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
         try:
@@ -96,10 +105,12 @@ class Worker:
             if config.enable_lora:
                 runner.adapters = SlotMemory(
                     decoder,
-                    AdapterLayout(model),
+                    AdapterLayout(model, decoder.parts, decoder.layer_numbers),
                     num_slots=config.max_loras,
                     max_rank=config.max_lora_rank,
                 )
+                self.adapters = RankAdapters(runner.adapters, decoder.dtype, device)
+                self._reader = ThreadPoolExecutor(1, "adapters")
                 logger.info(
                     "Adapters: %d slots of rank %d, %.2f GiB",
                     config.max_loras,
@@ -111,7 +122,7 @@ class Worker:
     def _speculator(
         self, config: EngineConfig, target: Decoder, device: torch.device
     ) -> Speculator | None:
-        """What drafts: each rank has all of a drafter, and their drafts are alike."""
+        """What drafts: each rank that draws tokens has all of a drafter, but of `mtp` its share."""
         if config.speculation is None:
             return None
         context = BuildContext(
@@ -123,10 +134,13 @@ class Worker:
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             kernels=config.kernels,
+            ranks=self._ranks,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
         )
+        drafter = build_device_drafter(context) if target.head is not None else None
         return Speculator(
             config.speculation,
-            build_device_drafter(context),
+            drafter,
             vocab_size=target.config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self._max_model_len,
@@ -209,6 +223,15 @@ class Worker:
         if self._uses_graphs:
             self._capture_graphs()
 
+    def prepare_replay(self, step: StepInput) -> None:
+        """Be ready to run a step again and again."""
+        captures = self._uses_graphs and self.runner.device.type == "cuda"
+        self.replay = Replay(self.runner, step, captures=captures)
+
+    def run_replay(self, count: int) -> None:
+        """Launch it so many times. Does not wait for the device."""
+        self.replay.run(count)
+
     def free_unused(self) -> None:
         """Give back the device's memory that nothing uses, after it ran out."""
         if self.runner.device.type == "cuda":
@@ -245,9 +268,47 @@ class Worker:
             (free - left) / GIB,
         )
 
+    def tap(self, taps: Sequence[int]) -> None:
+        """Read these states of the decoder, for the drafter of the first stage."""
+        self.runner.taps = tuple(taps)
+
+    def read_adapter(self, number: int, path: str) -> Future:
+        """Let a thread read our part of an adapter's folder, and tell its digest."""
+        return self._reader.submit(self.adapters.read, number, path)
+
+    def place_adapter(self, slot: int, number: int) -> None:
+        """Fill a slot of the device."""
+        self.adapters.place(slot, number)
+
+    def forget_adapter(self, number: int) -> None:
+        """Drop our part of an adapter from the host."""
+        self.adapters.forget(number)
+
     def offload_pages(self, num_slots: int) -> None:
         """Have room for so many KV pages in the host's memory."""
         self.runner.offload_pages(num_slots)
+
+    def open_pages(self) -> int:
+        """Begin to exchange KV pages with a connector of our own. Returns the bytes of a page.
+
+        Raises InputError.
+        """
+        copies = self.runner.page_copies
+        connector = make_connector(self.runner.config.kv_transfer, copies.page_bytes)
+        self.pages = RankPages(connector, copies, rank=self._ranks.rank, size=self._ranks.size)
+        return self.pages.page_bytes
+
+    def match_pages(self, keys_NB: np.ndarray) -> Future:
+        """How many of these our connector has, up to the first that it has not."""
+        return self.pages.match(keys_NB)
+
+    def load_pages(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Fill slots of the host."""
+        return self.pages.load(keys_NB, slots)
+
+    def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
+        """Keep pages of the device."""
+        return self.pages.save(keys_NB, pages)
 
     def _graph_step(self) -> StepInput:
         """As large as the largest step that a graph holds."""
@@ -271,8 +332,8 @@ class Worker:
         """Let go of graphs: what they captured of other ranks would be waited for."""
         self.runner.graphs = None
 
-    def facts(self) -> tuple[str, float, int, int, int]:
-        """For the log: device, GiB of weights, layers, heads, KV heads."""
+    def facts(self) -> tuple[str, float, int, int, int, int]:
+        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page."""
         runner = self.runner
         model = runner.decoder.config
         return (
@@ -281,6 +342,7 @@ class Worker:
             len(runner.decoder.layers),
             model.num_heads,
             model.num_kv_heads,
+            runner.bytes_per_page,
         )
 
     def launch(self, step: StepInput) -> StepHandle:

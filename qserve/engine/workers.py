@@ -6,6 +6,7 @@ and draw the same tokens; the engine above does not learn of them.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,8 @@ from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput
 from qserve.engine.warm_up import WarmUpShape
 from qserve.engine.worker import Worker
+from qserve.kv_transfer.shared_pages import SharedPages
+from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.ranks import join
 
@@ -37,11 +40,13 @@ class WorkerGroup:
         self._config = config
         self._ours: Worker | None = None  # filled below
         self._crew: Crew | None = None
+        self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
         self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
             use_device(device, config)
             self._ours = Worker(config, model, max_model_len, device)
+            self._page_bytes = (self.runner.bytes_per_page,)
             return
         try:
             self._start_ranks(config, model, max_model_len)
@@ -67,14 +72,18 @@ class WorkerGroup:
                     device=device,
                     all_reduce=config.all_reduce,
                     hidden_size=model.hidden_size,
+                    check=self._crew.check,
                 )
         self._crew.at_end(ranks.close)
         self._crew.watch(abort=ranks.abort)
         with self._in_step(waits=False):
             self._ours = Worker(config, model, max_model_len, device, ranks)
         facts = [self._ours.facts(), *(reply[0] for reply in self._crew.replies())]
+        if self._ours.runner.taps:
+            self._crew.tell("tap", self._ours.runner.taps)
         executor.met()  # only now: others may still have been on their way when we had met
-        for rank, (name, size, layers, heads, kv_heads) in enumerate(facts):
+        self._page_bytes = tuple(page_bytes for *_, page_bytes in facts)
+        for rank, (name, size, layers, heads, kv_heads, _) in enumerate(facts):
             logger.info(
                 "Rank %d on %s: weights %.2f GiB, %d layers of %d heads and %d KV heads",
                 *(rank, name, size, layers, heads, kv_heads),
@@ -85,10 +94,21 @@ class WorkerGroup:
         """The leader's."""
         return self._ours.runner
 
+    @functools.cached_property
+    def adapters(self) -> SharedAdapters | None:
+        """The way to the adapters of all ranks; None: the engine takes none."""
+        ours = self._ours.adapters
+        return None if ours is None else SharedAdapters(ours, self._crew)
+
     @property
     def computes_in_launch(self) -> bool:
         """`launch` returns when the step is done: a CPU has no queue of work."""
         return self._ours.computes_in_launch
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Of a KV page, all ranks' parts."""
+        return sum(self._page_bytes)
 
     @property
     def num_ranks(self) -> int:
@@ -134,6 +154,14 @@ class WorkerGroup:
         with self._together("offload_pages", num_slots):
             self._ours.offload_pages(num_slots)
 
+    def open_pages(self) -> SharedPages:
+        """Begin to exchange KV pages with connectors, one of each rank. Raises InputError."""
+        with self._together("open_pages"):
+            page_bytes = [self._ours.open_pages()]
+        if self._crew is not None:
+            page_bytes += [reply[0] for reply in self._crew.replies()]
+        return SharedPages(self._ours.pages, self._crew, page_bytes)
+
     def free_unused(self) -> None:
         """Give back the device's memory that nothing uses, after it ran out."""
         self._ours.free_unused()
@@ -159,6 +187,17 @@ class WorkerGroup:
     def launch_sampling(self, step: StepInput) -> StepHandle:
         """Start the rest of it: the same step with its masks."""
         return self.runner.launch_sampling(step)
+
+    def prepare_replay(self, step: StepInput) -> str:
+        """Be ready to run a step again and again. Returns in which graph (replay.py)."""
+        with self._together("prepare_replay", step):
+            self._ours.prepare_replay(step)
+        return self._ours.replay.graph
+
+    def run_replay(self, count: int) -> None:
+        """Launch it so many times. Does not wait for the device."""
+        with self._together("run_replay", count):
+            self._ours.run_replay(count)
 
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step."""

@@ -14,6 +14,6 @@ class Adapter:
     # What the keys and values of its requests depend on: a digest of all numbers. The same folder
     # with other numbers is another generation; pages of the same numbers are found again.
     generation: str = ""
-    packed: Any = None  # PackedAdapter; None: the host does not have it, or not yet
+    packed: Any = None  # SharedAdapter; None: the host does not have it, or not yet
     reading: Future | None = None  # what becomes `packed`
     last_used: int = 0  # by the clock of AdapterTable

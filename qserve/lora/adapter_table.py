@@ -13,20 +13,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from formats.errors import InputError
-from formats.lora import read_adapter
 from qserve.config import EngineConfig
-from qserve.engine.model_runner import ModelRunner
 from qserve.engine.request import Request
 from qserve.lora.adapter import Adapter
 from qserve.lora.adapter_slots import AdapterSlots
-from qserve.lora.layout import PackedAdapter
 from qserve.lora.request import LoRARequest, parse_modules
+from qserve.lora.shared_adapters import SharedAdapter, SharedAdapters
 
 MAX_PASSES = 16
 MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
 
-Read = Callable[[str], PackedAdapter]
-Place = Callable[[int, PackedAdapter], None]
+Read = Callable[[str], SharedAdapter]
+Place = Callable[[int, SharedAdapter], None]
 Ready = list[tuple[Request, str | None]]
 
 
@@ -64,11 +62,11 @@ class AdapterTable:
     def names_waited_for(self) -> tuple[str, ...]:
         return tuple(sorted({adapter.name for adapter in self._waiting}))
 
-    def read(self, path: str) -> PackedAdapter:
+    def read(self, path: str) -> SharedAdapter:
         """What a folder holds. Changes nothing, so any thread may. Raises InputError."""
         return self._read(path)
 
-    def put(self, name: str, path: str, packed: PackedAdapter) -> None:
+    def put(self, name: str, path: str, packed: SharedAdapter) -> None:
         """Let requests that come from now on have this under a name, new or known."""
         self.remove(name)
         adapter = Adapter(name=name, path=path)
@@ -216,7 +214,7 @@ class AdapterTable:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         return self._reader.submit(self._read, path)
 
-    def _keep(self, adapter: Adapter, packed: PackedAdapter) -> None:
+    def _keep(self, adapter: Adapter, packed: SharedAdapter) -> None:
         self._clock += 1
         adapter.packed, adapter.generation = packed, packed.digest
         adapter.last_used = self._clock
@@ -238,24 +236,18 @@ def _last_used(adapter: Adapter) -> int:
     return adapter.last_used
 
 
-def make_table(config: EngineConfig, runner: ModelRunner) -> AdapterTable | None:
+def make_table(config: EngineConfig, shared: SharedAdapters | None) -> AdapterTable | None:
     """The table of an engine that takes adapters, with those that it is told of. Raises InputError.
 
     None: it takes none.
     """
-    memory = runner.adapters
-    if memory is None:
+    if shared is None:
         return None
-
-    def read(path: str) -> PackedAdapter:
-        found = read_adapter(path, memory.layout.shapes, max_rank=config.max_lora_rank)
-        return memory.layout.pack(found, runner.decoder.dtype, pinned=runner.device.type == "cuda")
-
     table = AdapterTable(
-        read, memory.place, num_slots=config.max_loras, num_on_host=config.num_cpu_loras
+        shared.read, shared.place, num_slots=config.max_loras, num_on_host=config.num_cpu_loras
     )
     for lora in parse_modules(config.lora_modules):
-        table.put(lora.lora_name, lora.lora_path, read(lora.lora_path))
+        table.put(lora.lora_name, lora.lora_path, shared.read(lora.lora_path))
     return table
 
 

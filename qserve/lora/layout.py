@@ -1,19 +1,24 @@
 """How an adapter lies in memory, the same on the host and in a slot of the device.
 
 Row j of all As and column j of all Bs stand together, a piece, so an adapter of rank r is r pieces
-and one copy. Knows names and sizes of the model, no decoder. Legend as in qkernels/lora/weights.py.
+and one copy. Of a model that is shared out it holds what this rank's linears compute with: of a
+linear that is split by its outputs all of A and some of B, of one that is split by its inputs some
+of A and all of B, whose products the layer's own sum over ranks adds up. Knows names and sizes of
+the model, no decoder. Legend as in qkernels/lora/weights.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 
 from formats.family import Projection
-from formats.lora import LoraAdapter, adapted_projections
+from formats.lora import LoraAdapter, adapted_projections, adapted_shapes
+from formats.slices import Rows, take_rows
 from qkernels.lora.weights import TABLE_COLUMNS
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import LinearPart
 
 ALIGNMENT = 16  # numbers: addresses are multiples of 32 bytes, as kernels want them
 
@@ -25,7 +30,8 @@ class Place:
     layer: int
     projection: Projection
     modules: tuple[str, ...]  # its linears, by their names in the checkpoint
-    sizes: tuple[int, ...]  # outputs of each
+    parts: tuple[LinearPart, ...]  # which outputs and inputs of each are here
+    sizes: tuple[int, ...]  # how many outputs of each
     inputs: int
     a: int  # first number of the As, S K of them
     b: int  # first number of the Bs, as many as outputs
@@ -38,7 +44,6 @@ class PackedAdapter:
     pieces: torch.Tensor  # [r, piece]
     ranks: torch.Tensor  # int32 [places, TABLE_COLUMNS]
     scales: torch.Tensor  # float32 [places, TABLE_COLUMNS]
-    digest: str  # of all of them: equal ones compute the same
 
     @property
     def rank(self) -> int:
@@ -46,17 +51,22 @@ class PackedAdapter:
 
 
 class AdapterLayout:
-    """The places of a model's linears."""
+    """The places of a model's linears, or of those of some of its layers."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.places = tuple(_places(config))
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: Mapping[str, LinearPart] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """`config`: of the whole model. `parts`: which part of a linear is here, of those of which
+        that is not all. `layers`: those that are here; None: all.
+        """
+        layers = range(config.num_layers) if layers is None else layers
+        self.places = tuple(_places(config, parts or {}, layers))
         last = self.places[-1]
         self.piece = _aligned(last.b + sum(last.sizes))  # numbers of one rank
-        self.shapes = {
-            module: (size, place.inputs)
-            for place in self.places
-            for module, size in zip(place.modules, place.sizes, strict=True)
-        }
+        self.shapes = adapted_shapes(config.family, config.values)  # of the whole model's linears
 
     def pack(self, adapter: LoraAdapter, dtype: torch.dtype, *, pinned: bool) -> PackedAdapter:
         """A copy on the host; `pinned` where a GPU will fetch it."""
@@ -66,37 +76,69 @@ class AdapterLayout:
         scales = torch.zeros(tables, dtype=torch.float32, pin_memory=pinned)
         for number, place in enumerate(self.places):
             column = place.b
-            for s, (module, size) in enumerate(zip(place.modules, place.sizes, strict=True)):
+            for s, (module, part, size) in enumerate(
+                zip(place.modules, place.parts, place.sizes, strict=True)
+            ):
                 pair = adapter.pairs.get(module)
                 if pair is not None:
                     start = place.a + s * place.inputs
-                    pieces[: pair.rank, start : start + place.inputs] = pair.a_rK
-                    pieces[: pair.rank, column : column + size] = pair.b_Nr.T
+                    a_rK, b_Nr = pair.a_rK, pair.b_Nr
+                    if part.inputs is not None:
+                        a_rK = take_rows(a_rK, part.inputs, 1)
+                    if part.rows is not None:
+                        b_Nr = take_rows(b_Nr, part.rows)
+                    pieces[: pair.rank, start : start + place.inputs] = a_rK
+                    pieces[: pair.rank, column : column + size] = b_Nr.T
                     ranks[number, s], scales[number, s] = pair.rank, pair.scale
                 column += size
-        digest = blake2b(f"{pieces.dtype} {list(pieces.shape)}".encode(), digest_size=16)
-        for tensor in (pieces, ranks, scales):
-            digest.update(tensor.view(torch.uint8).numpy())
-        return PackedAdapter(pieces=pieces, ranks=ranks, scales=scales, digest=digest.hexdigest())
+        return PackedAdapter(pieces=pieces, ranks=ranks, scales=scales)
 
 
-def _places(config: ModelConfig) -> Iterator[Place]:
-    sizes, at = config.sizes, 0
+def adapter_digest(adapter: LoraAdapter) -> str:
+    """Of all its numbers, whichever of them a rank has: adapters of one digest compute the same."""
+    digest = blake2b(digest_size=16)
+    for module, pair in sorted(adapter.pairs.items()):
+        digest.update(f"{module} {pair.rank} {pair.scale!r} {pair.a_rK.dtype} ".encode())
+        for tensor in (pair.a_rK, pair.b_Nr):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _places(
+    config: ModelConfig, parts: Mapping[str, LinearPart], layers: Sequence[int]
+) -> Iterator[Place]:
+    sizes, at, whole = config.sizes, 0, LinearPart()
     for layer, prefix, projection in adapted_projections(config.family, config.values):
+        if layer not in layers:
+            continue
         linears = projection.linears
-        outputs = tuple(sum(sizes[name] for name in linear.outputs) for linear in linears)
-        inputs = sizes[projection.inputs]
+        modules = tuple(f"{prefix}.{linear.name}" for linear in linears)
+        ours = tuple(parts.get(module, whole) for module in modules)
+        outputs = tuple(
+            _count(part.rows, sum(sizes[name] for name in linear.outputs))
+            for linear, part in zip(linears, ours, strict=True)
+        )
+        inputs = _count(ours[0].inputs, sizes[projection.inputs])
         b = _aligned(at + len(linears) * inputs)
         yield Place(
             layer=layer,
             projection=projection,
-            modules=tuple(f"{prefix}.{linear.name}" for linear in linears),
+            modules=modules,
+            parts=ours,
             sizes=outputs,
             inputs=inputs,
             a=at,
             b=b,
         )
         at = _aligned(b + sum(outputs))
+
+
+def _count(rows: Rows | None, total: int) -> int:
+    if rows is None:
+        return total
+    if isinstance(rows, torch.Tensor):
+        return len(rows)
+    return sum(stop - start for start, stop in rows)
 
 
 def _aligned(count: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.gated_mlp import GatedMlp
-from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows
+from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.moe import MoeMlp
 from qserve.model.decoder import Decoder
 
@@ -32,8 +32,14 @@ class SlotMemory:
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
         for number, place in enumerate(layout.places):
             owner, name = _linear_of(decoder, place)
+            if isinstance(getattr(owner, name), RowParallel):
+                owner, name = getattr(owner, name), "inner"  # its sum adds up the adapters' parts
             linear = AdaptedLinear(getattr(owner, name), self._weights(number, place), self.rows)
             setattr(owner, name, linear)
+
+    @property
+    def max_rank(self) -> int:
+        return self.memory.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +73,8 @@ class SlotMemory:
 
 def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     """The block that has a projection's linear, and what it calls it."""
-    family, layer = decoder.config.family, decoder.layers[place.layer]
+    family = decoder.config.family
+    layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
     mlp = layer.mlp

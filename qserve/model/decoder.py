@@ -1,9 +1,9 @@
 """The decoder: embedding, layers, norm, head. Knows a step's tensors, not requests.
 
-Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V vocabulary.
+Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V vocabulary, N states.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,8 +12,9 @@ from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.embedding import Embedding
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
-from qserve.model.blocks.norm import BranchOutput, RmsNorm
+from qserve.model.blocks.norm import RmsNorm
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import LinearPart
 from qserve.parallel.pipeline import Pipeline
 
 
@@ -46,6 +47,8 @@ class Decoder(torch.nn.Module):
         self._sum = RmsNorm(None, 0.0)
         self.logits_divisor, self.logits_cap = logits_divisor, logits_cap
         self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
+        # Of linears that ranks share out, by name, ours; the loader fills it.
+        self.parts: Mapping[str, LinearPart] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,6 +58,13 @@ class Decoder(torch.nn.Module):
     @property
     def device(self) -> torch.device:
         return (self.like if self.embedding is None else self.embedding.weight).device
+
+    @property
+    def layer_numbers(self) -> range:
+        """Of the model's layers, those that are here."""
+        if self.pipeline is None:
+            return range(len(self.layers))
+        return self.pipeline.layers(self.config.num_layers)
 
     def products(self) -> Iterator[Product]:
         """Every quantized product, and the operation that takes its result."""
@@ -73,52 +83,68 @@ class Decoder(torch.nn.Module):
         """
         if self.pipeline is None:
             return self.forward_tapped(token_ids_T, step, caches, ())[0]
-        return self.forward_parts([token_ids_T], [step], caches)
+        return self.forward_parts([token_ids_T], [step], caches)[0]
 
     def forward_parts(
         self,
         token_ids: Sequence[torch.Tensor],
         steps: Sequence[StepInputs],
         caches: list[PagedKv],
-    ) -> torch.Tensor:
-        """The same of a step in parts, each of which a stage computes while others do another.
+        taps: tuple[int, ...] = (),
+        begin: Callable[[StepInputs], None] = lambda step: None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """`forward_tapped` of a step in parts, each of which a stage computes while others do
+        another. What is tapped travels beside the hidden states, in the order of the layers.
 
-        Of a model in stages alone.
+        Of a model in stages alone. `begin` is called before the layers compute a part.
         """
+        pipeline, wanted = self.pipeline, sorted(set(taps))
+        owners = [pipeline.stage_of(tap, self.config.num_layers) for tap in wanted]
+        num_before = 1 + sum(owner < pipeline.stage for owner in owners)
+        ours = [t for t, owner in zip(wanted, owners, strict=True) if owner == pipeline.stage]
         ends = []
-        if self.pipeline.is_first:
+        if pipeline.is_first:
             # Asked for before anything is sent: the last stage need not wait for the first.
-            ends = [self._empty(ids) for ids in token_ids]
-            coming = [self.pipeline.receive_last(end_TC) for end_TC in ends]
+            ends = [self._empty(1 + len(wanted), ids) for ids in token_ids]
+            coming = [pipeline.receive_last(end_NTC) for end_NTC in ends]
         sent, passed = [], []
         for ids, step in zip(token_ids, steps, strict=True):
-            if self.pipeline.is_first:
-                x_TC = self.embedding(ids)
+            if pipeline.is_first:
+                x_TC, before = self.embedding(ids), ()
             else:
-                x_TC = self.pipeline.receive(self._empty(ids))
-            x_TC, residual_TC = self._layers(x_TC, step, caches)
-            if residual_TC is not None:
-                _, x_TC = self._sum(x_TC, residual_TC, None)
-            passed.append(x_TC.contiguous())
-            sent.append(self.pipeline.send(passed[-1]))
+                x_TC, *before = pipeline.receive(self._empty(num_before, ids))
+            begin(step)
+            x_TC, tapped = self._layers(x_TC, step, caches, ours)
+            states = [x_TC, *before, *tapped]
+            passed.append(torch.stack(states) if len(states) > 1 else x_TC[None].contiguous())
+            sent.append(pipeline.send(passed[-1]))
         for work in sent:
             work.wait()
-        if not self.pipeline.is_first:
-            return passed[-1]
+        if not pipeline.is_first:
+            return passed[-1][0], ()
         for work in coming:
             work.wait()
-        return self.norm(torch.cat(ends), None, None)[0]
+        x_TC, *states = torch.cat(ends, 1)
+        found = dict(zip(wanted, states, strict=True))
+        return self.norm(x_TC, None, None)[0], tuple(found[tap] for tap in taps)
 
     def _layers(
-        self, x_TC: torch.Tensor, step: StepInputs, caches: list[PagedKv]
-    ) -> tuple[BranchOutput, torch.Tensor | None]:
-        residual_TC = None
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x_TC, residual_TC = layer(x_TC, residual_TC, step, cache)
-        return x_TC, residual_TC
+        self, x_TC: torch.Tensor, step: StepInputs, caches: list[PagedKv], taps: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The residual stream behind the layers of this stage, and before those of `taps`."""
+        residual_TC, first = None, self.layer_numbers.start
+        found: dict[int, torch.Tensor] = {}
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), first):
+            tapped: list[torch.Tensor] = []
+            wanted = tapped if number in taps else None
+            x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, wanted)
+            found.update((number, state_TC) for state_TC in tapped)
+        if residual_TC is not None:
+            _, x_TC = self._sum(x_TC, residual_TC, None)
+        return x_TC, [found.get(tap, x_TC) for tap in taps]
 
-    def _empty(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        shape = len(token_ids_T), self.config.hidden_size
+    def _empty(self, count: int, token_ids_T: torch.Tensor) -> torch.Tensor:
+        shape = count, len(token_ids_T), self.config.hidden_size
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def forward_tapped(

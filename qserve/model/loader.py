@@ -61,6 +61,6 @@ def load(
         pipeline=ranks.pipeline,
     )
     decoder = families.build(config, weights)
-    decoder.classifier = weights.classifier()
+    decoder.classifier, decoder.parts = weights.classifier(), weights.parts
     weights.audit()
     return decoder

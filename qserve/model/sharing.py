@@ -44,6 +44,23 @@ class Cut:
 WHOLE = Cut()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPart:
+    """The outputs and inputs of one linear that a rank computes with, in their order. None: all."""
+
+    rows: Rows | None = None
+    inputs: Rows | None = None
+
+    @classmethod
+    def of(cls, cut: Cut, order_K: torch.Tensor | None) -> "LinearPart":
+        """`order_K`: the inputs as the linear takes them, of which a cut by columns is a run."""
+        if cut.columns is None:
+            return cls(rows=cut.rows)
+        if order_K is None:
+            return cls(inputs=(cut.columns,))
+        return cls(inputs=order_K[slice(*cut.columns)].clone())
+
+
 class Sharing:
     """How a model is shared out over the ranks of a communicator, and which part is ours.
 

@@ -32,7 +32,7 @@ from qserve.model.dummy_source import DummySource
 from qserve.model.expert_weights import expert_weights, routing_of
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
-from qserve.model.sharing import WHOLE, Cut, Sharing
+from qserve.model.sharing import WHOLE, Cut, LinearPart, Sharing
 from qserve.model.weight_source import WeightSource
 from qserve.parallel.norm import NormOverRanks
 from qserve.parallel.pipeline import Pipeline
@@ -63,6 +63,8 @@ class Weights:
         `sharing`: which part of each layer is wanted; None: all. `pipeline`: of which stage.
         """
         self.kernels, self.pipeline = kernels or {}, pipeline
+        # of linears by name, where the model is shared out; filled as they are made
+        self.parts: dict[str, LinearPart] = {}
         self.sharing = sharing or Sharing(config)
         self.config, self.family, self.source = config, config.family, source
         self._sizes = config.sizes
@@ -75,9 +77,13 @@ class Weights:
         """Whether embedding, last norm and head are wanted."""
         return self.pipeline is None or self.pipeline.is_first
 
-    def embedding(self) -> torch.Tensor:
-        """The table of tokens [V, C]; of a model that is shared out, this rank's rows."""
-        table_VC = self._model_tensor(self.family.embedding)
+    def embedding(self, name: str | None = None) -> torch.Tensor:
+        """The table of tokens [V, C]; of a model that is shared out, this rank's rows.
+
+        `name`: of another table than the model's.
+        """
+        shape = self.shape(self.family.model_tensors[self.family.embedding])
+        table_VC = self.tensor(name or self.family.embedding, shape)
         part = self.vocabulary
         return table_VC if part is None else table_VC[part.start : part.stop].clone()
 
@@ -97,13 +103,19 @@ class Weights:
     def head(self, embedding_VC: torch.Tensor) -> Linear:
         """The output head: one of its own, or the embedding."""
         name = self.family.head.removesuffix(".weight")
-        part = self.vocabulary
         if self.config.tied_head and not self.source.is_quantized(name):
-            head = FloatLinear(embedding_VC)
-        else:
-            cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
-            sizes = [self.config.vocab_size], self.config.hidden_size
-            head = self.linear([name], *sizes, cuts=[cut])
+            return self._gathered(FloatLinear(embedding_VC))
+        return self.output_matrix(name)
+
+    def output_matrix(self, name: str) -> Linear:
+        """From states to logits of the whole vocabulary."""
+        part = self.vocabulary
+        cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
+        sizes = [self.config.vocab_size], self.config.hidden_size
+        return self._gathered(self.linear([name], *sizes, cuts=[cut]))
+
+    def _gathered(self, head: Linear) -> Linear:
+        part = self.vocabulary
         return head if part is None else GatheredLinear(head, part.communicator, part.widths)
 
     def classifier(self) -> torch.Tensor | None:
@@ -119,7 +131,11 @@ class Weights:
             for next_number in (number, number + 1):
                 if next_number in numbers:
                     self.source.expect(self.family.layer.format(i=next_number))
-            yield LayerWeights(self, number)
+            yield self.layer(number)
+
+    def layer(self, number: int) -> "LayerWeights":
+        """Those of one layer."""
+        return LayerWeights(self, number)
 
     def rotary(self, rope: RopeConfig | None) -> Rotary:
         """The rotations of all positions, one table for layers alike; None: of no channel."""
@@ -234,9 +250,6 @@ class Weights:
         """A row's shape in numbers."""
         return tuple(size(names, self._sizes) for names in shape)
 
-    def _model_tensor(self, name: str) -> torch.Tensor:
-        return self.tensor(name, self.shape(self.family.model_tensors[name]))
-
     def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
         operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
         kernel = self.kernels.get(operation)
@@ -279,6 +292,11 @@ class LayerWeights:
             sharing.cut(projection, linear, self._prefix, self._order_of, down)
             for linear in linears
         ]
+        if not sharing.is_whole:
+            for linear, shape, cut in zip(linears, shapes, cuts, strict=True):
+                order = None if cut.columns is None else self._order_of(linear.name, shape)
+                part = LinearPart.of(cut, order)
+                self._weights.parts[f"{self._prefix}.{linear.name}"] = part
         gathered = None
         if not sharing.is_whole and projection.inputs == "q":
             order = self._order_of(linears[0].name, shapes[0])

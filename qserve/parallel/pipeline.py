@@ -29,8 +29,16 @@ class Pipeline:
 
     def layers(self, num_layers: int) -> range:
         """Those of our stage: as many as the others', the first stage one less if it must be."""
-        ends = [num_layers * stage // self.num_stages for stage in range(self.num_stages + 1)]
+        ends = self._ends(num_layers)
         return range(ends[self.stage], ends[self.stage + 1])
+
+    def _ends(self, num_layers: int) -> list[int]:
+        return [num_layers * stage // self.num_stages for stage in range(self.num_stages + 1)]
+
+    def stage_of(self, layer: int, num_layers: int) -> int:
+        """Which stage has a layer; of the number behind the last, the last."""
+        ends = self._ends(num_layers)
+        return next((s for s in range(self.num_stages) if layer < ends[s + 1]), self.num_stages - 1)
 
     def connect(self, device: torch.device) -> None:
         """Pass a number round once.
@@ -49,6 +57,13 @@ class Pipeline:
         """Fill a tensor with what the stage before sends."""
         dist.irecv(x_TC, self.ranks[self.stage - 1], group=self.ahead).wait()
         return x_TC
+
+    def pass_on(self, x: torch.Tensor) -> None:
+        """Give a tensor of the first stage to all others, which it fills there."""
+        if not self.is_first:
+            self.receive(x)
+        if self.stage < self.num_stages - 1:
+            self.send(x).wait()
 
     def send(self, x_TC: torch.Tensor) -> Work:
         """Send to the next stage, or from the last to the first. Does not wait."""

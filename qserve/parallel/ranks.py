@@ -9,7 +9,10 @@ import datetime
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,8 @@ from qserve.parallel.torch_communicator import TorchCommunicator
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 TIMEOUT = datetime.timedelta(seconds=1800)  # that a rank waits for another, whatever it does
 CLOSE_SECONDS = 10.0
+LOOK_SECONDS = 0.02  # between two looks for who is there
+FILE = "file://"
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +76,12 @@ def join(
     device: torch.device,
     all_reduce: str = "auto",
     hidden_size: int = 0,
+    check: Callable[[], None] = lambda: None,
 ) -> Ranks:
     """Meet the other ranks at an address that torch.distributed knows: tcp:// or file://.
 
     `all_reduce`: "nccl" keeps peer memory from being used. `hidden_size`: of rows that are summed.
+    `check`: raises where one of the others will not come; rank 0 asks while it waits for them.
 
     Raises InputError where this process is one of several ranks already.
     """
@@ -85,14 +92,18 @@ def join(
             "this process has a torch.distributed group already, of another engine or its own",
             "close that engine first, or start this one in a process of its own",
         )
-    if address.startswith("file://"):
+    meeting: dict[str, Any] = {"init_method": address}
+    if address.startswith(FILE):
         # All ranks are on this machine. A host name that does not resolve would stop gloo.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(address.removeprefix(FILE), size)
+        _wait_for_all(store, rank, size, check)
+        meeting = {"store": store}
     backend = BACKENDS[device.type]
     options = {"device_id": device} if backend == "nccl" else {}
     dist.init_process_group(
         backend,
-        init_method=address,
+        **meeting,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
@@ -127,3 +138,12 @@ def join(
         )
         pipeline.connect(device)
     return Ranks(rank=rank, size=size, communicator=communicator, pipeline=pipeline)
+
+
+def _wait_for_all(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> None:
+    """Let rank 0 wait until the others are there: a process group waits, and cannot be stopped."""
+    store.set(f"rank {rank}", "is here")
+    others = [f"rank {other}" for other in range(size)]
+    while rank == 0 and not store.check(others):
+        check()
+        time.sleep(LOOK_SECONDS)

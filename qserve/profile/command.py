@@ -1,5 +1,6 @@
 """`qserve profile`: where the time of exact steps goes, or what an existing trace says."""
 
+import contextlib
 from pathlib import Path
 
 from formats.errors import InputError
@@ -33,20 +34,19 @@ def _run(config: EngineConfig, settings: ProfileSettings) -> None:
     from qserve.profile.floors import floors_us
 
     cases = [StepCase.parse(each) for each in settings.case]
-    engine = Engine(config)
-    timer = StepTimer(engine)
-    for case in cases:
-        run, graph = timer.replayed(timer.step_of(case))
-        quiet_us = timer.sample_us(run, settings.iters)
-        trace = Path(settings.profile_dir) / f"{case.name}.rank0.trace.json.gz"
-        recorder = engine.profiler.recorder
-        recorder.start(trace, with_stack=settings.with_stack, kind=settings.profiler)
-        try:
-            for _ in range(settings.iters):
-                with engine.step_ranges.named(case.name):
-                    run()
-        finally:
-            recorder.stop()
-        print(f"\n{case.name}: {quiet_us:.1f} us without the profiler, graph {graph}")
-        if settings.profiler == "torch":
-            print(write_report(trace, floors_us(engine, case)), flush=True)
+    with contextlib.closing(Engine(config)) as engine:
+        timer, recorder = StepTimer(engine), engine.profiler.recorder
+        for case in cases:
+            run, graph = timer.replayed(timer.step_of(case))
+            quiet_us = timer.sample_us(run, settings.iters)
+            trace = Path(settings.profile_dir) / f"{case.name}.rank0.trace.json.gz"
+            recorder.start(trace, with_stack=settings.with_stack, kind=settings.profiler)
+            try:
+                for _ in range(settings.iters):
+                    with engine.step_ranges.named(case.name):
+                        run(1)
+            finally:
+                recorder.stop()
+            print(f"\n{case.name}: {quiet_us:.1f} us without the profiler, graph {graph}")
+            if settings.profiler == "torch":
+                print(write_report(trace, floors_us(engine, case)), flush=True)

@@ -34,7 +34,10 @@ def floors_us(engine: Engine, case: StepCase) -> dict[str, float]:
     pairs = sum(
         each.count * each.query_len * (each.kv_len + each.query_len / 2) for each in case.requests
     )
-    attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
+    # of equal shares; a page's bytes are those of one rank already
+    ranks = engine.config.num_ranks
+    num_bytes, operations = num_bytes / ranks, operations / ranks
+    attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers / ranks
     return {
         "products": 1e6
         * max(num_bytes / ceiling.bytes_per_second, operations / ceiling.operations_per_second),

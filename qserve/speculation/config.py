@@ -2,15 +2,16 @@
 
 import difflib
 import json
-from dataclasses import dataclass, field, fields, replace
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa")
-WITH_MODEL = METHODS[2:]
+METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3", "medusa")
+WITHOUT_MODEL, WITH_MODEL = METHODS[:2], METHODS[3:]  # mtp: the served one's, or another's
 MAX_TOKENS = 128
 DEFAULT_TOKENS = 3
 LEVELS = (1, 3, 5, 7)  # what adaptive depth chooses from, up to num_speculative_tokens
@@ -30,7 +31,9 @@ NOT_HERE = {
 }
 REJECTION_METHODS = {"exact": "exact", "standard": "rejection", "synthetic": "synthetic"}
 SAMPLE_METHODS = ("coupled", "greedy")
-ACCEPTANCES = ("exact", "rejection", "synthetic")
+ACCEPTANCES = ("exact", "rejection", "typical", "synthetic")
+BY_ROW = ACCEPTANCES[1:3]  # drafts are judged by what each row's token is drawn from
+POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's own
 
 
 def _key(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
@@ -42,7 +45,7 @@ class SpeculativeConfig:
     """Which drafter, and how far it looks ahead."""
 
     method: str
-    model: str | None = _key(None, "the drafter's folder")
+    model: str | None = _key(None, "the drafter's folder; mtp: the model's own, if not given")
     num_speculative_tokens: int = _key(DEFAULT_TOKENS, "drafts of one step", 1, MAX_TOKENS)
     prompt_lookup_min: int = _key(5, "ngram: fewest tokens that must agree", 1)
     prompt_lookup_max: int = _key(5, "ngram: most tokens that are compared", 1)
@@ -56,6 +59,12 @@ class SpeculativeConfig:
     adaptive: bool = _key(True, "fewer drafts where more would cost more than they bring")
     draft_sample_method: str = _key("coupled", f"one of {', '.join(SAMPLE_METHODS)}")
     acceptance: str = _key("exact", f"one of {', '.join(ACCEPTANCES)}")
+    posterior_threshold: float | None = _key(
+        None, "typical: a draft of such a probability passes (0.09)", 0, 1
+    )
+    posterior_alpha: float | None = _key(
+        None, "typical: and one of so much of exp(-entropy) (0.3)", 0, 1
+    )
     synthetic_acceptance_rates: tuple[float, ...] = _key(
         (), "synthetic: for each position the share of drafts that pass as far"
     )
@@ -68,18 +77,21 @@ class SpeculativeConfig:
         return f"{FLAG} {self.method}"
 
     @classmethod
-    def parse(cls, text: str) -> "SpeculativeConfig":
-        """Of a JSON object. Raises InputError, which names an unknown key and the nearest known."""
+    def parse(cls, text: str, acceptance: str = "exact") -> "SpeculativeConfig":
+        """Of a JSON object. Raises InputError, which names an unknown key and the nearest known.
+
+        `acceptance`: what --spec-acceptance says, where that is not the default.
+        """
         try:
             found = json.loads(text)
         except ValueError:
             found = None
         if not isinstance(found, dict):
             raise InputError(FLAG, f"expected a JSON object, found {text!r}")
-        return cls.of(found)
+        return cls.of(found, acceptance)
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> "SpeculativeConfig":
+    def of(cls, found: dict[str, Any], acceptance: str = "exact") -> "SpeculativeConfig":
         """Raises InputError."""
         found = {name: value for name, value in found.items() if value is not None}
         method = found.pop("rejection_sample_method", None)  # vLLM's name of three of these
@@ -88,6 +100,12 @@ class SpeculativeConfig:
                 expected = f"expected one of {', '.join(REJECTION_METHODS)}, found {method!r}"
                 raise InputError(f"{FLAG} rejection_sample_method", expected)
             found["acceptance"] = REJECTION_METHODS[method]
+        if acceptance != "exact" and found.setdefault("acceptance", acceptance) != acceptance:
+            raise InputError(
+                f"--spec-acceptance {acceptance}",
+                f"{FLAG} says {found['acceptance']!r:.80}",
+                "leave one of them out",
+            )
         known = {each.name: each for each in fields(cls)}
         for name in found:
             if name in NOT_HERE:
@@ -116,7 +134,7 @@ class SpeculativeConfig:
             raise InputError(f"{FLAG} method", f"{expected}, found {self.method!r}")
         if self.method in WITH_MODEL and self.model is None:
             raise InputError(self.subject, "needs a drafter", "give its folder as model")
-        if self.method not in WITH_MODEL and self.model is not None:
+        if self.method in WITHOUT_MODEL and self.model is not None:
             raise InputError(self.subject, "takes no model", "leave model out")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise InputError(
@@ -129,6 +147,13 @@ class SpeculativeConfig:
             if value not in choices:
                 expected = f"expected one of {', '.join(choices)}"
                 raise InputError(f"{FLAG} {name}", f"{expected}, found {value!r}")
+        for name in POSTERIOR:
+            if self.acceptance != "typical" and getattr(self, name) is not None:
+                raise InputError(
+                    f"{FLAG} {name}",
+                    f"is of typical acceptance, found {self.acceptance}",
+                    "give --spec-acceptance typical, or leave it out",
+                )
         self._check_table()
         rates = self.synthetic_acceptance_rates
         if (self.acceptance == "synthetic") != bool(rates):
@@ -156,9 +181,16 @@ class SpeculativeConfig:
                 )
             expected_first = last + 1
 
-    def with_rejection(self) -> "SpeculativeConfig":
-        """As --spec-acceptance rejection asks for."""
-        return replace(self, acceptance="rejection")
+    @property
+    def judges_by_row(self) -> bool:
+        """Whether drafts are judged by what the token of each row is drawn from."""
+        return self.acceptance in BY_ROW
+
+    @property
+    def posterior(self) -> tuple[float, float]:
+        """Threshold and alpha of typical acceptance."""
+        stated = {name: getattr(self, name) for name in POSTERIOR}
+        return tuple(POSTERIOR[name] if each is None else each for name, each in stated.items())
 
     @property
     def draws_drafts(self) -> bool:
@@ -240,15 +272,16 @@ def _checked(known: Any, value: Any) -> Any:
     subject, low, high = f"{FLAG} {known.name}", None, None
     if known.metadata:
         low, high = known.metadata["low"], known.metadata["high"]
-    if known.type in (int, float):
-        numbers = (int, float) if known.type is float else (int,)
-        if type(value) not in numbers:
+    kind = float if known.type == float | None else known.type
+    if kind in (int, float):
+        numbers = (int, float) if kind is float else (int,)
+        if type(value) not in numbers or not math.isfinite(value):
             raise InputError(subject, f"expected a number, found {value!r}")
         if (low is not None and value < low) or (high is not None and value > high):
             expected = f"{low} or more" if high is None else f"{low} to {high}"
             raise InputError(subject, f"expected {expected}, found {value}")
-        return known.type(value)
-    if known.type is bool:
+        return kind(value)
+    if kind is bool:
         if type(value) is not bool:
             raise InputError(subject, f"expected true or false, found {value!r}")
         return value

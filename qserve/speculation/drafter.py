@@ -16,6 +16,7 @@ import torch
 
 from qserve.model.blocks.attention import Attention
 from qserve.model.decoder import Decoder
+from qserve.parallel.ranks import ALONE, Ranks
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.draft_step import DraftStep
 
@@ -66,6 +67,8 @@ class BuildContext:
     max_model_len: int
     block_size: int  # tokens of one KV page
     kernels: Any = None  # asked for or forbidden by name, as loader.load takes them
+    ranks: Ranks = ALONE  # over which the target is shared out
+    dummy_seed: int | None = None  # of weights at random, where the target's are
 
 
 # method -> "module:function": HostDrafter from SpeculativeConfig, DeviceDrafter from BuildContext.
@@ -79,6 +82,7 @@ DEVICE_DRAFTERS = {
     "eagle": "qserve.speculation.heads.eagle:build",
     "eagle3": "qserve.speculation.heads.eagle3:build",
     "medusa": "qserve.speculation.heads.medusa:build",
+    "mtp": "qserve.speculation.heads.mtp:build",
 }
 
 

@@ -10,6 +10,9 @@ shared noise of `exact`. A draft that was not drawn (n-gram, greedy) is a point 
 Legend: S rows that sample, D chunks that sample, V vocabulary, N rows of the tables, K drafts.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from qkernels.sampling.reference import (
@@ -26,7 +29,12 @@ from qkernels.sampling.settings import (
     Samples,
     SampleSettings,
 )
+from qserve.speculation import typical
 from qserve.speculation.acceptance import Verify
+from qserve.speculation.config import SpeculativeConfig
+
+# p_DV, q_DV, drafts_D, is_draft_D, seed_D, position_D -> (tokens_D, passes_D), as `judge`
+Judge = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 # One noise for the draft and for what is drawn in its place would bias the output: the token that
 # the draft's noise made likely is the one that was refused.
@@ -84,12 +92,18 @@ def judge(
     return torch.where(passes_D, drafts_D, drawn_D), passes_D
 
 
+def judge_of(config: SpeculativeConfig) -> Judge:
+    """The rule of a configuration whose drafts are judged row by row."""
+    return partial(typical.judge, config=config) if config.acceptance == "typical" else judge
+
+
 def draw_verify(
     logits_SV: torch.Tensor,
     settings: SampleSettings,
     history_WV: torch.Tensor | None,
     verify: Verify,
     q_DKV: torch.Tensor | None,
+    judge: Judge = judge,
 ) -> tuple[Samples, torch.Tensor]:
     """The tokens of all rows, and how many drafts of each chunk come true, int64 [D].
 

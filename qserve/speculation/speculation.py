@@ -65,7 +65,8 @@ class Speculation:
             count = max(0, min(most, request.num_drafts))
         table, wanted = request.block_table, num_tokens + count
         # A device drafter also writes keys of what it proposes for the step after.
-        for length in (wanted + self._drafting.num_drafts, wanted):
+        with_next = min(wanted + self._drafting.num_drafts, self._max_model_len)
+        for length in (with_next, wanted):
             if pool.can_grow(table, length):
                 pool.grow_(table, length)
                 return 1 + count

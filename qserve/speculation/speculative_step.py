@@ -16,12 +16,13 @@ from qserve.engine.batch import Batch
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_outputs import StepOutputs
 from qserve.engine.transfer import HostCopy, to_device
+from qserve.parallel.pipeline import Pipeline
 from qserve.speculation.acceptance import ACCEPT, Verify
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import DeviceDrafter
 from qserve.speculation.draws import Draws
-from qserve.speculation.rejection import draw_verify
+from qserve.speculation.rejection import draw_verify, judge_of
 
 DrawRows = Callable[[torch.Tensor, SampleSettings], Samples]
 
@@ -82,9 +83,22 @@ class SpeculativeStep:
         self._accepted_D: torch.Tensor | None = None
         self.num_emitted: HostCopy | None = None  # of each chunk that samples; None: all
 
-    def fill_(self) -> None:
-        """Put tokens that the device knows alone into their places, and correct positions."""
-        self.back_R = fill_(self.state, self.found, self.batch)
+    def fill_(self, pipeline: Pipeline | None = None) -> None:
+        """Put tokens that the device knows alone into their places, and correct positions.
+
+        Of a model in stages the first alone knows what became of drafts, and tells the others.
+        """
+        if pipeline is None:
+            self.back_R = fill_(self.state, self.found, self.batch)
+            return
+        if pipeline.is_first:
+            self.back_R = fill_(self.state, self.found, self.batch)
+        elif self.found.has_pending:
+            self.back_R = torch.empty_like(self.found.rows_R)
+        if self.back_R is not None:
+            pipeline.pass_on(self.back_R)
+            if not pipeline.is_first:
+                move_back_(self.state, self.found, self.batch, self.back_R)
 
     def draw(
         self,
@@ -99,10 +113,12 @@ class SpeculativeStep:
         """
         settings = self._settings = self._corrected(settings)
         state, found, accepted_D = self.state, self.found, None
-        if self.rows.verifies and state.config.acceptance == "rejection":
+        if self.rows.verifies and state.config.judges_by_row:
             verify = verify_of(found, self.batch)
             q_DKV = None if state.draft_shares is None else state.draft_shares[found.rows_D]
-            samples, accepted_D = draw_verify(logits_SV, settings, history_WV, verify, q_DKV)
+            samples, accepted_D = draw_verify(
+                logits_SV, settings, history_WV, verify, q_DKV, judge_of(state.config)
+            )
         else:
             samples = self._draw(logits_SV, settings, draw_rows)
         self._tokens_S = samples.tokens_S
@@ -169,6 +185,12 @@ def fill_(state: State, found: Rows, batch: Batch) -> torch.Tensor | None:
     if not found.has_pending:
         return None
     back_R = state.refused_N[found.rows_R] * found.is_pending_R
+    move_back_(state, found, batch, back_R)
+    return back_R
+
+
+def move_back_(state: State, found: Rows, batch: Batch, back_R: torch.Tensor) -> None:
+    """Lower the positions of each request by so many."""
     chunk_T = found.chunk_of_T
     positions_T, slots_T = batch.positions_T[: len(chunk_T)], batch.slots_T[: len(chunk_T)]
     positions_T -= back_R[chunk_T]
@@ -176,7 +198,6 @@ def fill_(state: State, found: Rows, batch: Batch) -> torch.Tensor | None:
     new_T = pages_T * state.page_size + positions_T % state.page_size
     slots_T.copy_(torch.where(slots_T < 0, slots_T, new_T))
     batch.context_lengths_R[: len(back_R)] -= back_R.to(torch.int32)
-    return back_R
 
 
 def verify_of(found: Rows, batch: Batch) -> Verify:

@@ -125,5 +125,5 @@ class Speculator:
 
     def use_graphs(self, outputs: Callable[[GraphKey], StepOutputs]) -> None:
         """Run what goes with steps in graphs, too. `outputs`: of the steps' graphs, by key."""
-        if self.drafter is not None and self.state.config.acceptance != "rejection":
+        if self.drafter is not None and not self.state.config.judges_by_row:
             self.graphs = SpeculativeGraphs(self.state, outputs, self.device)

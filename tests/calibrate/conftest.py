@@ -38,8 +38,13 @@ class TinyCheckpoint:
         self.folder = folder
         self.config: dict[str, Any] = {
             "architectures": [architecture],
+            "model_type": architecture.removesuffix("ForCausalLM").lower(),
             "num_hidden_layers": 2,
             "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
             "vocab_size": 40,
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
@@ -49,9 +54,10 @@ class TinyCheckpoint:
             prefix = f"model.layers.{layer}"
             shapes |= {f"{prefix}.{name}.weight": shape for name, shape in SHAPES.items()}
             norms = ["input_layernorm", "post_attention_layernorm"]
-            if architecture == "Qwen3ForCausalLM":
-                norms += ["self_attn.q_norm", "self_attn.k_norm"]
             shapes |= {f"{prefix}.{name}.weight": (64,) for name in norms}
+            if architecture == "Qwen3ForCausalLM":
+                for name in ("q_norm", "k_norm"):
+                    shapes[f"{prefix}.self_attn.{name}.weight"] = (16,)
             if architecture == "Qwen2ForCausalLM":
                 for name in ("q_proj", "k_proj", "v_proj"):
                     size = SHAPES[f"self_attn.{name}"][0]

@@ -125,6 +125,19 @@ def test_act_order_is_written_with_its_index_and_says_who_reads_it(tiny_model, t
     }
 
 
+def test_act_order_that_changes_no_group_is_not_announced(tiny_model, tmp_path):
+    options = {**OPTIONS, "scheme": Scheme.parse("w4a16-sym-channel")}
+    report = quantize_checkpoint(
+        tiny_model("llama"), tmp_path / "out", recipe="gptq", act_order=True, **options
+    )
+    assert any("it is written without" in warning for warning in report.warnings)
+    assert not any("vLLM" in warning for warning in report.warnings)
+    for name in ("config.json", "quantize_config.json"):
+        block = json.loads((tmp_path / "out" / name).read_text())
+        assert block.get(BLOCK, block)["desc_act"] is False
+    assert inspect_checkpoint(tmp_path / "out").problems == ()
+
+
 def test_a_killed_run_goes_on_with_its_orders(tiny_model, tmp_path, monkeypatch):
     source = tiny_model("llama")
     recipe = replace(RECIPES["autoround"], tuning=Tuning(steps=2, tokens=40))

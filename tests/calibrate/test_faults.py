@@ -355,8 +355,15 @@ def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change)
         ("rtn", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
         ("gptq", {"intermediate_size": 760}, r"down_proj.weight: .*states \[256, 760\], found"),
         # not stated: transformers has a default of its own
-        ("gptq", {"intermediate_size": None}, r"gate_proj.weight: .*states \[11008, 256\]"),
-        ("gptq", {"hidden_act": "nope"}, "transformers makes no layer of it: KeyError 'nope'"),
+        ("gptq", {"intermediate_size": None}, "config.json intermediate_size: is missing"),
+        ("gptq", {"hidden_act": "nope"}, "config.json hidden_act: unknown: 'nope'"),
+        # layers run with these, and make zeros or NaN of everything
+        ("rtn", {"rms_norm_eps": math.inf}, "config.json rms_norm_eps: expected a number"),
+        (
+            "gptq",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "config.json rope_parameters.rope_theta: expected a number above 0, found 0 .mend",
+        ),
     ],
 )
 def test_config_of_another_model_is_named(copy_5m, tmp_path, recipe, change, text):

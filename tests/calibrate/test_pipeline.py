@@ -205,6 +205,8 @@ def test_shape_that_does_not_fit_is_refused_before_any_work(tiny_checkpoint, mon
     assert "model.layers.0.self_attn.q_proj" in message
     name = "model.layers.1.mlp.down_proj"
     model.tensors[f"{name}.weight"] = torch.randn(96)
+    refused(model.write(), CheckpointError, rf"{name}.weight: .*states \[64, 96\], found \[96\]")
+    model.tensors[f"{name}.weight"] = torch.zeros(64, 96, dtype=torch.int8)
     refused(model.write(), CheckpointError, f"{name}.weight.*float matrix")
     model.tensors[f"{name}.weight"] = torch.ones(64, 96, dtype=torch.int8)
     refused(model.write(), CheckpointError, f"{name}.weight.*float matrix")

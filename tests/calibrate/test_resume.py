@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from calibrate import gptq
+from calibrate.column_order import ORDERS
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe, identity_of
 from calibrate.smoothquant import SMOOTHQUANT
+from calibrate.solving import Tuning
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, DiskError, InputError
 from formats.scheme import Scheme
@@ -208,6 +210,17 @@ def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where
         assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
 
 
+def test_disk_that_is_full_from_the_start_leaves_nothing(docs_5m, tmp_path, monkeypatch):
+    def write_bytes(self, content):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(DiskError, match="unfinished: cannot be made: No space left.*disk full"):
+        quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **OPTIONS)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("layers", [0, 2])
 def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
     calls = []
@@ -278,3 +291,44 @@ def test_recipes_of_the_table_are_told_by_name_and_others_by_source():
     found = {identity_of(recipe) for recipe in (row, same, other, typed)}
     assert len(found) == 4
     assert identity_of(replace(same)) in found
+
+
+class Share:
+    """A solver with a setting of its own."""
+
+    def __init__(self, share):
+        self.share, self.order = share, ORDERS["static"]
+
+    def __call__(self, *arguments):
+        return gptq.solve_corrected(*arguments, share=self.share, order=self.order)
+
+
+def _settings():
+    """Recipes of one name that make different weights."""
+    row = RECIPES["autoround"]
+    yield replace(row, tuning=Tuning(steps=2))
+    yield replace(row, tuning=Tuning(steps=3))
+    for solver in (gptq.solve, gptq.solve_corrected):
+        for order in ORDERS.values():
+            yield Recipe(name="mine", solver=partial(solver, order=order))
+    yield Recipe(name="mine", solver=gptq.solve)
+    yield Recipe(name="mine", solver=gptq.solve, corrects=True)
+    for share in (0.25, 0.5):
+        yield Recipe(name="mine", solver=partial(gptq.solve_corrected, share=share))
+        yield Recipe(name="mine", solver=Share(share))
+
+
+IDENTITIES = """
+import json, runpy, sys
+from calibrate.recipe import identity_of
+tests = runpy.run_path(sys.argv[1])
+print(json.dumps([identity_of(recipe) for recipe in tests["_settings"]()]))
+"""
+
+
+def test_a_changed_setting_of_ones_own_recipe_is_told_apart_in_every_process():
+    found = [identity_of(recipe) for recipe in _settings()]
+    assert len(set(found)) == len(found)
+    command = [sys.executable, "-c", IDENTITIES, __file__]
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    assert json.loads(other.stdout) == found, "an unfinished run must find itself again"

@@ -54,6 +54,16 @@ def test_good_folder_passes(written):
     verify(*written)
 
 
+def test_an_order_of_inputs_that_no_tensor_has(written):
+    folder, *_ = written
+    for name in ("config.json", "quantize_config.json"):
+        stored = json.loads((folder / name).read_text())
+        stored.get(BLOCK, stored)["desc_act"] = True
+        (folder / name).write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match="states an order of inputs .*the tensors have none"):
+        verify(*written)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -103,7 +103,7 @@ def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source)
     (target / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="not empty"):
         CheckpointWriter(target)
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match="precious: is no folder"):
         CheckpointWriter(target / "precious")
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
     assert (target / "precious").read_text() == "x"

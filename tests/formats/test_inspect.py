@@ -146,7 +146,12 @@ def float_weight_for(name):
             "missing in all layers",
         ),
         (change_block(bits=5), "error", "quantization_config.bits", "expected one of (2, 3, 4, 8)"),
-        (change_block(desc_act=True), "warning", "quantization_config.desc_act", "vLLM refuses"),
+        (
+            change_block(desc_act=True),
+            "warning",
+            "quantization_config.desc_act",
+            "every group index is in order",
+        ),
         (change_block(sym=False), "warning", "quantization_config.sym", "vLLM"),
     ],
 )

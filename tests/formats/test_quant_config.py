@@ -197,3 +197,20 @@ def test_awq_blocks_of_old_and_new_writers(changes, scheme):
 def test_awq_value_that_cannot_be_loaded_names_its_key(key, value):
     with pytest.raises(InputError, match=f"quantization_config.{key}"):
         QuantConfig.from_dict({**AWQ, key: value})
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
+def test_a_layer_in_float_has_one_pattern_however_many_experts(method):
+    """A reader bounds what patterns cost: one for each of 480 matrices would be refused."""
+    scheme, schemes = Scheme.parse("w4a16-sym"), {}
+    for layer in (0, 1, 46):
+        for local in ("o_proj", *(f"experts.{e}.{x}_proj" for e in range(160) for x in "ab")):
+            schemes[f"model.layers.{layer}.{local}"] = None if layer == 46 else scheme
+    schemes["model.layers.1.o_proj"] = None  # one of a layer whose others are quantized
+    block = QuantConfig.of_modules(method, schemes).to_dict()
+    texts = block.get("ignore") or list(block["dynamic"])
+    assert len([text for text in texts if "layers" in text]) == 2
+    read = QuantConfig.from_dict(block)
+    assert all(read.scheme_for(name) == found for name, found in schemes.items())
+    assert read.scheme_for("model.layers.4.o_proj") is not None
+    assert read.scheme_for("model.layers.460.o_proj") is not None

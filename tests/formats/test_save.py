@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from formats import affine, awq
 from formats.checkpoint import CheckpointReader
@@ -132,6 +132,15 @@ WRONG = [
     (lambda g: {Q0: (g[Q0][0], g[Q0][1].float() * 1e6)}, "beyond float16"),
     (lambda g: {Q0: torch.ones(64, 64)}, "expected a QuantLinear"),
     (lambda g: {Q0: (g[Q0][0],)}, "expected .codes, scales, zeros., found 1"),
+    (lambda g: {Q0: ()}, "expected .codes, scales, zeros., found 0"),
+    (lambda g: {Q0: ("codes", "scales", None)}, f"{Q0}: expected tensors or arrays of numbers"),
+    (lambda g: {Q0: (g[Q0][0].to("meta"), g[Q0][1])}, "on the meta device"),
+    (lambda g: [(Q0, g[Q0])], "in a mapping, found list"),
+    (
+        lambda g: {"model.embed_tokens": (torch.ones(40, 64).byte(), torch.ones(40, 2))},
+        "model.embed_tokens: is no linear of a layer",
+    ),
+    (lambda g: {f"{Q0}.weight": g[Q0]}, "one of its linears is .*_proj"),
 ]
 
 
@@ -140,6 +149,43 @@ def test_what_does_not_fit_the_model_is_refused(source, tmp_path, change, text):
     with pytest.raises(InputError, match=text):
         save_quantized(tmp_path / "out", source, change(codes_of(source)), readers=())
     assert not (tmp_path / "out").exists()
+
+
+TENSORS = [
+    ({f"{Q0}.weight": torch.zeros(64, 64)}, "is given twice"),
+    ({"model.norm.weight": [1.0] * 64}, "expected a tensor, found list"),
+    # finite, but not in what the model stores
+    ({"model.norm.weight": torch.full((64,), 1e39, dtype=torch.float64)}, "NaN or infinity in"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "text"), TENSORS, ids=range(len(TENSORS)))
+def test_other_tensors_that_cannot_be_are_refused(source, tmp_path, tensors, text):
+    with pytest.raises(InputError, match=text):
+        save_quantized(tmp_path / "out", source, codes_of(source), tensors=tensors, readers=())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_is_refused(tmp_path, float_model, write_folder):
+    tensors, config = float_model
+    config = {**config, "tie_word_embeddings": True}
+    tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    rows = len(tensors["lm_head.weight"])
+    head = {"lm_head": (torch.ones(rows, 64).byte(), torch.ones(rows, 2))}
+    with pytest.raises(InputError, match="lm_head: is the embedding"):
+        save_quantized(tmp_path / "out", write_folder(tensors, config), head, readers=())
+
+
+def test_codes_of_wide_unsigned_numbers(source, tmp_path):
+    given = codes_of(source)
+    wide = {n: (c.numpy().astype("uint16"), s, *rest) for n, (c, s, *rest) in given.items()}
+    saved = [
+        save_quantized(tmp_path / name, source, linears, readers=())
+        for name, linears in (("wide", wide), ("given", given))
+    ]
+    first, second = (load_file(Path(each.folder) / "model.safetensors") for each in saved)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_quantized_source_is_refused(gptq_model, write_folder, tmp_path):

@@ -58,7 +58,7 @@ def test_help_has_the_commands_own_flags_first(capsys):
         (["--samples", "0"], "--samples: expected 1 or more, found 0"),
         (["--eval-text", "/nowhere"], "/nowhere: No such file"),
         (["--config", "/nowhere"], "/nowhere: No such file"),
-        (["-o", "pyproject.toml"], "pyproject.toml: is a file"),
+        (["-o", "pyproject.toml"], "pyproject.toml: is no folder"),
         (["-o", "tests"], "tests: already exists and is not empty"),
     ],
 )

@@ -4,13 +4,23 @@ A row of formats/families.py names its module, and holds the names, shapes and b
 """
 
 import importlib
+from types import ModuleType
 
+from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import Weights
+from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:
     """The decoder of the config's family."""
-    module = importlib.import_module(f"qserve.model.families.{config.family.builder}")
-    return module.build(config, weights)
+    return _module(config).build(config, weights)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    """One layer of it, as it stands behind the others in checkpoints that have some for drafts."""
+    return _module(config).build_layer(config, weights)
+
+
+def _module(config: ModelConfig) -> ModuleType:
+    return importlib.import_module(f"qserve.model.families.{config.family.builder}")

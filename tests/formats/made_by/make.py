@@ -3,6 +3,7 @@
     python tests/formats/made_by/make.py TOOL... [--folder tests/formats/made_by]
 
 Each tool needs its own environment; the versions that wrote what is committed stand in made.json.
+GPTQModel needs GPTQMODEL_CPU_WORKERS=2 where there are few cores.
 Everything is random but seeded: the model has one layer of 64 features.
 """
 
@@ -82,12 +83,17 @@ def gptqmodel(source: Path, target: Path, **options: object) -> dict[str, torch.
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     model = GPTQModel.load(
-        str(source), QuantizeConfig(pack_impl="original", **options), device="cpu"
+        str(source),
+        # no folder of this machine in the file
+        QuantizeConfig(pack_impl="original", offload_to_disk=False, **options),
+        device="cpu",
+        dtype=torch.float16,
     )
     data = [{"input_ids": w.tolist(), "attention_mask": [1] * LENGTH} for w in windows()]
     model.quantize(data, batch_size=1, calibration_data_min_length=1)
     model.save(str(target))
-    loaded = GPTQModel.load(str(target), backend=BACKEND.TORCH, device="cpu")
+    # Its default on a CPU is bfloat16, to which it would round the scales.
+    loaded = GPTQModel.load(str(target), backend=BACKEND.TORCH, device="cpu", dtype=torch.float16)
     return linears(loaded.model.to(torch.float16))
 
 
@@ -188,6 +194,7 @@ TOOLS: dict[str, tuple[str, Make, dict[str, object]]] = {
         gptqmodel,
         {"bits": 4, "group_size": 32, "desc_act": True, "act_group_aware": False},
     ),
+    "gptqmodel-w3": ("gptqmodel", gptqmodel, {"bits": 3, "group_size": 32}),
     "gptqmodel-w8-asym": ("gptqmodel", gptqmodel, {"bits": 8, "group_size": 64, "sym": False}),
     "llmcompressor-w4a16": (
         "llmcompressor",

@@ -151,8 +151,9 @@ def test_mixed_batches_are_those_of_each_alone(llama):
 def test_an_adapter_of_zeros_changes_no_bit(llama, tmp_path):
     model, _ = llama
     folder = write_adapter(model, tmp_path / "zeros", size=0.0)
-    with_zeros, without = run(engine(model), [LoRARequest("zeros", 1, str(folder)), None])
-    assert with_zeros == without
+    llm = engine(model)
+    # Each alone: a matrix product rounds by the rows beside one.
+    assert run(llm, [LoRARequest("zeros", 1, str(folder))]) == run(llm, [None])
 
 
 def test_pages_are_shared_within_an_adapter_alone(llama):

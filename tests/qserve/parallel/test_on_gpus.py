@@ -1,10 +1,14 @@
 """Ranks on GPUs of their own: NCCL, CUDA graphs on each, the same tokens as one GPU."""
 
+import json
+
 import pytest
 import torch
 
 from qserve.llm import LLM
+from qserve.lora.request import LoRARequest
 from qserve.sampling_params import SamplingParams
+from tests.adapters import write_adapter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,9 +47,10 @@ def many():
         llm.close()
 
 
-def answers(llm):
+def answers(llm, lora=None):
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
-    return [each.outputs[0] for each in llm.generate(TEXTS, params, use_tqdm=False)]
+    outputs = llm.generate(TEXTS, params, use_tqdm=False, lora_request=lora)
+    return [each.outputs[0] for each in outputs]
 
 
 def assert_same_up_to_ties(ours, theirs):
@@ -81,6 +86,24 @@ def test_sampled_tokens_repeat(quantized_5m, many):
 
 def test_two_stages(quantized_5m, many):
     assert_same_up_to_ties(answers(many(quantized_5m)), answers(many(quantized_5m, 1, 2)))
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_adapters(tensor, stages, quantized_5m, tmp_path, many):
+    folder = write_adapter(quantized_5m, tmp_path / "adapter", size=1.0)
+    lora, settings = LoRARequest("a", 1, str(folder)), {"enable_lora": True}
+    alone, two = many(quantized_5m, **settings), many(quantized_5m, tensor, stages, **settings)
+    for each in (lora, None):
+        assert_same_up_to_ties(answers(alone, each), answers(two, each))
+
+
+def test_a_drafter_on_the_first_stage(quantized_5m, many):
+    """With a step in flight, of whose drafts the other stage learns on its device alone."""
+    config = {"method": "draft_model", "model": str(quantized_5m), "num_speculative_tokens": 3}
+    two = many(quantized_5m, 1, 2, speculative_config=json.dumps(config))
+    assert_same_up_to_ties(answers(many(quantized_5m)), answers(two))
+    verifies, drafts, *accepted = two.engine.scheduler.speculation.take_counts()
+    assert drafts >= verifies > 0 and accepted[0] > 0
 
 
 def test_weights_are_halved(quantized_5m, many):

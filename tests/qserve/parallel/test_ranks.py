@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import random
 import signal
 import time
 
@@ -11,60 +10,13 @@ import numpy as np
 import pytest
 
 from formats.errors import InputError
-from qserve.config import EngineConfig
 from qserve.engine import rank_executors
 from qserve.engine.rank_link import RankDiedError
-from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.test_sharing import SCHEMES
 
-NUM_TOKENS = 12
 WAIT_SECONDS = 60  # a guard against hanging, never reached
-SMALL = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8}
 exhaustive = pytest.mark.exhaustive
-
-
-def make_prompts(count=12, vocab_size=512):
-    """Some begin alike, so that they find each other's pages."""
-    rng = random.Random(7)
-    shared = [rng.randrange(3, vocab_size) for _ in range(24)]
-    lengths = [1, 2, 7, 8, 9, *(rng.randint(10, 70) for _ in range(count - 5))]
-    prompts = [[rng.randrange(3, vocab_size) for _ in range(n)] for n in lengths]
-    return [shared + p[:9] if i % 3 == 2 else p for i, p in enumerate(prompts)]
-
-
-def tokens(llm, prompts, **sampling):
-    params = SamplingParams(max_tokens=NUM_TOKENS, **{"temperature": 0, **sampling})
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(given, params, use_tqdm=False, detokenize=False)
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def start(folder, tensor=1, stages=1, **settings):
-    gc.collect()  # an engine of a test before, if one is left
-    return LLM(
-        folder,
-        device="cpu",
-        dtype="float32",
-        max_model_len=128,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=stages,
-        **{"max_num_seqs": 6, **settings},
-    )
-
-
-@pytest.fixture
-def many(request):
-    """start, and the end of what was started."""
-    started = []
-
-    def make(*args, **settings):
-        started.append(start(*args, **settings))
-        return started[-1]
-
-    yield make
-    for llm in started:
-        llm.close()
 
 
 def count(llm, monkeypatch):
@@ -152,11 +104,12 @@ def test_8_bit_pages(kv_cache, tiny_model, many):
 
 
 @exhaustive
-def test_pages_on_the_host(tiny_model, many):
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_pages_on_the_host(tensor, stages, tiny_model, many):
     settings = {**SMALL, "kv_offload_gb": 0.01}
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder), prompts)
-    two = many(folder, 2, **settings)
+    two = many(folder, tensor, stages, **settings)
     assert [tokens(two, prompts) for _ in range(2)] == [want, want]
     assert two.engine.scheduler.pool.host.num_loaded > 0
 
@@ -210,19 +163,6 @@ def test_two_such_engines_do_not_fit_in_a_process(tiny_model, many):
     many(tiny_model("llama"), 2)
     with pytest.raises(InputError, match="has a torch.distributed group already"):
         many(tiny_model("llama"), 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"speculative_config": '{"method": "ngram"}'}, "drafts are checked by all layers at once"),
-        ({"enable_lora": True}, "adapters are not split over ranks"),
-        ({"kv_transfer_config": '{"kv_connector": "x"}'}, "--kv-transfer-config"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused(settings, problem):
-    with pytest.raises(InputError, match=problem):
-        EngineConfig(model="m", pipeline_parallel_size=2, **settings)
 
 
 @exhaustive

@@ -199,10 +199,6 @@ def test_metrics_do_not_pile_up_names():
         (lambda: parse_modules(['{"name": "a"}']), "expected NAME=FOLDER"),
         (lambda: parse_modules(["{"]), "is no JSON"),
         (lambda: EngineConfig(model="m", max_loras=4, max_cpu_loras=3), "at least --max-loras"),
-        (
-            lambda: EngineConfig(model="m", enable_lora=True, tensor_parallel_size=2),
-            "not split over ranks",
-        ),
         (lambda: ServedAdapters.of([LoRARequest("m", 1, "p")], ["m"]), "the model is called so"),
         (lambda: LoRARequest("", 1), "printable"),
         (lambda: LoRARequest("a", 0), "expected 1 or more"),
@@ -219,11 +215,14 @@ def test_json_names_an_adapter_too():
 
 
 @pytest.mark.exhaustive
-def test_a_server_with_its_processes(docs_5m, adapters, start_server):
+@pytest.mark.parametrize(
+    "ranks", [(), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")]
+)
+def test_a_server_with_its_processes(ranks, docs_5m, adapters, start_server):
     """Model, worker and engine process: names choose, adapters come and go."""
     server = start_server(
         docs_5m,
-        *("--served-model-name", "docs", "--api-key", KEY, "--max-model-len", "128"),
+        *("--served-model-name", "docs", "--api-key", KEY, "--max-model-len", "128", *ranks),
         *("--enable-lora", "--max-loras", "2", "--lora-folder", str(adapters)),
         *("--lora-modules", f"sql={adapters / 'sql'}", f"poems={adapters / 'poems'}"),
     )

@@ -17,6 +17,7 @@ from qserve.model.kv_format import KvFormat, new_cache
 from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.model.weight_source import WeightSource
+from qserve.parallel.ranks import ALONE
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
@@ -39,7 +40,7 @@ HEAD = {
 }
 
 
-def load_target(folder):
+def load_target(folder, ranks=ALONE):
     """A tiny model as the engine's decoder, float32."""
     config = ModelConfig.from_folder(folder)
     source = WeightSource(CheckpointReader(folder), config)
@@ -51,6 +52,7 @@ def load_target(folder):
         dtype=torch.float32,
         max_model_len=MAX_LEN,
         progress=False,
+        ranks=ranks,
     )
 
 

@@ -18,7 +18,7 @@ def parse(**keys):
     [
         ({"method": "ngram", "num_speculative_token": 3}, "mean num_speculative_tokens"),
         ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting is a key of vLLM"),
-        ({"method": "lookahead"}, "expected one of ngram, suffix, draft_model"),
+        ({"method": "lookahead"}, "expected one of ngram, suffix, mtp, draft_model"),
         ({"method": "eagle3"}, "needs a drafter"),
         ({"method": "ngram", "model": "x"}, "takes no model"),
         ({}, "names no method"),
@@ -44,6 +44,11 @@ def parse(**keys):
 def test_what_is_wrong_is_named(keys, message):
     with pytest.raises(InputError, match=message):
         parse(**keys)
+
+
+def test_mtp_is_the_models_own_or_another_folders():
+    assert parse(method="mtp").model is None
+    assert parse(method="mtp", model="x").model == "x"
 
 
 def test_one_end_of_the_lookup_stands_for_both():

@@ -9,10 +9,13 @@ from dataclasses import replace
 import pytest
 
 from qserve.engine.cuda_graphs import StepGraphs
+from qserve.sampling_params import SamplingParams
 from qserve.speculation import drafter as drafters
 from qserve.speculation.graphs import GraphedStep
 from tests.qserve.speculation.drafters import ERRING
 from tests.qserve.speculation.traces import make_engine, make_requests, run
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 
 
 @pytest.fixture
@@ -60,3 +63,36 @@ def test_the_same_tokens(docs_5m, replayed, steps_in_flight, monkeypatch):
     assert 0 < accepted[2] < accepted[0] < verifies
     # padded ones as well
     assert any(len(rows.rows_R) < key.num_requests for key, rows in replayed if key.count == 4)
+
+
+LENGTHS = {
+    # 16 pages, as wide as a block table can be; drafts beyond would need a 17th
+    "to the model's end": {"max_model_len": 64},
+    # graphs end amid a text: a page beyond is there before a key of it is
+    "graphs end before": {"max_model_len": 120, "max_seq_len_to_capture": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "speculates"),
+    [
+        ("to the model's end", True),
+        ("graphs end before", False),
+        pytest.param("graphs end before", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_up_to_the_last_position(docs_5m, replayed, name, speculates):
+    config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 3}
+    settings = {"speculative_config": json.dumps(config)} if speculates else {}
+    settings |= LENGTHS[name] | {"max_num_batched_tokens": 16}
+    requests = [
+        (f"{length}", list(range(300, 300 + length)), SamplingParams(**GREEDY))
+        for length in (3, 30, 55, 62, 100)
+        if length < LENGTHS[name]["max_model_len"]
+    ]
+    want = run(make_engine(docs_5m, max_model_len=LENGTHS[name]["max_model_len"]), requests)
+    engine = make_engine(docs_5m, 1, **settings)
+    engine.runner.capture_graphs(6, engine.max_model_len)
+    # one by one: a step runs in no graph where one of its requests does not fit
+    assert {name: found for each in requests for name, found in run(engine, [each]).items()} == want
+    assert bool(replayed) == speculates  # those with drafts

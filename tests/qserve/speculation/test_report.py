@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("prometheus_client")  # a machine that only computes has no server
 
 from qserve.engine.report import EngineReport
+from qserve.sampling_params import SamplingParams
 from qserve.server.metrics import Metrics
 from qserve.server.replies import usage
 from tests.qserve.speculation.traces import make_engine, make_requests
@@ -44,5 +45,30 @@ def test_requests_and_the_engine_count_the_same(docs_5m):
         totals = [a + b for a, b in zip(totals, engine.report().drafts, strict=True)]
     verifies, drafts, *accepted = totals
     assert verifies > 0
-    assert sum(event.num_accepted for event in last.values()) == sum(accepted)
-    assert sum(event.num_rejected for event in last.values()) == drafts - sum(accepted)
+    told = [(event.num_accepted, event.num_rejected) for event in last.values()]
+    assert sum(map(sum, told)) == drafts
+    # what came true behind a request's end is no output
+    assert 0 < sum(each for each, _ in told) <= sum(accepted)
+
+
+@pytest.mark.parametrize("end", ["max_tokens", "stop_token_ids"])
+def test_drafts_behind_an_end_are_no_output(docs_5m, end):
+    """The drafter is the model: all drafts come true, and most of the first verify is cut."""
+    config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 5}
+    config |= {"adaptive": False}
+    engine = make_engine(docs_5m, speculative_config=json.dumps(config), block_size=16)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    prompt, found = list(range(300, 333)), []  # pages have places for all drafts
+    for name in ("all", "cut"):
+        engine.add_request(name, prompt, params)
+        events = []
+        while engine.has_work():
+            events += engine.step()
+        tokens = [token for event in events for token in event.token_ids]
+        found.append((tokens, events[-1].num_accepted, events[-1].num_rejected))
+        most = {"max_tokens": 3} if end == "max_tokens" else {"stop_token_ids": [tokens[2]]}
+        params = SamplingParams(**{"temperature": 0, "max_tokens": 9, "ignore_eos": True} | most)
+    tokens, accepted, rejected = found[1]
+    assert tokens == found[0][0][:3]
+    # the first token came of the prompt, and the two after it were drafts
+    assert (accepted, rejected) == (2, 3)

@@ -1,0 +1,128 @@
+"""The line between the leader and a rank: what is begun is answered when it is done, or not at all.
+
+The rank is a thread here, at the other end of a socket pair.
+"""
+
+import socket
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from formats.errors import InputError
+from qserve import frames
+from qserve.engine import rank_process
+from qserve.engine.crew import Crew
+from qserve.engine.packing import unpack
+from qserve.engine.rank_link import BEGIN, RankDiedError, RankLink, call
+
+WAIT_SECONDS = 60  # a guard against hanging, never reached
+
+
+class Handle:
+    def describe_end(self):
+        return "it was unplugged"
+
+    def end(self):
+        pass
+
+
+class FarEnd:
+    """A rank whose calls the test answers."""
+
+    def __init__(self, rank, on_death):
+        ours, self.connection = socket.socketpair()
+        self.link = RankLink(rank, ours, Handle(), on_death)
+        self.line = rank_process._Line(self.connection)
+
+    def next_call(self):
+        return unpack(frames.receive(self.connection))
+
+
+@pytest.fixture
+def two():
+    """A crew of two ranks, and their far ends."""
+    ends = []
+
+    def make(on_death):
+        ends.extend(FarEnd(rank, on_death) for rank in (1, 2))
+        return [end.link for end in ends]
+
+    crew = Crew(make)
+    yield crew, ends
+    crew.close()
+
+
+def test_what_is_begun_last_may_be_done_first(two):
+    crew, ends = two
+    slow, fast = crew.begin("read", 5), crew.begin("read", 6)
+    for rank, end in enumerate(ends):
+        calls = [end.next_call() for _ in range(2)]
+        assert [each[0] for each in calls] == [BEGIN, BEGIN]
+        works = {}
+        for _, number, name, value in calls:
+            assert name == "read"
+            end.line.answer_later(number, works.setdefault(value, Future()))
+        works[6].set_result(60 + rank)
+        assert fast[rank].result(WAIT_SECONDS) == 60 + rank and not slow[rank].done()
+        works[5].set_result([1, 2])
+        assert slow[rank].result(WAIT_SECONDS) == (1, 2)
+
+
+def test_what_fails_at_one_rank_is_its_own_and_the_rank_goes_on(two):
+    crew, (one, other) = two
+    first, second = crew.begin("read", 1)
+    found = Future()
+    one.line.answer_later(one.next_call()[1], found)
+    found.set_exception(InputError("the folder", "is empty", "fill it"))
+    with pytest.raises(InputError, match=r"rank 1: the folder: is empty \(fill it\)"):
+        first.result(WAIT_SECONDS)
+    found = Future()
+    other.line.answer_later(other.next_call()[1], found)
+    found.set_exception(MemoryError("no room"))
+    with pytest.raises(InputError, match="rank 2: MemoryError: no room"):
+        second.result(WAIT_SECONDS)
+    crew.tell("launch", 3)
+    assert one.next_call() == ("launch", 3), "calls go on"
+    one.line.send("reply", 4)
+    other.line.send("reply", 5)
+    assert crew.replies() == [[4], [5]]
+
+
+def test_nobody_waits_for_a_rank_that_is_gone(two):
+    crew, (one, other) = two
+    first, second = crew.begin("read", 1)
+    one.connection.close()
+    error = "rank 1 died: it was unplugged"
+    with pytest.raises(RankDiedError, match=error):
+        first.result(WAIT_SECONDS)
+    assert not second.done()
+    with pytest.raises(RankDiedError, match=error):
+        crew.begin("read", 2)
+    with pytest.raises(RankDiedError, match=error):
+        one.link.begin("read", 2).result(WAIT_SECONDS)
+    crew.close()
+    with pytest.raises(RankDiedError, match="rank 2 died: it was closed"):
+        second.result(WAIT_SECONDS)
+
+
+def test_threads_do_not_mix_their_frames(two):
+    """Readers of adapters call beside the thread that launches steps."""
+    crew, (one, other) = two
+    text = "x" * 100_000  # more than a socket takes at once
+    count, found = 20, {"a": 0, "b": 0}
+
+    def send(name):
+        for _ in range(count):
+            one.link.send(call(name, text))
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in found]
+    for thread in threads:
+        thread.start()
+    for _ in range(2 * count):
+        name, value = one.next_call()
+        assert value == text
+        found[name] += 1
+    assert found == {"a": count, "b": count}
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,114 @@
+"""Ranks that die, stand still or lose their leader: one clear error, and no process that stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qserve.engine import rank_executors
+from qserve.engine.rank_link import RankDiedError
+from qserve.lora.request import LoRARequest
+from tests.adapters import write_adapter
+from tests.qserve.parallel.engines import tokens
+
+ROOT = Path(__file__).parents[3]
+WAIT_SECONDS = 60  # a guard against hanging, never reached
+pytestmark = pytest.mark.exhaustive
+KILLED = "rank 1 died: its process ended with code -9"
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """The processes of the ranks that a test starts. All have ended when it has."""
+    monkeypatch.setattr(rank_executors, "MODULE", "tests.qserve.parallel.dying_rank")
+    started, make = [], rank_executors.start_child_blocking
+
+    def noting(*arguments):
+        process, connection = make(*arguments)
+        started.append(process)
+        return process, connection
+
+    monkeypatch.setattr(rank_executors, "start_child_blocking", noting)
+    yield started
+    assert started and all(process.poll() is not None for process in started)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("call", ["start", "load", "num_pages_that_fit", "prepare", "launch"])
+def test_a_rank_that_dies(call, tensor, stages, tiny_model, many, processes, monkeypatch):
+    """Before it has met the others, too: the leader does not wait for it."""
+    monkeypatch.setenv("QSERVE_TEST_RANK", f"dies@{call}")
+    with pytest.raises(RankDiedError, match=KILLED):
+        llm = many(tiny_model("llama"), tensor, stages)
+        try:
+            tokens(llm, [[5, 6]])
+        finally:
+            llm.close()
+    monkeypatch.setenv("QSERVE_TEST_RANK", "dies@nothing")
+    llm = many(tiny_model("llama"), tensor, stages)
+    assert tokens(llm, [[5, 6]])[0], "nothing of the first start is left"
+    llm.close()
+
+
+def test_a_rank_that_dies_while_it_reads_an_adapter(
+    tiny_model, tmp_path, many, processes, monkeypatch
+):
+    monkeypatch.setenv("QSERVE_TEST_RANK", "dies@read_adapter")
+    folder = tiny_model("llama")
+    lora = LoRARequest("a", 1, str(write_adapter(folder, tmp_path / "a")))
+    llm = many(folder, 2, enable_lora=True)
+    with pytest.raises(RankDiedError, match=KILLED):
+        tokens(llm, [[5, 6]], [lora])
+    llm.close()
+
+
+def test_a_rank_that_stands_still_is_ended(tiny_model, many, processes, monkeypatch):
+    monkeypatch.setattr(rank_executors, "END_SECONDS", 0.5)
+    monkeypatch.setenv("QSERVE_TEST_RANK", "stands@nothing")
+    llm = many(tiny_model("llama"), 2)
+    assert tokens(llm, [[5, 6]])[0]
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    llm.close()
+    assert processes[0].poll() == -signal.SIGKILL
+
+
+LEADER = """
+from tests.qserve.parallel.engines import start, tokens
+llm = start({folder!r}, 2)
+(link,) = llm.engine.workers._crew._links
+print(link._handle._process.pid, flush=True)
+while True:
+    tokens(llm, [[5, 6]])
+"""
+
+
+def test_ranks_end_when_their_leader_is_killed_in_a_step(tiny_model):
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER.format(folder=str(tiny_model("llama")))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        text=True,
+    )
+    try:
+        pid = int(leader.stdout.readline())
+        time.sleep(0.2)  # into the steps; at any other moment it holds, too
+    finally:
+        leader.kill()
+        leader.wait()
+    until = time.monotonic() + WAIT_SECONDS
+    while is_running(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -1,0 +1,123 @@
+"""Adapters of a model that is shared out. Ranks are threads here; test_ranks.py has processes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.quant_config import BLOCK
+from qserve.config import EngineConfig
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.step_input import StepInput
+from qserve.lora.layout import AdapterLayout
+from qserve.lora.rank_adapters import RankAdapters
+from qserve.lora.slot_memory import SlotMemory
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
+from qserve.parallel.ranks import Ranks
+from qserve.sampling_params import SamplingParams
+from tests.adapters import write_adapter
+from tests.conftest import TINY_FAMILIES, make_tiny
+from tests.qserve.model.test_variants import reorder
+from tests.qserve.model.variants import TOKENS, edited
+from tests.qserve.parallel.in_threads import run_ranks
+
+CPU = torch.device("cpu")
+FEW = ("phi3", "qwen2_moe")
+
+
+def adapted_logits(folder, adapter, communicator=None):
+    """Logits [T, V] of TOKENS with an adapter in slot 1, and its digest."""
+    config = ModelConfig.from_folder(folder)
+    source = WeightSource(CheckpointReader(folder), config, CPU)
+    with torch.inference_mode():
+        decoder = load(
+            config,
+            source,
+            device=CPU,
+            dtype=torch.float32,
+            max_model_len=64,
+            progress=False,
+            ranks=Ranks(communicator=communicator),
+        )
+        runner = ModelRunner(decoder, EngineConfig(model=str(folder), max_num_seqs=4), CPU)
+        runner.adapters = SlotMemory(
+            decoder, AdapterLayout(config, decoder.parts), num_slots=2, max_rank=4
+        )
+        runner.adapters.memory.fill_(torch.nan)
+        adapters = RankAdapters(runner.adapters, torch.float32, CPU)
+        digest = adapters.read(7, str(adapter))
+        adapters.place(1, 7)
+        runner.allocate_pages(4)
+        step = StepInput.of_sequence(TOKENS, [1, 2], page_size=16, params=SamplingParams())
+        slots_T = np.ones(len(TOKENS), np.int32)
+        return runner.logits(dataclasses.replace(step, adapter_slots_T=slots_T)), digest
+
+
+def assert_shared_out(folder, num_ranks, tmp_path, **adapter):
+    """Every rank has the logits of the whole with the adapter, which change much by it."""
+    path = write_adapter(folder, tmp_path / "adapter", **{"rank": 3, "size": 1.0, **adapter})
+    zeros = write_adapter(folder, tmp_path / "zeros", rank=1, size=0.0)
+    want, digest = adapted_logits(folder, path)
+    base, _ = adapted_logits(folder, zeros)
+    found = run_ranks(num_ranks, lambda communicator: adapted_logits(folder, path, communicator))
+    assert all(torch.equal(found[0][0], logits) for logits, _ in found)
+    assert {each for _, each in found} == {digest}
+    error = float((found[0][0] - want).norm() / want.norm())
+    effect = float((base - want).norm() / want.norm())
+    assert error < 1e-5 < 1e-2 < effect, (error, effect)
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [(family, 2) for family in FEW]
+    + [
+        pytest.param(family, size, marks=pytest.mark.exhaustive)
+        for family in TINY_FAMILIES
+        for size in (2, 4)
+        if (family, size) not in [(few, 2) for few in FEW]
+    ],
+)
+def test_every_family(family, size, tiny_model, tmp_path):
+    assert_shared_out(tiny_model(family), size, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "only", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+)
+def test_every_target_alone(only, size, tiny_model, tmp_path):
+    """One of a fused group has an adapter, the others have none."""
+    assert_shared_out(tiny_model("llama"), size, tmp_path, only=[only], size=3.0)
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
+def test_act_order(name, written, tmp_path):
+    """A's columns follow the order of the inputs, B's rows that of the features that are read."""
+    folder = edited(
+        written("w4a16-sym-g32", "gptq"),
+        tmp_path / "x",
+        lambda state: reorder(state, f"model.layers.1.{name}"),
+        config=lambda c: c[BLOCK].update(desc_act=True),
+    )
+    assert_shared_out(folder, 2, tmp_path)
+
+
+def test_shares_need_not_be_equal(tmp_path):
+    folder = make_tiny(
+        tmp_path / "odd",
+        "LlamaConfig",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "hidden_size": 96,
+            "intermediate_size": 160,
+            "vocab_size": 515,
+        },
+    )
+    assert_shared_out(folder, 2, tmp_path)
