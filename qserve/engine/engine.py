@@ -23,6 +23,8 @@ from qserve.engine.deadlines import Deadlines
 from qserve.engine.entrance import Entrance
 from qserve.engine.host_pages import HostPages
 from qserve.engine.kv_pages import PagePool
+from qserve.engine.mask_jobs import MaskJobs
+from qserve.engine.masks import token_filter
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.page_transfers import PageTransfers, num_slots
@@ -32,7 +34,7 @@ from qserve.engine.pooling import NO_HEAD, PoolPlan, check_pooling, plan_pool_ro
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_rows import RequestRows, token_filter
+from qserve.engine.request_rows import RequestRows
 from qserve.engine.scheduler import Scheduler
 from qserve.engine.sizes import largest_step, pick_length
 from qserve.engine.step_input import StepInput
@@ -143,6 +145,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         # Masks follow drafts, and every rank samples: then rows wait for the token before.
         self._waits = self.scheduler.speculation is not None or self.workers.num_ranks > 1
+        self._masks = MaskJobs()
         self._telling: set[str] = set()  # of these, who asks what steps tell of prompts
         self.adapters = make_table(config, self.workers.adapters)
         constrained = Constrained(config.model, self.model_config)
@@ -262,6 +265,8 @@ class Engine:
             request.beams = BeamGroup(request, handling.beam_search, self.vocab_size)
         self._entrance.add(request)
         self._requests[request_id] = request
+        if params.structured_outputs is not None:
+            self._masks.add(request)
         if request.prompt_logprobs is not None or request.pooled is not None:
             self._telling.add(request_id)
         if handling.timeout is not None:
@@ -275,6 +280,7 @@ class Engine:
 
     def _forget(self, request_id: str) -> Request | None:
         self._telling.discard(request_id)
+        self._masks.forget(request_id)
         return self._requests.pop(request_id, None)
 
     def step(self) -> list[RequestEvent]:
@@ -283,6 +289,8 @@ class Engine:
         events += self._entrance.admit(
             is_idle=not self._in_flight and not self.scheduler.num_requests
         )
+        if self._waits:
+            self._masks.prepare()
         plan = self.scheduler.schedule()
         self._unreported = self._step_facts(plan)
         for request in plan.preempted:
@@ -292,7 +300,12 @@ class Engine:
                 request.num_known,
             )
         if plan.chunks:
-            step = StepInput.build(plan, page_size=self.config.block_size, rows=self._rows)
+            step = StepInput.build(
+                plan,
+                page_size=self.config.block_size,
+                rows=self._rows,
+                is_split=not self._waits,
+            )
             prompts = pools = None
             if self._telling:
                 prompts, pools = plan_prompt_rows(plan), plan_pool_rows(plan)
@@ -304,10 +317,14 @@ class Engine:
             try:
                 if step.awaits_masks:
                     # The device computes while the host reads the tokens that the masks follow.
+                    self._masks.begin(plan)
                     with self.step_ranges.around(plan):
                         self.workers.launch_forward(step)
                     events += self._take_results(0)
-                    handle = self.workers.launch_sampling(step.with_masks(plan, self._rows))
+                    late = self._masks.late(plan, self.workers.is_computing)
+                    step = step.with_masks(plan, self._rows, late)
+                    handle = self.workers.launch_sampling(step)
+                    plan = plan.leave_out_(late) if late else plan
                 else:
                     with self.step_ranges.around(plan):
                         handle = self.workers.launch(step)
@@ -316,6 +333,8 @@ class Engine:
                 return self._ended(events + self._take_results(0) + self._fail(plan, error))
             self._in_flight.append(_Flight(plan, prompts, pools, handle, launched))
         events += self._take_results(self._max_in_flight if plan.chunks else 0)
+        if not plan.chunks and not events:
+            self._masks.wait_a_little()
         if self.profiler.is_armed:
             self.profiler.after_step()
         return self._ended(events)

@@ -87,6 +87,7 @@ class _Forward(NamedTuple):
     prompts: PromptHandle | None
     pools: PoolHandle | None
     drafting: SpeculativeStep | None
+    done: torch.cuda.Event | None  # where the host may ask; None on a CPU
 
 
 class ModelRunner:
@@ -251,14 +252,24 @@ class ModelRunner:
                 prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
             if step.pool_rows is not None:
                 pools = launch_pooling(self.decoder, hidden_TC, step.pool_rows)
-        self._under_way = _Forward(outputs, logits_SV, prompts, pools, drafting)
+        done = None
+        if step.awaits_masks and self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self._under_way = _Forward(outputs, logits_SV, prompts, pools, drafting, done)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the forward of a step that awaits masks is not done. It never is on a CPU."""
+        under_way = self._under_way
+        return under_way is not None and under_way.done is not None and not under_way.done.query()
 
     @torch.inference_mode()
     def launch_sampling(self, step: StepInput) -> StepHandle:
         """Start the rest of a step, whose masks may have come since."""
         if self._under_way is None:
             return StepHandle()
-        (outputs, logits_SV, prompts, pools, drafting), self._under_way = self._under_way, None
+        (outputs, logits_SV, prompts, pools, drafting, _), self._under_way = self._under_way, None
         if not step.num_sampled:
             self._last_samples = None
             if drafting is not None:

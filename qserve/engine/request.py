@@ -82,6 +82,13 @@ class Rows(Protocol):
     rows: list["Request"]
 
 
+class Job(Protocol):
+    """Work of another thread (mask_jobs.py)."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
 class Status(Enum):
     WAITING = "waiting"  # holds no pages
     RUNNING = "running"  # holds the pages of its computed tokens
@@ -127,6 +134,8 @@ class Request:
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already
     constraint: Constraint | None = None  # the form that its output must have
+    mask_job: Job | None = None  # the newest mask of its constraint
+    draft_job: Job | None = None  # and those along its newest drafts
     token_filter: TokenFilter | None = None  # the tokens that it may have
     follows_last: bool = False  # no step without its last token: another row may get it
     dead_end: str = ""  # why nothing may be sampled next
@@ -170,6 +179,18 @@ class Request:
         if self.num_output_tokens >= self.max_tokens:
             return 0
         return self.num_tokens - self.num_computed
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether the mask of its next token is being made."""
+        return self.mask_job is not None and not self.mask_job.is_done
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether it is worth while to propose tokens: not where masks along them take long."""
+        if self.constraint is None:
+            return True
+        return not self.constraint.is_slow and (self.draft_job is None or self.draft_job.is_done)
 
     def may_end_after(self, num_output: int) -> bool:
         """Whether an end or stop token may follow so many output tokens: min_tokens forbids it."""

@@ -4,29 +4,17 @@ A step's arrays are gathered from them, so that a request that decodes costs nex
 Python. Knows requests, and no step. Legend: N rows, X pages of a block table, P words of sampling.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-
 import numpy as np
 
-from formats.errors import InputError
 from qkernels.sampling.settings import (
     BIAS_END,
     BIAS_START,
-    MASK_START,
     NUM_WORDS,
     SampleRow,
     pack_bias,
     pack_row,
 )
 from qserve.engine.request import Request, Status
-from qserve.engine.token_filter import TokenFilter, without
-from qserve.structured.constraint import Constraint
-
-# A mask takes 10 to 60 us, most of it in llguidance, which lets other threads run.
-FEW_MASKS = 8
-MASK_THREADS = 4
 
 
 class RequestRows:
@@ -41,6 +29,7 @@ class RequestRows:
         self.has_bias_N = np.zeros(num_rows, bool)  # it has to be packed in each step
         self.has_mask_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
         self.mask_follows_N = np.zeros(num_rows, bool)  # which depends on the tokens before
+        self.has_grammar_N = np.zeros(num_rows, bool)  # which may take long
         self.adapter_slots_N = np.full(num_rows, -1, np.int32)  # -1: it has no adapter
         self.needs_history_N = np.zeros(num_rows, bool)  # penalties, and its counts are not filled
         self._num_pages_N = np.zeros(num_rows, np.int64)
@@ -69,6 +58,12 @@ class RequestRows:
         """The rows of the newest step's samples that hold the requests' tokens in flight."""
         return self._sampled_N[rows]
 
+    def recount(self, requests: list[Request]) -> None:
+        """Of verifies that are cut short the device counts tokens that nobody takes."""
+        for request in requests:
+            if request.most_emitted is not None:
+                self.needs_history_N[request.row] = request.params.has_penalties
+
     def _enter(self, request: Request) -> None:
         if not self._free:
             self._reclaim()
@@ -80,6 +75,7 @@ class RequestRows:
         self.words_NP[row, -2:] = 0
         self.has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
         self.has_mask_N[row] = not (request.constraint is None and request.token_filter is None)
+        self.has_grammar_N[row] = request.constraint is not None
         self.mask_follows_N[row] = request.constraint is not None or (
             request.token_filter is not None and request.token_filter.follows_output
         )
@@ -146,99 +142,3 @@ def biases(
         entries += pack_bias(sample_row(request, request.row, int(positions[index])))
         words_SP[index, BIAS_END] = len(entries)
     return np.array(entries, np.int64)
-
-
-def masks(
-    requests: list[Request],
-    positions: np.ndarray,
-    ahead_S: np.ndarray,
-    has_mask_S: np.ndarray,
-    words_SP: np.ndarray,
-    first: int,
-) -> np.ndarray:
-    """The masks of a step's samples, whose places from `first` on `words_SP` notes. int64 [E].
-
-    `ahead_S`: how many drafts of its request come before each.
-    """
-    chosen = np.flatnonzero(has_mask_S)
-    if ahead_S[chosen].any():
-        found = _masks_of_drafts(requests, positions, ahead_S, chosen)
-    else:
-        of_requests = [requests[i] for i in chosen]
-        constraints = [request.constraint for request in of_requests]
-        several = map if len(chosen) < FEW_MASKS else _threads().map
-        found = list(several(_mask, of_requests, positions[chosen].tolist(), constraints))
-    words_SP[chosen, MASK_START] = first + np.arange(len(found)) * len(found[0])
-    return np.concatenate(found)
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "masks")
-
-
-def _masks_of_drafts(
-    requests: list[Request], positions: np.ndarray, ahead_S: np.ndarray, chosen: np.ndarray
-) -> list[np.ndarray]:
-    found: list[np.ndarray] = []
-    cursor: Constraint | None = None  # of a request with drafts
-    for index in chosen:
-        request, ahead = requests[index], int(ahead_S[index])
-        if ahead == 0:
-            cursor = request.constraint
-        elif cursor is not None:
-            cursor = request.constraint.copy() if ahead == 1 else cursor
-            cursor.take(request.drafts[ahead - 1])
-        found.append(_mask(request, int(positions[index]), cursor, ahead))
-    return found
-
-
-def _mask(
-    request: Request, position: int, constraint: Constraint | None, ahead: int = 0
-) -> np.ndarray:
-    """What the grammar and the filter of tokens both allow. Where that is nothing: all, and why."""
-    token_filter = request.token_filter
-    ends = request.stop_token_ids | request.eos_token_ids
-    may_end = request.may_end_after(position - request.num_prompt_tokens)
-    mask = None if constraint is None else constraint.mask(ends, may_end)
-    if token_filter is None:
-        return mask
-    token_ids = request.token_ids
-    if ahead and token_filter.follows_output:
-        token_ids = [*token_ids, *request.drafts[:ahead]]
-    own = token_filter.mask(token_ids, request.num_prompt_tokens)
-    mask = own if mask is None else mask & own
-    # The sampler's bias forbids the ends then.
-    if not (mask if may_end else without(mask, ends)).any():
-        if ahead == 0:
-            request.dead_end = dead_end(request)
-        elif request.most_emitted is None:  # the next step finds it, if the drafts come true
-            request.most_emitted = ahead
-        return np.full_like(mask, -1)
-    return mask
-
-
-def token_filter(request: Request, vocab_size: int) -> TokenFilter:
-    """The filter that a request asks for. Raises InputError where it leaves nothing to say."""
-    params = request.params
-    made = TokenFilter(vocab_size, params.allowed_token_ids, params.bad_words_token_ids)
-    mask = made.mask(request.token_ids, request.num_prompt_tokens)
-    if params.min_tokens:
-        mask = without(mask, request.stop_token_ids | request.eos_token_ids)
-    if not mask.any():
-        raise InputError(f"request {request.request_id}", dead_end(request), "allow more")
-    return made
-
-
-def dead_end(request: Request) -> str:
-    """Names the parameters that leave no token."""
-    params = request.params
-    given = {
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "bad_words": bool(params.bad_words_token_ids),
-        "structured_outputs": request.constraint is not None,
-        "min_tokens": params.min_tokens > 0,
-    }
-    names = [name for name, is_given in given.items() if is_given]
-    count = len(request.token_ids) - request.num_prompt_tokens
-    return f"{', '.join(names)}: after {count} tokens of output no token is allowed"

@@ -10,8 +10,7 @@ because others have all places or pages, gets some of theirs after PATIENCE step
 A request that is admitted takes over the pages that its tokens have already (PrefixCache, below),
 and one whose next page a running request is about to compute waits for that page.
 
-Steps may be in flight: `schedule()` counts the tokens they will sample, `update()` takes them when
-they reach the host.
+Of steps in flight `schedule()` counts the tokens; `update()` takes them when they reach the host.
 """
 
 from bisect import bisect_left, bisect_right
@@ -112,11 +111,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
         self._num_steps += 1
-        self._begun = [
-            each
-            for each in self._begun
-            if each.num_uncomputed > 1 and each.status is Status.RUNNING
-        ]
+        begun = [each for each in self._begun if each.status is Status.RUNNING]
+        self._begun = [each for each in begun if each.num_uncomputed > 1]
         counts = Counts(
             num_waiting=len(self.waiting),
             num_running=len(self.running),
@@ -168,7 +164,7 @@ class Scheduler:
             first, row = row, row + num_sampled
             count = next(emitted) if num_emitted and num_sampled else num_sampled
             # A finished one was aborted, or ended by an earlier step while this was in flight.
-            if first == row or request.status is Status.FINISHED:
+            if first == row or request.status is Status.FINISHED or request in plan.late:
                 continue
             if num_sampled > 1 and num_emitted:
                 count = request.settle(num_sampled, count)
@@ -223,8 +219,6 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that pages and states agree."""
         self.pool.check_integrity([request.block_table for request in self.running])
-        if any(request.block_table for request in self.waiting):
-            raise AssertionError("a waiting request holds pages")
         levels = [request.level for request in self.running]
         if levels != sorted(levels):
             raise AssertionError("requests of a lower level would give way first")
@@ -294,6 +288,8 @@ class Scheduler:
                 continue
             if request.follows_last and request.num_pending:
                 continue  # what it may sample next follows from the token in flight
+            if request.mask_job is not None and request.lacks_mask:
+                continue
             if speculation is not None:
                 count = speculation.num_rows(request, end, self.pool)
                 if not count:
@@ -424,8 +420,12 @@ class Scheduler:
             self._groups.append(request.beams)
 
     def _take(self, request: Request, count: int, step: OpenStep) -> int:
-        """Add the next `count` tokens of a request to the step. Returns `count`."""
+        """Add the next `count` tokens of a request to the step. Returns how many it got."""
         start = request.num_computed
+        if request.follows_last and request.lacks_mask and start + count == request.num_tokens:
+            count -= 1  # the last of them would sample
+            if not count:
+                return 0
         if self.window is not None:
             self._leave_window(request, start)
         num_sampled = int(start + count == request.num_tokens)

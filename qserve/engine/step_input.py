@@ -4,6 +4,7 @@ It could cross a process boundary as it is.
 Legend: T tokens of the step, R requests (chunks), S rows that sample, X longest block table.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -13,7 +14,8 @@ from qkernels.sampling.settings import NUM_LOGPROBS, POSITION
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request, Status
-from qserve.engine.request_rows import RequestRows, biases, masks, table_width
+from qserve.engine.request_rows import RequestRows, biases, table_width
+from qserve.engine.step_masks import step_masks
 from qserve.engine.step_plan import Chunk, Drafting, StepPlan
 from qserve.sampling_params import SamplingParams
 
@@ -97,8 +99,13 @@ class StepInput:
         return tuple(self.sample_words_SP[:, NUM_LOGPROBS].tolist())
 
     @classmethod
-    def build(cls, plan: StepPlan, *, page_size: int, rows: RequestRows) -> "StepInput":
-        """Lay a plan out, and note in `rows` what the step after it has to know."""
+    def build(
+        cls, plan: StepPlan, *, page_size: int, rows: RequestRows, is_split: bool = False
+    ) -> "StepInput":
+        """Lay a plan out, and note in `rows` what the step after it has to know.
+
+        `is_split`: masks of grammars may come after the launch.
+        """
         requests, starts, counts, num_sampled = map(list, zip(*plan.chunks, strict=True))
         rows_R = rows.rows_of(requests)
         starts_R, counts_R = np.array(starts, np.int64), np.array(counts, np.int64)
@@ -134,16 +141,20 @@ class StepInput:
         # What may follow a token in flight is known when the host has that token.
         awaits_masks = bool(
             (rows.mask_follows_N[rows_S] & np.array(is_pending_R, bool)[of_S]).any()
+            or (is_split and rows.has_grammar_N[rows_S].any())
         )
         if has_mask_S.any() and not awaits_masks:
             of_requests = [requests[i] for i in of_S]
             ahead_S = sampled_R[of_S] - 1 - back_S
             positions_S = words[:, POSITION]
-            masks_E = masks(of_requests, positions_S, ahead_S, has_mask_S, words, len(bias))
+            masks_E = step_masks(of_requests, positions_S, ahead_S, has_mask_S, words, len(bias))
             bias = np.concatenate([bias, masks_E])
         slots_R = rows.adapter_slots_N[rows_R]
         pending_row = rows.sampled_rows(rows_R[pending_R])
         rows.take_sampled(rows_S)
+        fills = _history_fills(plan.chunks, rows, rows_R)
+        if has_mask_S.any():
+            rows.recount(requests)
         return cls(
             token_ids_T=token_ids,
             positions_T=positions,
@@ -158,7 +169,7 @@ class StepInput:
             pending_row=pending_row,
             sample_words_SP=words,
             sample_bias_E=bias,
-            history_fills=_history_fills(plan.chunks, rows, rows_R),
+            history_fills=fills,
             awaits_masks=awaits_masks,
             page_moves=plan.moves,
             adapter_slots_T=slots_R[chunk_of_T] if slots_R.max() >= 0 else None,
@@ -173,8 +184,13 @@ class StepInput:
             ),
         )
 
-    def with_masks(self, plan: StepPlan, rows: RequestRows) -> "StepInput":
-        """The same with the masks that it awaits: all tokens before its own are known by now."""
+    def with_masks(
+        self, plan: StepPlan, rows: RequestRows, late: Collection[Request] = ()
+    ) -> "StepInput":
+        """The same with the masks that it awaits: all tokens before its own are known by now.
+
+        Of the requests in `late` nobody will take the token.
+        """
         requests = [chunk.request for chunk in plan.chunks for _ in range(chunk.num_sampled)]
         words, bias = self.sample_words_SP.copy(), self.sample_bias_E
         # Of those that ended meanwhile nobody reads the token.
@@ -183,7 +199,7 @@ class StepInput:
         if has_mask_S.any():
             ahead_S = np.zeros(len(words), np.int64)
             positions = words[:, POSITION]
-            masks_E = masks(requests, positions, ahead_S, has_mask_S, words, len(bias))
+            masks_E = step_masks(requests, positions, ahead_S, has_mask_S, words, len(bias), late)
             bias = np.concatenate([bias, masks_E])
         return replace(self, awaits_masks=False, sample_words_SP=words, sample_bias_E=bias)
 

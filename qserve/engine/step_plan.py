@@ -1,11 +1,11 @@
 """StepPlan: which tokens of which requests a step computes. Knows no queue and no tensors."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from qserve.engine.host_pages import PageMoves
-from qserve.engine.request import Request
+from qserve.engine.request import Request, Status
 from qserve.engine.step_pace import StepLoad
 
 
@@ -38,6 +38,18 @@ class StepPlan:
     admitted: tuple[Request, ...] = ()  # left the queue for the first time
     moves: PageMoves | None = None  # copies of KV pages that come before
     drafting: Drafting | None = None  # None: without speculation
+    late: frozenset[Request] = frozenset()  # whose samples nobody takes: their masks were late
+
+    def leave_out_(self, late: frozenset[Request]) -> "StepPlan":
+        """The same step, of which some requests take no token: their masks were not ready.
+
+        They compute their newest token again when they are, and are not planned before.
+        """
+        for request, start, count, num_sampled in self.chunks:
+            if request in late and request.status is Status.RUNNING:
+                request.num_pending -= num_sampled
+                request.num_computed = start + count - 1
+        return replace(self, late=late)
 
     @property
     def num_tokens(self) -> int:

@@ -69,11 +69,13 @@ class WaitingLevels:
         self._forget_empty(request.level)
 
     def check_integrity(self) -> None:
-        """Assert that every queue is in order and none is empty."""
+        """Assert that every queue is in order, none is empty, and nobody in it holds pages."""
         for level, queue in self._queues.items():
             queue.check_integrity()
             if not queue or any(request.level != level for request in queue):
                 raise AssertionError(f"the queue of level {level!r} holds what it should not")
+            if any(request.block_table for request in queue):
+                raise AssertionError("a waiting request holds pages")
         if self._queues and self._first is not self._queues[min(self._queues)]:
             raise AssertionError("the first queue is not of the lowest level")
 

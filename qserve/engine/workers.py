@@ -184,6 +184,10 @@ class WorkerGroup:
         """Start a step that awaits masks, as far as its logits; `launch_sampling` comes next."""
         self.runner.launch_forward(step)
 
+    def is_computing(self) -> bool:
+        """Whether the device is not done with what `launch_forward` started."""
+        return self.runner.is_computing
+
     def launch_sampling(self, step: StepInput) -> StepHandle:
         """Start the rest of it: the same step with its masks."""
         return self.runner.launch_sampling(step)

@@ -123,7 +123,7 @@ class Speculation:
         """Tokens that the host proposes, or knows of, as far as they may follow."""
         left = request.max_tokens - (len(request.token_ids) - request.num_prompt_tokens) - 1
         most = min(most, left)
-        if most < 1:
+        if most < 1 or not request.may_draft:
             return ()
         if self._host is None:
             drafts = request.drafts[:most]

@@ -5,26 +5,44 @@ allows it.
 """
 
 from collections.abc import Iterable, Sequence
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import numpy as np
 
-# Of all masks of one output. One takes 10 to 100 us; a grammar made to be slow holds up the step,
-# and with it all others, for so long at most, and one mask more.
+# Of all masks of one output, of a processor. One takes 10 to 100 us; a grammar made to be slow
+# takes a thread (engine/mask_jobs.py) for so long at most, and one mask more.
 MAX_MASK_SECONDS = 2.0
 SLOW_MASK_SECONDS = 0.005
+
+
+class SlowMasks:
+    """Of an output and its drafts: the seconds of masks that took long."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
 
 
 class Constraint:
     """A matcher of llguidance. Made by GrammarCompiler."""
 
-    def __init__(self, matcher: Any, vocab_size: int, model_ends: Iterable[int]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        model_ends: Iterable[int],
+        slow: SlowMasks | None = None,
+    ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._model_ends = tuple(model_ends)  # which the matcher allows where it accepts
-        self._slow_seconds = 0.0
+        self._slow = slow or SlowMasks()
         self.error = ""  # why the output cannot go on, once that is so
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether any of its masks took long."""
+        return self._slow.seconds > 0
 
     @property
     def is_complete(self) -> bool:
@@ -38,8 +56,8 @@ class Constraint:
 
     def copy(self) -> "Constraint":
         """One that goes on by itself: along drafts."""
-        copy = Constraint(self._matcher.deep_copy(), self._vocab_size, self._model_ends)
-        copy.error, copy._slow_seconds = self.error, self._slow_seconds
+        copy = Constraint(self._matcher.deep_copy(), self._vocab_size, self._model_ends, self._slow)
+        copy.error = self.error
         return copy
 
     def num_valid(self, tokens: Sequence[int]) -> int:
@@ -58,7 +76,7 @@ class Constraint:
         They are allowed where the grammar may end, and `may_end` False forbids them as long as
         something else is allowed. Where there is an error the mask allows all.
         """
-        started = perf_counter()
+        started = thread_time()
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._matcher.is_error():
@@ -67,7 +85,7 @@ class Constraint:
             words[:] = -1
             return
         self._set_ends_(words, tuple(ends), may_end)
-        self._watch(perf_counter() - started)
+        self._watch(thread_time() - started)
 
     def _set_ends_(self, words: np.ndarray, ends: tuple[int, ...], may_end: bool) -> None:
         if not self._matcher.is_accepting():
@@ -83,8 +101,8 @@ class Constraint:
     def _watch(self, seconds: float) -> None:
         if seconds < SLOW_MASK_SECONDS:
             return
-        self._slow_seconds += seconds
-        if self._slow_seconds > MAX_MASK_SECONDS:
+        self._slow.seconds += seconds
+        if self._slow.seconds > MAX_MASK_SECONDS:
             self._fail("too complex: its masks take too long")
 
     def _fail(self, reason: str) -> None:

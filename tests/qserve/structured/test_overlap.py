@@ -4,6 +4,7 @@ import pytest
 
 from qserve import SamplingParams
 from qserve.config import EngineConfig
+from qserve.engine import mask_jobs
 from qserve.engine.engine import Engine
 from qserve.engine.model_runner import ModelRunner
 from tests.qserve.structured.schemas import CALL
@@ -67,6 +68,7 @@ def test_a_constrained_row_is_in_every_step(docs_5m, monkeypatch, others):
     """One forward a token, begun before the host has the token before it."""
     config = EngineConfig(model=str(docs_5m), max_model_len=80, num_gpu_blocks_override=64)
     engine = Engine(config, steps_in_flight=1)
+    monkeypatch.setattr(mask_jobs, "PATIENCE_SECONDS", 60.0)  # no mask is late
     forwards, awaited = [], []
     forward, sampling = ModelRunner.launch_forward, ModelRunner.launch_sampling
     monkeypatch.setattr(
