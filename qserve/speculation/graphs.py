@@ -17,6 +17,7 @@ from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_outputs import StepOutputs
 from qserve.engine.transfer import HostCopy, on_host
+from qserve.parallel.pipeline import Pipeline
 from qserve.speculation.speculative_step import (
     DrawRows,
     Rows,
@@ -174,7 +175,9 @@ class GraphedStep(SpeculativeStep):
         self._graphs, self._key, self._entry = graphs, key, entry
         self._drafts_DK: torch.Tensor | None = None
 
-    def fill_(self) -> None:
+    def fill_(self, pipeline: Pipeline | None = None) -> None:
+        """As SpeculativeStep. There are no graphs where there are stages."""
+        assert pipeline is None
         self.back_R = self._entry.fill.run()
 
     def draw(

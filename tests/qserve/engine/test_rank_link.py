@@ -109,8 +109,8 @@ def test_nobody_waits_for_a_rank_that_is_gone(two):
 def test_threads_do_not_mix_their_frames(two):
     """Readers of adapters call beside the thread that launches steps."""
     crew, (one, other) = two
-    text = "x" * 100_000  # more than a socket takes at once
-    count, found = 20, {"a": 0, "b": 0}
+    text = "x" * 6_000_000  # more than a socket takes at once
+    count, found = 3, {"a": 0, "b": 0}
 
     def send(name):
         for _ in range(count):
