@@ -1,7 +1,7 @@
 """StepPlan: which tokens of which requests a step computes. Knows no queue and no tensors."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from qserve.engine.host_pages import PageMoves
@@ -66,3 +66,15 @@ def load_of(chunks: Collection[Chunk]) -> StepLoad:
         num_keys=sum(decodes),
         num_pairs=sum([count * (2 * start + count) // 2 for start, count in prompts]),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenStep:
+    """A plan while it is made."""
+
+    budget: int  # tokens it may still compute
+    most_admitted: float  # requests it may still admit
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    ordered: list[Request] = field(default_factory=list)  # by the policy, of those that wait
