@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from calibrate.layer import FinishedLayer
 from calibrate.report import LinearReport
 from formats.checkpoint import read_json
-from formats.errors import CheckpointError, DiskError, InputError
+from formats.errors import CheckpointError, DiskError, InputError, one_line
 from formats.fp4 import Fp4Weight, is_fp4
 from formats.fp8 import Fp8Weight
 from formats.packed import PackedWeight
@@ -124,7 +124,7 @@ class Journal:
             self._publish(partial, self._path(layer))
         except (SafetensorError, OSError) as error:
             raise DiskError(
-                str(self.folder), f"cannot be written: {error}", "is the disk full?"
+                str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"
             ) from None
 
     def read(self, layer: int, device: str, source: str) -> FinishedLayer | None:

@@ -62,8 +62,8 @@ def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: st
         lines += ["", *(f"- {warning}" for warning in report.warnings)]
     lines += [
         "",
-        f"`{RECIPE_FILE}` has the settings of the run and `quantization_report.json` each linear's"
-        " error.",
+        f"`{RECIPE_FILE}` has the settings of the run, `quantization_report.json` each linear's"
+        " error, `quantization_report.html` draws them.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -41,6 +41,7 @@ from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
     CheckpointWriter,
+    check_is_free,
 )
 from formats.errors import InputError
 from formats.family import ATTENTION
@@ -108,11 +109,14 @@ def quantize_checkpoint(
     nothing is left behind then.
     """
     clock = Clock()
+    check_is_free(target)
     model = FloatModel(source)
     find_side_files(model.folder)  # raises now, not after the work
     recipe = find_recipe(recipe)
     if act_order:
         recipe = with_act_order(recipe)
+    if kv_per_head and kv_cache is None:
+        raise InputError("--kv-per-head", "expected with --kv-cache-scheme", "give it, too")
     _check_device(device)
     padding = make_padding(model.config, model.shapes, scheme) if pad else None
     planned = partial(
@@ -133,6 +137,7 @@ def quantize_checkpoint(
     overrides = list(overrides)
     plan = planned(output_format=output_format, overrides=overrides)
     model.padding = plan.padding
+    evaluation_WS = _read_evaluation(model, eval_text)
     if bits is not None:
         calibration = _read_data(model, calibration, samples, sequence_length, seed)
         with clock("choosing bits"):
@@ -153,7 +158,6 @@ def quantize_checkpoint(
         check_counts(recipe, needs_data)
     if calibration is not None or needs_data:
         data = _read_data(model, calibration, samples, sequence_length, seed)
-    evaluation_WS = _read_evaluation(model, eval_text)
     run_identity = identity(
         model.config,
         model.outer_digest(),
@@ -247,6 +251,7 @@ def quantize_checkpoint(
         with clock("reading back"):
             bar.set_description("reading back")
             verify(staged, output.digests, model, output.rewritten, config)
+        verdicts = inspect_checkpoint(staged).loads_in
         report = QuantizationReport(
             source=str(source),
             source_sha256=combined(
@@ -272,8 +277,8 @@ def quantize_checkpoint(
             versions={"quantizer": quantizer, **tool_versions()},
             seconds=clock.total,
             left_in_float=plan.reasons,
+            loads_in={each.program: (each.answer, each.reason) for each in verdicts},
         )
-        verdicts = inspect_checkpoint(staged).loads_in
         writer.write_text(CARD, model_card(report, verdicts, Path(target).name))
         if settings is not None:
             writer.write_text(RECIPE_FILE, recipe_text(settings))

@@ -108,6 +108,7 @@ class QuantizationReport:
     versions: dict[str, str]
     seconds: float
     left_in_float: dict[str, str] = field(default_factory=dict)  # linear -> why
+    loads_in: dict[str, tuple[str, str]] = field(default_factory=dict)  # program -> answer, why
 
     @property
     def bits_per_weight(self) -> float:
@@ -158,7 +159,18 @@ class QuantizationReport:
             f"{size_text(self.bytes_before)} -> {size_text(self.bytes_after)},"
             f" {self.bits_per_weight:.2f} bits per quantized weight"
         )
-        return "\n".join([table, "", *lines, f"worst: {worst}", *self._left_lines()])
+        lines += [f"worst: {worst}", *self._left_lines(), *self._load_lines()]
+        return "\n".join([table, "", *lines])
+
+    def _load_lines(self) -> list[str]:
+        """Who loads the checkpoint, and a line for each who does not."""
+        able, lines = [], []
+        for program, (answer, why) in self.loads_in.items():
+            if answer == "yes":
+                able.append(f"{program} ({why})" if why else program)
+            else:
+                lines.append(f"{program}: {answer}: {why}")
+        return [f"loads in: {', '.join(able)}", *lines] if self.loads_in else []
 
     def _kv_ranges(self) -> list[str]:
         """Smallest and largest scale of all layers."""

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from formats.bare_model import bare_names, with_head
-from formats.errors import CheckpointError, DiskError
+from formats.errors import CheckpointError, DiskError, one_line
 from formats.folder_lock import make_locked
 from formats.side_files import copy_side_files, find_side_files
 from formats.text_part import has_text_part, text_config, text_name
@@ -275,6 +275,17 @@ class CheckpointReader:
         return {n[len(start) :]: e for n, e in self.entries.items() if n.startswith(start)}
 
 
+def check_is_free(folder: str | Path) -> None:
+    """Raise CheckpointError where a folder to write is there and holds something."""
+    path = Path(folder)
+    if path.is_dir() and any(path.iterdir()):
+        raise CheckpointError(
+            str(path), "already exists and is not empty", "give a new folder or empty it"
+        )
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(str(path), "is no folder", "give a new folder")
+
+
 class CheckpointWriter:
     """Write a model folder shard by shard; it appears under its name only with `publish()`.
 
@@ -289,7 +300,7 @@ class CheckpointWriter:
         self.folder = Path(folder).resolve()
         self.staging = self.folder.parent / f".{self.folder.name}.partial"
         self._lock = -1  # descriptor of the staging folder while it is ours
-        self._check_free(folder)
+        check_is_free(folder)
         try:
             self._lock = make_locked(self.staging)
         except BlockingIOError:
@@ -301,7 +312,7 @@ class CheckpointWriter:
         except OSError as error:
             raise CheckpointError(str(folder), f"cannot be made: {error.strerror}") from None
         try:
-            self._check_free(folder)  # again: the run that had the lock may just have finished
+            check_is_free(folder)  # again: the run that had the lock may just have finished
         except CheckpointError:
             self._discard()
             raise
@@ -389,18 +400,8 @@ class CheckpointWriter:
             yield
         except (SafetensorError, OSError) as error:
             raise DiskError(
-                str(self.folder), f"cannot be written: {error}", "is the disk full?"
+                str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"
             ) from None
-
-    def _check_free(self, folder: str | Path) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError(str(Path(folder)), "is no folder", "give a new folder")
-        if self.folder.exists() and any(self.folder.iterdir()):
-            raise CheckpointError(
-                str(Path(folder)),
-                "already exists and is not empty",
-                "give a new folder or empty it",
-            )
 
     def _discard(self) -> None:
         """Remove what was staged, unless it was published or is kept for the user."""

@@ -33,6 +33,11 @@ class DiskError(CheckpointError):
 def one_line(error: BaseException) -> str:
     """The message of somebody else's error, fit for one line of ours; its type if it says nothing.
 
-    Some are pages long, or quote the input.
+    Some are pages long, or quote the input. Of the system's errors it is the reason alone: ours
+    name the file.
     """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
     return " ".join(str(error).split())[:300] or type(error).__name__

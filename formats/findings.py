@@ -1,5 +1,6 @@
 """What a check of a checkpoint found. Knows neither the checks nor the files."""
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,12 @@ class Problem:
     def __str__(self) -> str:
         remedy = f" ({self.remedy})" if self.remedy else ""
         return f"{self.severity}: {self.subject}: {self.text}{remedy}"
+
+
+def how_many(problems: Sized) -> str:
+    """Their number, for the last line of a report."""
+    count = len(problems)
+    return f"{count or 'no'} problem{'' if count == 1 else 's'} found"
 
 
 @dataclass(slots=True)

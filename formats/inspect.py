@@ -16,7 +16,7 @@ from typing import Any
 from formats.bare_model import bare_names, with_head
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError
-from formats.findings import Findings, Problem
+from formats.findings import Findings, Problem, how_many
 from formats.inspect_awq import awq_linear, gemv_linear
 from formats.inspect_compressed import compressed_linear
 from formats.inspect_config import Choices, check_config
@@ -111,7 +111,7 @@ class Inspection:
             *([] if self.draft_layers is None else [self.draft_layers.to_text()]),
             "",
             *(str(problem) for problem in self.problems),
-            "no problems found" if not self.problems else f"{len(self.problems)} problems found",
+            how_many(self.problems),
         ]
         return "\n".join(lines)
 
@@ -231,7 +231,7 @@ def _read_quantization(
     except InputError as error:
         findings.caught(error, unread=True)
         return None, f"{error.subject}: {error.problem}"
-    if BLOCK not in config:
+    if config and BLOCK not in config:  # else it cannot be read, which is said already
         findings.warning(
             second_file(folder),
             f"holds the {BLOCK}, config.json does not",

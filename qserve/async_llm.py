@@ -8,10 +8,13 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from formats.errors import InputError
 from qserve.bad_words import with_bad_words
+from qserve.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
+from qserve.beam_search_params import BeamSearchParams
 from qserve.config import EngineConfig
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
@@ -85,9 +88,7 @@ class AsyncLLM:
         What is taken slowly comes less often and longer. Leaving the loop early aborts the request.
         Raises InputError where it can never run, EngineDeadError when the engine dies.
         """
-        tokenizer, client = await self._started()
-        if not client.is_alive:
-            raise EngineDeadError("the engine has died")
+        tokenizer, client = await self._ready()
         # Tokenizing a long text takes long enough to hold up the loop.
         text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
         params = sampling_params or SamplingParams()
@@ -95,12 +96,12 @@ class AsyncLLM:
         name = request_id if request_id is not None else uuid.uuid4().hex
         handling = handling_of(prompt, priority, lora_request)
         builder = OutputBuilder(name, text, ids, params, tokenizer)
-        if name in self._inboxes:
-            raise InputError(f"request {name}", "is running already", "give each its own id")
-        inbox = self._inboxes[name] = asyncio.Queue()
+        inbox = self._inbox(name)
         tasks = [
-            asyncio.create_task(_feed(inbox, client, builder, index, handling))
-            for index in range(len(builder.params))
+            asyncio.create_task(
+                _feed(inbox, client, builder.engine_id(index), ids, each, name, handling, index)
+            )
+            for index, each in enumerate(builder.params)
         ]
         try:
             while not builder.output.finished:
@@ -124,17 +125,54 @@ class AsyncLLM:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> BeamSearchOutput:
+        """The best continuations of a prompt, as `LLM.beam_search` finds them, all at once.
+
+        Cancelling aborts the search. Raises InputError where it can never run, EngineDeadError when
+        the engine dies.
+        """
+        tokenizer, client = await self._ready()
+        _, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
+        name = request_id if request_id is not None else uuid.uuid4().hex
+        handling = replace(handling_of(prompt, priority, lora_request), beam_search=params)
+        sampling = sampling_params(params)
+        inbox = self._inbox(name)
+        task = asyncio.create_task(_feed(inbox, client, name, ids, sampling, name, handling))
+        event = None
+        try:
+            while event is None or event.finish_reason is None:
+                item = await inbox.get()
+                if item is ABORTED:
+                    return BeamSearchOutput(sequences=[])
+                if isinstance(item, Exception):
+                    raise item
+                _, event = item
+        finally:
+            del self._inboxes[name]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if event.finish_reason == "error":
+            raise _failure(client, name, event)
+        return await asyncio.to_thread(beam_search_output, event.beams, ids, params, tokenizer)
+
     async def abort(self, request_id: str) -> None:
-        """Drop a request: its `generate` ends without another output. Unknown ids are ignored."""
+        """Drop a request: its `generate` ends without another output, its `beam_search` with no
+        sequences. Unknown ids are ignored."""
         inbox = self._inboxes.get(request_id)
         if inbox is not None:
             inbox.put_nowait(ABORTED)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError where the engine has died."""
-        _, client = await self._started()
-        if not client.is_alive:
-            raise EngineDeadError("the engine has died")
+        await self._ready()
 
     async def reset_prefix_cache(self) -> None:
         """Forget what KV pages hold: requests that come find none. Running ones go on."""
@@ -150,6 +188,20 @@ class AsyncLLM:
         with contextlib.suppress(InputError):  # it never came up, which `start` has told
             _, client = await self._starting
             await client.close()
+
+    def _inbox(self, name: str) -> asyncio.Queue:
+        """A new place for what happens to a request. Raises InputError."""
+        if name in self._inboxes:
+            raise InputError(f"request {name}", "is running already", "give each its own id")
+        inbox = self._inboxes[name] = asyncio.Queue()
+        return inbox
+
+    async def _ready(self) -> tuple[Tokenizer, EngineSupervisor]:
+        """Raises EngineDeadError where the engine has died."""
+        tokenizer, client = await self._started()
+        if not client.is_alive:
+            raise EngineDeadError("the engine has died")
+        return tokenizer, client
 
     async def _started(self) -> tuple[Tokenizer, EngineSupervisor]:
         if self._starting is None:
@@ -171,19 +223,15 @@ class AsyncLLM:
 async def _feed(
     inbox: asyncio.Queue,
     client: EngineSupervisor,
-    builder: OutputBuilder,
-    index: int,
+    engine_id: str,
+    ids: list[int],
+    params: SamplingParams,
+    group: str,
     handling: Handling,
+    index: int = 0,
 ) -> None:
     """Put the events of one choice into the inbox, or the error that ended them."""
-    ids = builder.output.prompt_token_ids
-    events = client.generate(
-        builder.engine_id(index),
-        ids,
-        builder.params[index],
-        group=builder.output.request_id,
-        handling=handling,
-    )
+    events = client.generate(engine_id, ids, params, group=group, handling=handling)
     try:
         async with aclosing(events):
             async for event in events:

@@ -8,13 +8,13 @@ import dataclasses
 import json
 import logging
 import sys
-import types
 import typing
-from collections.abc import Mapping
+from pathlib import Path
 
 import qserve
-from formats.errors import InputError
-from qserve import config_file
+from formats.errors import InputError, one_line
+from qserve import config_file, interrupts
+from qserve.arguments import Parser, add_commands, check_argument, with_dashes
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command import Command
 from qserve.config import EngineConfig, ServerConfig
@@ -29,8 +29,6 @@ from qserve.tool_config import (
     QuantizeConfig,
     TalkConfig,
 )
-
-SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
@@ -103,8 +101,6 @@ def _with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
     if config.config is None:
         return config
     import yaml
-
-    from formats.errors import one_line
 
     try:
         with open(config.config, encoding="utf-8") as file:
@@ -216,6 +212,8 @@ def inspect(model: str, config: InspectConfig) -> int:
     from formats.inspect import inspect_checkpoint
 
     is_head = is_head_folder(model)
+    if config.deep is not None and not Path(config.deep).is_dir():
+        raise InputError(config.deep, "is not a folder", "give the float model's folder")
     if is_head and config.deep is not None:
         raise InputError("--deep", f"{model} is a draft head, which says nothing alone", "leave it")
     inspection = inspect_head(model) if is_head else inspect_checkpoint(model)
@@ -241,10 +239,10 @@ def inspect(model: str, config: InspectConfig) -> int:
 def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
     from calibrate.evaluate import make_windows, perplexity, read_texts
     from qserve.llm import LLM
+    from qserve.text import Tokenizer
 
-    texts = read_texts(config.text)
-    llm = LLM(**dataclasses.asdict(engine))
-    tokenizer = llm.get_tokenizer()
+    # Before the model, as far as it goes: loading that may take minutes.
+    texts, tokenizer = read_texts(config.text), Tokenizer(model)
     windows = make_windows(
         texts,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
@@ -253,6 +251,13 @@ def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
         config.windows,
         source=config.text,
     )
+    llm = LLM(**dataclasses.asdict(engine))
+    if config.sequence_length > llm.engine.max_model_len:
+        raise InputError(
+            "--sequence-length",
+            f"expected at most {llm.engine.max_model_len}, the model's length,"
+            f" found {config.sequence_length}",
+        )
     result = perplexity(windows, lambda window: llm.logits(window.tolist()))
     if config.json:
         print(json.dumps({"model": model, "text": config.text, **dataclasses.asdict(result)}))
@@ -325,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 1."""
     # Names of folders and tensors may hold what the terminal's encoding does not.
     sys.stdout.reconfigure(errors="backslashreplace")
-    argv = [_with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    argv = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     try:
         argv = _with_config_file(argv)
     except InputError as error:
@@ -339,120 +344,36 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     settings = []
     try:
-        _check_argument(command, arguments)
+        check_argument(command, arguments)
         for cls in command.settings:
             values = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)}
             settings.append(cls(**values))
         if command.argument is not None:
             settings.insert(0, getattr(arguments, command.argument))
-        return command.run(*settings)
+        with interrupts.end_while_importing():
+            return command.run(*settings)
     except (InputError, OSError) as error:
-        print(f"qserve {name}: {error}", file=sys.stderr)
+        print(f"qserve {name}: {_message(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
+def _message(error: Exception) -> str:
+    """What an error says, in one line that names the file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {one_line(error)}"
+    return str(error)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="qserve", description="Quantize a language model, prove the file right, serve it."
     )
     parser.add_argument("--version", action="version", version=qserve.__version__)
-    _add_commands(parser, COMMANDS, "")
+    add_commands(parser, COMMANDS)
     return parser
-
-
-def _add_commands(
-    parser: argparse.ArgumentParser, commands: Mapping[str, Command], path: str
-) -> None:
-    """The rows of a table as subcommands; `path` names the commands above them."""
-    dest = f"{path} command".strip()
-    subparsers = parser.add_subparsers(
-        dest=dest, required=True, metavar="COMMAND", help="one of the following"
-    )
-    for name, command in commands.items():
-        sub = subparsers.add_parser(name, help=command.help, description=command.help.capitalize())
-        if command.commands:
-            _add_commands(sub, command.commands, f"{path} {name}".strip())
-            continue
-        if command.argument is not None:
-            _add_argument(sub, command)
-        if command.has_config_file:
-            sub.add_argument(
-                config_file.FLAG,
-                metavar="FILE",
-                help="YAML, TOML or JSON file with flags of this command; others count more",
-            )
-        for cls in command.settings:
-            hints = typing.get_type_hints(cls)
-            for field in dataclasses.fields(cls):
-                if field.name != "model":
-                    _add_flag(sub, field, hints[field.name])
-
-
-def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
-    name, help_text = command.argument, command.argument_help
-    if not command.argument_is_flag_too:
-        parser.add_argument(name, metavar=name.upper(), help=help_text)
-        return
-    parser.add_argument(
-        name, metavar=name.upper(), nargs="?", default=argparse.SUPPRESS, help=help_text
-    )
-    parser.add_argument(f"--{name}", help=f"the same as {name.upper()}")
-
-
-def _check_argument(command: Command, arguments: argparse.Namespace) -> None:
-    name = command.argument
-    if name is None or command.argument_optional or getattr(arguments, name) is not None:
-        return
-    raise InputError(name.upper(), f"expected a {command.argument_help}", f"give it, or --{name}")
-
-
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, hint: object) -> None:
-    if field.metadata["positional"]:
-        parser.add_argument(
-            field.name, metavar=field.name.upper(), type=hint, help=field.metadata["help"]
-        )
-        return
-    names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
-    names.append("--" + field.name.replace("_", "-"))
-    help_text = field.metadata["help"]
-    if hint is bool and field.default:
-        action = argparse.BooleanOptionalAction
-        parser.add_argument(*names, action=action, default=True, help=help_text)
-        return
-    if hint is bool:
-        # What is on already needs a flag that turns it off.
-        action = argparse.BooleanOptionalAction if field.default else "store_true"
-        parser.add_argument(*names, action=action, default=field.default, help=help_text)
-        return
-    if typing.get_origin(hint) is list:
-        several = {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
-        parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
-        return
-    required = field.default is dataclasses.MISSING
-    if not required and field.default is not None:
-        help_text += " (default: %(default)s)"
-    if isinstance(hint, types.UnionType):
-        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
-    parser.add_argument(
-        *names,
-        type=hint,
-        required=required,
-        default=None if required else field.default,
-        choices=field.metadata["choices"],
-        help=help_text,
-    )
-
-
-def _with_dashes(argument: str) -> str:
-    """--max_model_len and --max-model-len are the same flag."""
-    flag, equals, value = argument.partition("=")
-    # Text, such as a prompt, may begin with dashes too; the name of a flag has no spaces.
-    if not flag.startswith("--") or len(flag.split()) != 1:
-        return argument
-    return flag.replace("_", "-") + equals + value
 
 
 def _with_config_file(argv: list[str]) -> list[str]:

@@ -24,7 +24,8 @@ class ServerClient:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError("--url", f"expected http://HOST:PORT/v1, found {url!r}")
-        self._parts, self._path = parts, parts.path.rstrip("/")
+        # As servers print it: without the path of the API.
+        self._parts, self._path = parts, parts.path.rstrip("/") or "/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -79,6 +80,12 @@ class ServerClient:
             where = self._parts.netloc
             raise InputError(
                 where, "no server answers there", "start one with `qserve serve`, or give --url"
+            ) from error
+        except ssl.SSLCertVerificationError as error:
+            raise InputError(
+                self._parts.netloc,
+                f"its certificate cannot be trusted: {error.verify_message}",
+                "name the file of its authority in the environment's SSL_CERT_FILE",
             ) from error
         except http.client.HTTPException as error:
             raise ServerError(f"the answer was cut: {type(error).__name__}") from error

@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from formats.errors import InputError
 from qserve import llm_beams, llm_pooling, scoring
+from qserve.beam_outputs import BeamSearchOutput
 from qserve.beam_search_params import BeamSearchParams
 from qserve.engine.engine import Engine
-from qserve.llm_beams import BeamSearchOutput
 from qserve.llm_engine import LLMEngine, engine_config
 from qserve.llm_pooling import (
     ClassificationOutput,

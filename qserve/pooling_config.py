@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.errors import ParameterError
 from qserve.pooling_params import CLS, KINDS_OF_LOGITS, LAST, MEAN, PoolingParams
 
@@ -181,7 +181,9 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(str(path), f"cannot be read: {error}", "fetch it again") from None
+        raise InputError(
+            str(path), f"cannot be read: {one_line(error)}", "fetch it again"
+        ) from None
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve import logs
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.process import ENGINE
@@ -39,7 +39,7 @@ def read_requests(path: Path) -> Iterator[dict[str, Any]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeError) as error:
-        raise InputError(str(path), f"cannot be read: {error}") from error
+        raise InputError(str(path), f"cannot be read: {one_line(error)}") from error
     seen = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -43,6 +43,10 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+# A folder without any of these has no tokenizer; what transformers says of it is pages long.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 class Tokenizer:
     """The tokenizer and chat template of a model folder. Runs no code from the folder.
 
@@ -62,9 +66,12 @@ class Tokenizer:
             )
         # A broken file raises whatever its parser raises, up to a bare Exception from Rust.
         except Exception as error:
+            has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
             raise TextError(
                 self.folder,
-                f"has no tokenizer that transformers can load: {one_line(error)}",
+                f"has no tokenizer that transformers can load: {one_line(error)}"
+                if has_one
+                else f"has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there",
                 "copy tokenizer.json and tokenizer_config.json from the original model",
             ) from error
         self._backend = getattr(self._tokenizer, "backend_tokenizer", None)

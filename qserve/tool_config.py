@@ -35,8 +35,8 @@ class QuantizeConfig:
         "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
         " or folder (default: a small set that the package brings)",
     )
-    samples: int = setting(128, "calibration windows")
-    sequence_length: int = setting(2048, "tokens of a calibration window")
+    samples: int = setting(128, "calibration windows", low=1)
+    sequence_length: int = setting(2048, "tokens of a calibration window", low=2)
     kv_cache_scheme: str | None = setting(
         None,
         "also write the scales of an 8-bit KV cache (compressed-tensors only)",
@@ -61,6 +61,8 @@ class QuantizeConfig:
         None,
         "mean bits per weight, scales included: each linear gets 2 to 8 by what the data says that"
         " it needs (compressed-tensors)",
+        low=2,
+        high=9,
     )
     config: str | None = setting(
         None, "recipe file (YAML) with these settings; flags that are given go before it"
@@ -82,6 +84,9 @@ class QuantizeConfig:
         False, "widen the feed-forward with zeros where its size does not fit the groups"
     )
     max_shard_size: str = setting("2GB", "most bytes of one weight file, such as 500MB")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +147,14 @@ class EvalConfig:
     """What `qserve eval` is told beside the engine's settings."""
 
     text: str = setting(REQUIRED, "file to measure on: .jsonl with a text field, or plain text")
-    sequence_length: int = setting(1024, "tokens of a window")
-    windows: int | None = setting(None, "number of windows; default: all that the file fills")
+    sequence_length: int = setting(1024, "tokens of a window", low=2)
+    windows: int | None = setting(
+        None, "number of windows; default: all that the file fills", low=1
+    )
     json: bool = setting(False, "print the result as JSON")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,9 @@ import qserve
 from formats.checkpoint import CheckpointReader
 from qkernels import QuantLinear
 
-source, lora_file, target = sys.argv[1:4]
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
+source, lora_file, target = sys.argv[1:]
 reader, lora = CheckpointReader(source), load_file(lora_file)
 linears = {}
 for name in [n.removesuffix(".weight") for n in reader.entries if n.endswith("_proj.weight")]:

@@ -9,7 +9,9 @@ import numpy
 
 import qserve
 
-source, file, target = sys.argv[1:4]
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
+source, file, target = sys.argv[1:]
 arrays = numpy.load(file)
 names = [key.removesuffix(".codes") for key in arrays.files if key.endswith(".codes")]
 linears = {

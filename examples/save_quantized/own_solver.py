@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import qserve
 
-source, target = sys.argv[1:3]
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+source, target = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 linears = {}
 for name, module in model.named_modules():

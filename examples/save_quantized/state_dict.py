@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 import qserve
 from qkernels import QuantLinear
 
-source, file, target = sys.argv[1:4]
+if len(sys.argv) != 4:
+    sys.exit(__doc__)
+source, file, target = sys.argv[1:]
 state, linears = load_file(file), {}
 for name in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
     own = {field: state[f"{name}.{field}"] for field in ("qweight", "qzeros", "scales", "g_idx")}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
+from formats.findings import how_many
 from formats.heads import tensors as names
 from formats.heads.config import EagleConfig
 from formats.heads.folder import HeadFolder
@@ -39,7 +40,6 @@ class HeadInspection:
             (n.name, str(n.out_features), str(n.in_features), n.scheme, size_text(n.num_bytes))
             for n in self.linears
         ]
-        found = f"{len(self.problems)} problems found" if self.problems else "no problems found"
         return "\n".join(
             [
                 f"{self.folder}: a draft head, {self.kind}",
@@ -52,7 +52,7 @@ class HeadInspection:
                 + ("; other servers read float heads alone" if _is_quantized(self.linears) else ""),
                 "",
                 *self.problems,
-                found,
+                how_many(self.problems),
             ]
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.bench.forward_settings import CompareSettings
 
 # What says how a run was made, not how it went.
@@ -39,7 +39,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(path, f"expected a result's JSON: {error}") from None
+        raise InputError(path, f"expected a result's JSON: {one_line(error)}") from None
     if not isinstance(found, dict):
         raise InputError(path, f"expected a JSON object, found {type(found).__name__}")
     return found

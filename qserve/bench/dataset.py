@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.bench.dataset_settings import DatasetSettings
 from qserve.bench.token_text import TokenText
 from qserve.bench.trace import MOONCAKE_BLOCK, read_trace
@@ -200,4 +200,6 @@ def _read(
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise InputError(path, f"cannot be read as {settings.dataset_name}: {error}") from None
+        raise InputError(
+            path, f"cannot be read as {settings.dataset_name}: {one_line(error)}"
+        ) from None

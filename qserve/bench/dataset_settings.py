@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qserve.setting import setting
+from qserve.setting import check_settings, setting
 
 DATASETS = (
     "random",
@@ -76,3 +76,6 @@ class DatasetSettings:
         " 8000",
         low=2,
     )
+
+    def __post_init__(self) -> None:
+        check_settings(self)

@@ -8,6 +8,7 @@ from typing import Any
 
 from qserve.bench.forward_settings import ForwardSettings, numbers
 from qserve.bench.machine import engine_settings, machine, write_json
+from qserve.bench.pyplot import import_pyplot
 from qserve.bench.statistics import median, spread_percent
 from qserve.bench.step_case import StepCase
 from qserve.bench.step_timer import StepTimer
@@ -22,6 +23,8 @@ MOST_SPREAD = 0.5  # percent; beyond, something else ran, or the clock changed
 
 def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -> int:
     """The command."""
+    if settings.plot is not None:
+        import_pyplot("--plot")  # now, not after the measurement
     with contextlib.closing(Engine(config)) as engine:
         found = list(_measured(engine, settings))
     result = {

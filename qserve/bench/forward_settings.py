@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.bench.step_case import CaseRequests, StepCase, decode_cases, prefill_cases
 from qserve.setting import check_settings, setting
 
@@ -80,4 +80,4 @@ def _read_shapes(path: str) -> list[StepCase]:
             for case in content["cases"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(path, f"expected cases: {type(error).__name__}: {error}") from None
+        raise InputError(path, f"expected cases: {one_line(error)}") from None

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from formats.errors import InputError
+from qserve.bench.pyplot import import_pyplot
 
 
 def draw_heat_maps(
@@ -13,13 +14,7 @@ def draw_heat_maps(
 ) -> None:
     """`grids`: "decode" or "prefill" -> (batches or tokens, contexts); those with no case are left
     out. Raises InputError without matplotlib, or where there is nothing to draw."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise InputError("--plot", "needs matplotlib", "pip install matplotlib") from None
+    pyplot = import_pyplot("--plot")
     times = {case["case"]: case["median_us"] for case in cases}
     maps = {
         kind: np.array([[times.get(f"{kind}-{x}x{y}", np.nan) for x in xs] for y in ys])
@@ -31,14 +26,16 @@ def draw_heat_maps(
     figure, axes = pyplot.subplots(1, len(maps), figsize=(7 * len(maps), 5), squeeze=False)
     for axis, (kind, values) in zip(axes[0], maps.items(), strict=True):
         xs, ys = grids[kind]
-        axis.imshow(np.log(values), aspect="auto", origin="lower")
+        image = axis.imshow(np.log(values), aspect="auto", origin="lower")
         axis.set_xticks(range(len(xs)), xs)
         axis.set_yticks(range(len(ys)), ys)
         axis.set_xlabel("requests" if kind == "decode" else "new tokens")
-        axis.set_ylabel("tokens that are there")
+        axis.set_ylabel("tokens in context")
         axis.set_title(f"{kind}, microseconds")
         for (y, x), value in np.ndenumerate(values):
-            axis.text(x, y, f"{value:.0f}", ha="center", va="center", color="white", fontsize=8)
+            # The upper half of the colours is light.
+            color = "black" if image.norm(np.log(value)) > 0.5 else "white"
+            axis.text(x, y, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

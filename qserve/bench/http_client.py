@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 
 OnBody = Callable[[bytes, float], None]  # a piece of the body, time.perf_counter()
 MAX_HEAD_BYTES = 64 * 1024
@@ -226,5 +226,7 @@ class HttpClient:
                 _Connection, self._host, self._port, ssl=self._ssl
             )
         except OSError as error:
-            raise HttpFailure(f"cannot connect to {self._host}:{self._port}: {error}") from error
+            raise HttpFailure(
+                f"cannot connect to {self._host}:{self._port}: {one_line(error)}"
+            ) from error
         return connection, True

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.engine.step_pace import StepLoad
 from qserve.engine.step_plan import StepPlan, load_of
 
@@ -47,7 +47,7 @@ class StepTimes:
             return cls.fit(cases)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                path, f"expected a result of bench forward: {type(error).__name__}: {error}"
+                path, f"expected a result of bench forward: {one_line(error)}"
             ) from None
 
     @classmethod

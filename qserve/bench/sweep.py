@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.bench.statistics import mean
 from qserve.bench.sweep_settings import SweepSettings
 
@@ -136,7 +136,7 @@ def _params(path: str | None) -> list[dict[str, Any]]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(path, f"cannot be read: {error}") from None
+        raise InputError(path, f"cannot be read: {one_line(error)}") from None
     found = [found] if isinstance(found, dict) else found
     if not isinstance(found, list) or not found or not all(isinstance(e, dict) for e in found):
         raise InputError(path, "expected a list of objects of flags", 'as [{"max-num-seqs": 8}]')

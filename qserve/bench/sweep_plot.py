@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
+from qserve.bench.pyplot import import_pyplot
 from qserve.bench.sweep_settings import PlotSettings
 
 DEFAULT_Y = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms")
@@ -14,30 +15,37 @@ DEFAULT_Y = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms")
 
 def bench_plot(results: str, settings: PlotSettings) -> int:
     """Each of --y over --x."""
-    rows, pyplot = read_results(results), _pyplot()
-    keys = settings.y or DEFAULT_Y
-    keys = [key for key in keys if any(key in row for row in rows)]
+    rows = read_results(results)
+    asked = settings.y or DEFAULT_Y
+    keys = [key for key in asked if any(key in row for row in rows)]
     if not keys:
-        raise InputError("--y", "expected a key of the results, found none of them")
+        there = sorted({key for row in rows for key, value in row.items() if is_number(value)})
+        raise InputError(
+            "--y", f"no result has {' or '.join(asked)}", f"its numbers are {', '.join(there)}"
+        )
+    pyplot = import_pyplot("a plot")
     figure, axes = pyplot.subplots(1, len(keys), figsize=(6 * len(keys), 4), squeeze=False)
     for axis, key in zip(axes[0], keys, strict=True):
         for name, points in curves(rows, settings.by, settings.x, key).items():
             axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set_xlabel(settings.x)
         axis.set_ylabel(key)
+        axis.set_ylim(bottom=0)
         axis.legend()
     return _save(pyplot, figure, settings.output)
 
 
 def bench_plot_pareto(results: str, settings: PlotSettings) -> int:
     """Output tokens/s of a GPU over those of one user, and their frontier."""
-    rows, pyplot = read_results(results), _pyplot()
+    rows, pyplot = read_results(results), import_pyplot("a plot")
     points = pareto_points(rows, settings.gpus)
     if not points:
         raise InputError(results, "expected median_tpot_ms and output_throughput, found neither")
     figure, axis = pyplot.subplots(figsize=(7, 5))
     axis.scatter(*zip(*points, strict=True))
-    axis.plot(*zip(*frontier(points), strict=True), label="Pareto frontier")
+    # Also where it is one point.
+    style = {"color": "tab:orange", "marker": "o"}
+    axis.plot(*zip(*frontier(points), strict=True), label="Pareto frontier", **style)
     axis.set_xlabel("output tokens/s of a user (1 / median TPOT)")
     axis.set_ylabel("output tokens/s of a GPU")
     axis.legend()
@@ -58,7 +66,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
             found = json.loads(file.read_text(encoding="utf-8"))
             rows += found if isinstance(found, list) else [found]
     except (OSError, ValueError) as error:
-        raise InputError(path, f"cannot be read: {error}") from None
+        raise InputError(path, f"cannot be read: {one_line(error)}") from None
     if not rows:
         raise InputError(path, "holds no result")
     return rows
@@ -81,6 +89,10 @@ def curves(
     return {name: sorted(points) for name, points in found.items()}
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def pareto_points(rows: Sequence[Mapping[str, Any]], gpus: int) -> list[tuple[float, float]]:
     """(tokens/s of a user, tokens/s of a GPU) of each result that has both."""
     return [
@@ -97,17 +109,6 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
         if not found or point[1] > found[-1][1]:
             found.append(point)
     return found[::-1]
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise InputError("plots", "need matplotlib", "pip install matplotlib") from None
-    return pyplot
 
 
 def _save(pyplot: Any, figure: Any, path: str) -> int:

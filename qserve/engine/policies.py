@@ -17,6 +17,9 @@ from formats.errors import InputError
 from qserve.engine.request import Request
 
 FLAG = "--scheduling-policy"
+# Admissions that pass over higher priorities before one of those ages. One place in 65 is little to
+# the lower ones, and as much as a background job needs to come to its end.
+MAX_PASSES = 64
 # Looking for cached pages of more requests than this takes longer than it saves.
 MAX_COMPARED = 128
 
@@ -44,6 +47,10 @@ class Policy:
     This is the row `fcfs`. The scheduler asks in this order: `level` and `turn` when a request
     comes, `phase` and `most_admitted` once a step, `order` for each admission.
     """
+
+    # Admissions that may pass over higher levels before the oldest request of those joins the level
+    # of the last one, for good.
+    max_passes: float = math.inf
 
     def __init__(self, *, prefill_batch_size: int = 1) -> None:
         self.prefill_batch_size = prefill_batch_size
@@ -79,7 +86,9 @@ class Policy:
 
 
 class Priority(Policy):
-    """Lower numbers first, whenever they come; within a number as fcfs. There is no ageing."""
+    """Lower numbers first, whenever they come; within a number as fcfs. What waits ages."""
+
+    max_passes = MAX_PASSES
 
     def level(self, request: Request) -> Any:
         return request.priority

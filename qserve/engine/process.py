@@ -110,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         _fail(line, error)
         return 1
+    finally:
+        gc.unfreeze()  # at the exit nanobind would call what is frozen leaked, in forty lines
 
 
 def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) -> None:

@@ -26,7 +26,7 @@ from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
 from qserve.engine.state_slots import StatePool
 from qserve.engine.step_pace import StepPace
-from qserve.engine.step_plan import Chunk, StepPlan, UnfinishedPlan, load_of
+from qserve.engine.step_plan import Chunk, OpenStep, StepPlan, load_of
 from qserve.engine.victims import cheapest_victim, fair_victims, places_of
 from qserve.engine.waiting_levels import WaitingLevels
 from qserve.engine.waiting_queue import MAX_BYPASSES
@@ -76,7 +76,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
-        self.waiting = WaitingLevels()
+        self.waiting = WaitingLevels(self.policy.max_passes)
         self.running: list[Request] = []  # by level; of one level the last gives way first
         self._begun: list[Request] = []  # of these, in a step, those with a prompt to compute
         self._groups: list[BeamGroup] = []  # of these, beam searches
@@ -123,9 +123,8 @@ class Scheduler:
             num_prompts_begun=len(self._begun),
         )
         phase = self.policy.phase(counts)
-        step = UnfinishedPlan(
-            budget=self.max_num_batched_tokens, most_admitted=self.policy.most_admitted(counts)
-        )
+        most_admitted = self.policy.most_admitted(counts)
+        step = OpenStep(budget=self.max_num_batched_tokens, most_admitted=most_admitted)
         for group in tuple(self._groups):
             self._prepare_beams(group, step)
         if counts.num_waiting:
@@ -230,25 +229,28 @@ class Scheduler:
             raise AssertionError("requests of a lower level would give way first")
         self.waiting.check_integrity()
 
-    def _make_place(self, step: UnfinishedPlan) -> None:
+    def _make_place(self, step: OpenStep) -> None:
         """Preempt running requests for one of a lower level, or for one who has nothing.
 
         The latter waits PATIENCE steps before. Each request gives way MAX_BYPASSES times at most.
         """
         waiting = self.waiting.first_queue
-        request = waiting.first_in_turn()
-        if request is None or step.most_admitted < 1 or self._is_held(request):
+        first = waiting.first()
+        if first is None or step.most_admitted < 1:
             return
-        if request.beams is not None:
-            return  # those behind it wait until there are places for all its rows
-        ahead = waiting.first_preempted
-        victims: list[Request] | None = None
-        if ahead is None and self.running and request.level < self.running[-1].level:
-            if self._has_place(request, step):
+        if self.running and first.level < self.running[-1].level and self._is_ready(first, step):
+            if self._has_place(first, step):
                 return
-            higher = [each for each in self.running if each.level > request.level]
-            victims = places_of(higher, self.pool, request, MAX_BYPASSES)
-        if victims is None and self._num_steps - request.num_steps_at_arrival > PATIENCE:
+            higher = [each for each in self.running if each.level > first.level]
+            victims = places_of(higher, self.pool, first, MAX_BYPASSES)
+            if victims is not None:
+                self._admit_in_place_of(victims, first, step)
+                return
+        request, ahead = waiting.first_in_turn(), waiting.first_preempted
+        if request is None or not self._is_ready(request, step):
+            return
+        victims = None
+        if self._num_steps - request.num_steps_at_arrival > PATIENCE:
             if ahead is None:
                 may_go = not self._has_place(request, step)  # else it is admitted without this
             else:
@@ -256,18 +258,29 @@ class Scheduler:
             if may_go:
                 has_place = self._has_place(request, step)
                 victims = fair_victims(self.running, self.pool, request, has_place, MAX_BYPASSES)
-        if victims is None:
-            return
+        if victims is not None:
+            if ahead is not None:
+                ahead.num_bypasses += 1
+            self._admit_in_place_of(victims, request, step)
+
+    def _is_ready(self, request: Request, step: OpenStep) -> bool:
+        """Whether others may give way to one that waits; not to one that was pushed out now."""
+        if request.beams is not None:
+            return False  # those behind it wait until there are places for all its rows
+        return not (request.num_pending or request in step.preempted or self._is_held(request))
+
+    def _admit_in_place_of(self, victims: list[Request], request: Request, step: OpenStep) -> None:
+        """Preempt running requests, and let another run."""
         for victim in victims:
             if victim.status is Status.RUNNING:  # not with another row of its beam search
                 self._preempt(victim, step)
-        for each in {*victims, *([] if ahead is None else [ahead])}:
+        for each in set(victims):
             each.num_bypasses += 1
         # Behind the oldest, which then always comes to its end. As the youngest it would be the
         # first to give way when pages run out.
         self._admit(request, step, seniority=1)
 
-    def _plan_decodes(self, step: UnfinishedPlan) -> None:
+    def _plan_decodes(self, step: OpenStep) -> None:
         # A step has a token for each running request, so there is budget for all. This loop and
         # `update` are what a step of many requests costs in Python: they call as little as can be.
         page_size, chunks = self.pool.page_size, step.chunks
@@ -301,7 +314,7 @@ class Scheduler:
         num_tokens = len(chunks) if speculation is None else sum([chunk.count for chunk in chunks])
         step.budget -= num_tokens
 
-    def _plan_prompts(self, step: UnfinishedPlan) -> None:
+    def _plan_prompts(self, step: OpenStep) -> None:
         begun = [each for each in self._begun if each.status is Status.RUNNING]
         begun = deque(sorted(begun, key=attrgetter("num_steps_at_arrival")))
         self._limit_prompts(step, begun)
@@ -313,7 +326,7 @@ class Scheduler:
                 self._plan_shorter(request, begun, step)
             self._take(request, min(request.num_uncomputed, step.budget), step)
 
-    def _limit_prompts(self, step: UnfinishedPlan, begun: Collection[Request]) -> None:
+    def _limit_prompts(self, step: OpenStep, begun: Collection[Request]) -> None:
         """Lower the budget to what lets the step end in time for those that decode in it."""
         if self.pace is None or step.budget <= 0:
             return
@@ -323,9 +336,7 @@ class Scheduler:
         load = load_of(step.chunks)
         step.budget = self.pace.max_prompt_tokens(load, first.num_computed, step.budget)
 
-    def _plan_shorter(
-        self, longest: Request, begun: Collection[Request], step: UnfinishedPlan
-    ) -> None:
+    def _plan_shorter(self, longest: Request, begun: Collection[Request], step: OpenStep) -> None:
         """Give half of the budget to what is shorter than the oldest prompt that is not done.
 
         The oldest gets the other half at least, so it is not kept from its end.
@@ -348,7 +359,7 @@ class Scheduler:
             if share > 0:
                 share -= self._take(request, min(request.num_uncomputed, share), step)
 
-    def _admit_first(self, step: UnfinishedPlan) -> Request | None:
+    def _admit_first(self, step: OpenStep) -> Request | None:
         """The next request that waits, running now, or None where there is no place for it."""
         if step.most_admitted < 1 or not len(self.waiting):
             return None
@@ -361,7 +372,7 @@ class Scheduler:
             return request
         return None
 
-    def _candidates(self, step: UnfinishedPlan) -> Iterable[Request]:
+    def _candidates(self, step: OpenStep) -> Iterable[Request]:
         """Whom to admit, the first choice first."""
         waiting = self.waiting.first_queue
         if waiting.must_take_first or type(self.policy).order is Policy.order:
@@ -383,12 +394,11 @@ class Scheduler:
             each.num_uncomputed > 1 and self.cache.will_share(request, each) for each in self._begun
         )
 
-    def _has_place(self, request: Request, step: UnfinishedPlan) -> bool:
+    def _has_place(self, request: Request, step: OpenStep) -> bool:
         # The whole known length must fit, not only its first chunk, or two long prompts would push
         # each other out in turns. One that was pushed out just now has to wait for the next step.
-        if len(self.running) + len(request.rows) > self.max_num_seqs:
-            return False
-        if self.states.num_free < len(request.rows):
+        num_places = min(self.max_num_seqs - len(self.running), self.states.num_free)
+        if len(request.rows) > num_places:
             return False
         if any(row.num_pending for row in request.rows) or request in step.preempted:
             return False
@@ -396,7 +406,7 @@ class Scheduler:
         num_free = self.pool.num_free - of_beams
         return self.cache.num_pages_needed(request, num_free) <= num_free
 
-    def _admit(self, request: Request, step: UnfinishedPlan, seniority: int) -> None:
+    def _admit(self, request: Request, step: OpenStep, seniority: int) -> None:
         """Let a request run, with the pages that are there for it and new ones for the rest."""
         assert not request.num_pending, "pushed out and back in one step, its token in flight"
         self.waiting.admit(request)
@@ -416,7 +426,7 @@ class Scheduler:
             request.beams.take_pages(self.pool)
             self._groups.append(request.beams)
 
-    def _take(self, request: Request, count: int, step: UnfinishedPlan) -> int:
+    def _take(self, request: Request, count: int, step: OpenStep) -> int:
         """Add the next `count` tokens of a request to the step. Returns how many it got."""
         start = request.num_computed
         if request.follows_last and request.lacks_mask and start + count == request.num_tokens:
@@ -441,7 +451,7 @@ class Scheduler:
         """
         self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
 
-    def _make_room(self, request: Request, index: int, step: UnfinishedPlan) -> bool:
+    def _make_room(self, request: Request, index: int, step: OpenStep) -> bool:
         """Own pages for one more position, pushing out younger requests where needed.
 
         `index`: of the request in `running`. The victims stand behind it, which this step has not
@@ -454,14 +464,14 @@ class Scheduler:
         self.pool.grow_(request.block_table, needed)
         return True
 
-    def _free_pages(self, request: Request, index: int, step: UnfinishedPlan) -> bool:
+    def _free_pages(self, request: Request, index: int, step: OpenStep) -> bool:
         """Push out one that stands behind `index`. Returns False where it was `request` itself."""
         others = [each for each in self.running[index + 1 :] if each not in request.rows]
         victim = cheapest_victim(others, self.pool) or request
         self._preempt(victim, step)
         return victim is not request
 
-    def _prepare_beams(self, group: BeamGroup, step: UnfinishedPlan) -> None:
+    def _prepare_beams(self, group: BeamGroup, step: OpenStep) -> None:
         """Let the rows of a beam search write: each to pages of its own, or begin again."""
         if group.first.status is not Status.RUNNING:
             return  # another search took its pages
@@ -472,7 +482,7 @@ class Scheduler:
                     return
             group.own_last_page(row, self.pool)
 
-    def _preempt(self, request: Request, step: UnfinishedPlan) -> None:
+    def _preempt(self, request: Request, step: OpenStep) -> None:
         """Take a request's pages; it waits, first in line, and computes its tokens again.
 
         Those of its pages that nobody needs meanwhile it finds again. The rows of a beam search go

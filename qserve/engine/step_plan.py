@@ -56,18 +56,6 @@ class StepPlan:
         return sum([chunk.count for chunk in self.chunks])
 
 
-@dataclass(slots=True, kw_only=True)
-class UnfinishedPlan:
-    """A plan while it is made."""
-
-    budget: int  # tokens it may still compute
-    most_admitted: float  # requests it may still admit
-    chunks: list[Chunk] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    ordered: list[Request] = field(default_factory=list)  # by the policy, of those that wait
-
-
 def load_of(chunks: Collection[Chunk]) -> StepLoad:
     """How much work some chunks are."""
     decodes = [start + 1 + i for _, start, n, drawn in chunks if n == drawn for i in range(n)]
@@ -78,3 +66,15 @@ def load_of(chunks: Collection[Chunk]) -> StepLoad:
         num_keys=sum(decodes),
         num_pairs=sum([count * (2 * start + count) // 2 for start, count in prompts]),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenStep:
+    """A plan while it is made."""
+
+    budget: int  # tokens it may still compute
+    most_admitted: float  # requests it may still admit
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    ordered: list[Request] = field(default_factory=list)  # by the policy, of those that wait

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.kv_transfer.config import FLAG
 
 MAGIC = b"qserveKV1\0\0\0\0\0\0\0"
@@ -54,7 +54,9 @@ class FolderConnector:
             self._prune()
         except OSError as error:
             raise InputError(
-                f"{FLAG} path", f"{path} cannot be used: {error}", "give a folder that can be made"
+                f"{FLAG} path",
+                f"{path} cannot be used: {one_line(error)}",
+                "give a folder that can be made",
             ) from error
 
     @classmethod
@@ -201,7 +203,7 @@ def _read_secret(path: object) -> bytes:
     try:
         secret = Path(path).read_bytes().strip()
     except (OSError, TypeError) as error:
-        raise InputError(f"{FLAG} secret_file", f"cannot be read: {error}") from error
+        raise InputError(f"{FLAG} secret_file", f"cannot be read: {one_line(error)}") from error
     if not 16 <= len(secret) <= MAX_SECRET_BYTES:
         raise InputError(
             f"{FLAG} secret_file", f"expected 16 to {MAX_SECRET_BYTES} bytes, found {len(secret)}"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.profile.operator_classes import class_of
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -101,7 +101,7 @@ def read_trace(path: str | Path) -> list[dict]:
         return [each for each in events if each.get("ph") == "X"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise InputError(
-            str(path), f"expected a chrome trace (traceEvents): {type(error).__name__}: {error}"
+            str(path), f"expected a chrome trace (traceEvents): {one_line(error)}"
         ) from None
 
 

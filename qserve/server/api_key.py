@@ -9,7 +9,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.config import ServerConfig
 from qserve.server.errors import ApiError
 from qserve.setting import check_key
@@ -59,7 +59,9 @@ def load_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ)
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeError) as error:
-            raise InputError("--api-key-file", f"{path} cannot be read: {error}") from error
+            raise InputError(
+                "--api-key-file", f"{path} cannot be read: {one_line(error)}"
+            ) from error
         found = [line for line in lines if line.strip() and not line.startswith("#")]
         if not found:
             raise InputError("--api-key-file", f"{path} holds no key", "write one into a line")

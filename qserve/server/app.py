@@ -165,7 +165,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
     )
     # The address first: a port in use should not show only after a long load.
     with bind(config) as listener, contextlib.ExitStack() as ends:
-        ends.callback(remove, listener)
+        ends.callback(remove, config.uds)
         ends.callback(tracing.close)
         metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
         loading = asyncio.create_task(load(engine_config, config, engine, metrics))
@@ -217,6 +217,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, engine: str)
             await client.close()
             if worker is not None:
                 await worker.close()
+            gc.unfreeze()  # as in the engine's process
 
 
 def _check_adapters(engine: EngineConfig, config: ServerConfig) -> None:

@@ -6,7 +6,7 @@ import socket
 import ssl
 import stat
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.config import ServerConfig
 
 
@@ -36,15 +36,20 @@ def address(listener: socket.socket, *, tls: bool) -> str:
 
 def address_error(address: str, error: Exception) -> InputError:
     return InputError(
-        address, f"cannot be listened on: {error}", "choose another --host, --port or --uds"
+        address,
+        f"cannot be listened on: {one_line(error)}",
+        "choose another --host, --port or --uds",
     )
 
 
-def remove(listener: socket.socket) -> None:
-    """Remove the file of a Unix socket."""
-    if listener.family == socket.AF_UNIX:
+def remove(path: str | None) -> None:
+    """Remove the file of a Unix socket, where the server listened to one.
+
+    By its path: the socket is closed by now, and does not know it any more.
+    """
+    if path is not None:
         with contextlib.suppress(OSError):
-            os.unlink(listener.getsockname())
+            os.unlink(path)
 
 
 def check_tls(config: ServerConfig) -> None:
@@ -63,7 +68,7 @@ def check_tls(config: ServerConfig) -> None:
     except (OSError, ValueError) as error:
         raise InputError(
             "--ssl-certfile",
-            f"cannot be used with its key: {error}",
+            f"cannot be used with its key: {one_line(error)}",
             "give PEM files of a certificate and of its key without a password",
         ) from error
 

@@ -10,6 +10,7 @@ from qserve.server.protocol import (
     ONE_ERROR,
     PROMPT_FORMS,
     Body,
+    CacheSalt,
     at_most,
     check_request_id,
 )
@@ -74,7 +75,7 @@ class PooledRequest(Body):
     request_id: Annotated[str | None, AfterValidator(check_request_id)] = None
     user: str | None = None
     priority: int | None = None
-    cache_salt: Annotated[str | None, AfterValidator(_not_empty)] = None
+    cache_salt: CacheSalt = None
     truncate_prompt_tokens: int | None = None
 
 

@@ -7,7 +7,14 @@ import json
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    WithJsonSchema,
+)
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
@@ -72,6 +79,13 @@ def _not_empty(value: str | None) -> str | None:
     if value == "":
         raise PydanticCustomError("text", "expected no empty text")
     return value
+
+
+CacheSalt = Annotated[
+    str | None,
+    AfterValidator(_not_empty),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}),
+]
 
 
 def _as_list(value: Any) -> Any:
@@ -174,7 +188,7 @@ class GenerationRequest(Body):
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: Annotated[str | None, AfterValidator(_not_empty)] = None
+    cache_salt: CacheSalt = None
     n: int | None = None
     use_beam_search: bool | None = None  # beam_fields.py reads it, and the next three
     best_of: int | None = None

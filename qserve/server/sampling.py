@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.errors import ParameterError
 from qserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from qserve.server.beam_fields import WITHOUT_EFFECT
@@ -29,7 +29,9 @@ def load_defaults(folder: str | Path) -> dict[str, float]:
     except ParameterError as error:
         raise InputError(str(path), str(error), "correct the file") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(str(path), f"cannot be used: {error}", "correct the file") from error
+        raise InputError(
+            str(path), f"cannot be used: {one_line(error)}", "correct the file"
+        ) from error
     return defaults
 
 

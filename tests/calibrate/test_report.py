@@ -1,6 +1,7 @@
 """The report: its numbers, its file, its table."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,21 @@ def test_file_and_table_of_a_run(tiny_checkpoint):
     report = quantize_checkpoint(source, target, scheme=SCHEME, progress=False, quantizer="q:1")
     errors = [linear.relative_error for linear in report.linears]
     assert [linear.relative_error for linear in report.worst] == sorted(errors, reverse=True)[:5]
-    assert report.worst[0].name in report.to_text().splitlines()[-1].split(",")[0]
+    lines = report.to_text().splitlines()
+    (worst,) = (line for line in lines if line.startswith("worst: "))
+    assert report.worst[0].name in worst.split(",")[0]
+    assert report.loads_in.keys() == {"this project", "vLLM", "SGLang", "transformers"}
+    answers = {
+        "this project": ("yes", ""),
+        "vLLM": ("no", "takes symmetric codes"),
+        "SGLang": ("slow", "by a plain kernel"),
+        "transformers": ("yes", "with gptqmodel"),
+    }
+    assert replace(report, loads_in=answers).to_text().splitlines()[-3:] == [
+        "loads in: this project, transformers (with gptqmodel)",
+        "vLLM: no: takes symmetric codes",
+        "SGLang: slow: by a plain kernel",
+    ]
     stored = json.loads((target / "quantization_report.json").read_text())
     assert stored == json.loads(json.dumps(report.to_dict()))
     assert stored["scheme"] == "w4a16-sym-g32"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import InputError
-from qserve import AsyncLLM, SamplingParams
+from qserve import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from qserve.outputs import EngineDeadError
 
 REFUSED, PROCESS_DIES = 100, 102  # of fake_engine
@@ -35,6 +35,7 @@ def test_a_life(docs_5m, journal):
             await grows(llm)
             await leaves_early(llm)
             await is_aborted(llm)
+            await a_search_is_dropped(llm)
             await is_refused(llm)
             await dies(llm)
 
@@ -75,6 +76,25 @@ def test_a_life(docs_5m, journal):
         assert not seen[-1].finished
         await until(lambda: "abort dropped-0" in journal())
 
+    async def a_search_is_dropped(llm):
+        """By its name, and by the end of who waits for it."""
+        params = BeamSearchParams(beam_width=2, max_tokens=10**5)
+        for drop in ("abort", "cancel"):
+            task = asyncio.create_task(llm.beam_search([7, 8], params, f"search-{drop}"))
+            await until(lambda drop=drop: f"add search-{drop}" in journal())
+            with pytest.raises(InputError, match="is running already"):
+                await llm.beam_search([7], params, f"search-{drop}")
+            if drop == "abort":
+                await llm.abort("search-abort")
+                assert (await task).sequences == []
+            else:
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until(lambda drop=drop: f"abort search-{drop}" in journal())
+        with pytest.raises(InputError, match="can never run"):
+            await llm.beam_search([REFUSED], params)
+
     async def is_refused(llm):
         with pytest.raises(InputError, match="can never run"):
             await last_of(llm.generate([REFUSED], SamplingParams()))
@@ -101,6 +121,31 @@ def test_a_life(docs_5m, journal):
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), GUARD))
+
+
+def test_beams_are_those_of_the_offline_class(docs_5m):
+    """Of the real engine in its process: texts, ids, scores; three at once and one refused."""
+    settings = {"device": "cpu", "max_model_len": 64}
+    prompts = ["Once upon a time", [5, 6, 7, 8], "A process is"]
+    params = BeamSearchParams(beam_width=3, n=2, max_tokens=6, length_penalty=0.5, logprobs=1)
+    want = LLM(docs_5m, **settings).beam_search(prompts, params)
+
+    async def main():
+        async with AsyncLLM(docs_5m, **settings) as llm:
+            found = await asyncio.gather(*(llm.beam_search(each, params) for each in prompts))
+            with pytest.raises(InputError, match="beam_width.*at most"):
+                await llm.beam_search(
+                    "x", BeamSearchParams(beam_width=16, stop_token_ids=(1, 2, 3, 4, 5))
+                )
+            return found
+
+    found = asyncio.run(asyncio.wait_for(main(), GUARD))
+    assert [len(each.sequences) for each in found] == [2, 2, 2]
+    for one, other in zip(found, want, strict=True):
+        for ours, theirs in zip(one.sequences, other.sequences, strict=True):
+            assert (ours.tokens, ours.text) == (theirs.tokens, theirs.text)
+            assert ours.score == pytest.approx(theirs.score, rel=1e-4)
+            assert len(ours.logprobs) == 6
 
 
 def test_a_model_that_cannot_be_loaded(docs_5m, journal, monkeypatch):

@@ -9,12 +9,12 @@ import torch
 
 from formats.errors import InputError
 from qserve import LLM
+from qserve.beam_outputs import sampling_params
 from qserve.beam_search_params import BeamSearchParams
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.request import Status
 from qserve.handling import Handling
-from qserve.llm_beams import sampling_params
 from qserve.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "mistral"]

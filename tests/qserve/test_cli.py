@@ -14,6 +14,7 @@ from formats import names
 from formats.errors import InputError
 from qserve import config
 from qserve.cli import COMMANDS, build_parser, main
+from tests.qserve.command_line import fails_with
 
 ENGINE_FLAGS = {
     "--async-scheduling",
@@ -298,17 +299,6 @@ def test_quantize_inspect_generate_eval(docs_5m, tmp_path, capsys):
     assert result["windows"] == 2 and 1 < result["value"] < 200
 
 
-def fails_with(capsys, arguments, *words):
-    assert main(arguments) == 1
-    captured = capsys.readouterr()
-    line = captured.err.strip().splitlines()[-1]
-    num_words = 1 + (arguments[0] == "bench")
-    assert line.startswith(f"qserve {' '.join(arguments[:num_words])}: ")
-    for word in words:
-        assert word in line
-    return captured
-
-
 def test_missing_folder(capsys, tmp_path):
     fails_with(capsys, ["inspect", str(tmp_path / "none")], "is not a folder")
 
@@ -400,12 +390,6 @@ def test_choices_hold_in_python_too(docs_5m, name):
 
 def test_bench_of_an_unknown_kernel_lists_the_known_ones(capsys):
     fails_with(capsys, ["bench", "kernels", "--op", "w3a16"], "--op", "w3a16", "paged_attention")
-
-
-def test_missing_required_flag_is_a_usage_error(docs_5m):
-    with pytest.raises(SystemExit) as error:
-        main(["quantize", str(docs_5m)])
-    assert error.value.code == 2
 
 
 def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):

@@ -22,6 +22,7 @@ def server(quantized_5m, start_server):
     running = start_server(quantized_5m, "--served-model-name", "docs", "--max-num-seqs", "16")
     yield running
     assert running.stop() == 0, running.log_path.read_text()
+    assert "leaked" not in running.log_path.read_text(), "libraries complain at the exit"
 
 
 def test_models_lists_the_served_name(server):

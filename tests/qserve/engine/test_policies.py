@@ -4,7 +4,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.policies import POLICIES, Phase, Policy, make_policy
+from qserve.engine.policies import MAX_PASSES, POLICIES, Phase, Policy, make_policy
 from qserve.engine.request import Status
 from qserve.engine.victims import cheapest_victim
 from qserve.engine.waiting_queue import MAX_BYPASSES
@@ -136,6 +136,84 @@ def test_a_higher_number_gives_way_before_a_lower_one_that_came_later():
     assert high.status is Status.RUNNING
     simulation.run_out()
     assert high.num_preemptions == 0 and list(simulation.done) == ["high", "low"]
+
+
+class Flood:
+    """Urgent requests without end: `width` of them wait at each step."""
+
+    def __init__(self, simulation, width=3, priority=0):
+        self.simulation, self.width, self.priority = simulation, width, priority
+        self.urgent = []
+
+    def step(self):
+        waiting = sum(each.status is Status.WAITING for each in self.urgent)
+        for _ in range(self.width - waiting):
+            name = f"urgent{len(self.urgent)}"
+            self.urgent.append(make_request(name, max_tokens=2, priority=self.priority))
+            self.simulation.scheduler.add(self.urgent[-1])
+        self.simulation.step()
+
+    @property
+    def num_admitted(self):
+        return sum(each.status is not Status.WAITING for each in self.urgent)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seqs", [1, 3])
+def test_lower_numbers_without_end_do_not_keep_higher_ones_waiting(seqs, depth):
+    """Three of two higher numbers: the one with k older ones is passed 64 (k + 1) times at most."""
+    simulation = simulate("priority", max_num_seqs=seqs, depth=depth)
+    flood = Flood(simulation, width=seqs + 2)
+    flood.step()
+    low = [make_request(f"low{k}", max_tokens=9, priority=9 - k % 2) for k in range(3)]
+    for each in low:
+        simulation.scheduler.add(each)
+        simulation.scheduler.waiting.check_integrity()
+        flood.step()
+    before = flood.num_admitted
+    for k, each in enumerate(low):
+        while each.status is Status.WAITING:
+            flood.step()
+            # the ones that a step admits beside it
+            assert flood.num_admitted - before <= MAX_PASSES * (k + 1) + seqs, f"{each.request_id}"
+        assert flood.num_admitted - before >= MAX_PASSES * k, "too early: the others have to wait"
+        assert each.level == 0
+    while any(each.request_id not in simulation.done for each in low):
+        flood.step()
+        assert flood.num_admitted - before < MAX_PASSES * 4 + 9 * seqs, "runs and does not end"
+    assert not any(each.num_preemptions for each in low)
+
+
+def test_what_has_aged_takes_the_place_of_a_higher_number(monkeypatch):
+    """Else lower numbers, which could have that place, would wait behind it."""
+    monkeypatch.setattr(POLICIES["priority"], "max_passes", 1)
+    simulation = simulate("priority", max_num_seqs=2)
+    scheduler = simulation.scheduler
+    low = [make_request(f"low{n}", max_tokens=400, priority=9) for n in range(2)]
+    for each in low:
+        scheduler.add(each)
+    simulation.step()
+    scheduler.add(make_request("urgent", max_tokens=400, priority=1))
+    simulation.step()
+    assert [each.status for each in low] == [Status.RUNNING, Status.WAITING]
+    assert low[1].level == 1, "the urgent one has passed over it"
+    simulation.step()
+    assert [each.status for each in low] == [Status.WAITING, Status.RUNNING]
+    simulation.run_out()
+
+
+def test_numbers_that_nobody_else_has_do_not_crowd_out_the_lowest():
+    """However many numbers wait, one request in 65 of those that are admitted is of them."""
+    simulation = simulate("priority", max_num_seqs=1)
+    others = [make_request(f"own{n}", max_tokens=2, priority=n) for n in range(1, 100)]
+    flood = Flood(simulation)
+    flood.step()
+    for each in others:
+        simulation.scheduler.add(each)
+    while flood.num_admitted < 5 * MAX_PASSES:
+        flood.step()
+    assert sum(each.status is not Status.WAITING for each in others) in (4, 5)
+    assert others[0].level == 0, "the oldest goes first"
 
 
 def test_fcfs_ignores_priorities():

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from qserve import LLM, BeamSearchParams
+from qserve.beam_outputs import sampling_params
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine import messages
 from qserve.engine.client import RefusedError
@@ -13,7 +14,6 @@ from qserve.engine.engine import Engine
 from qserve.engine.report import EngineReport
 from qserve.frames import HEADER_BYTES
 from qserve.handling import Handling
-from qserve.llm_beams import sampling_params
 from qserve.server.app import build_app
 from tests.qserve.server.conftest import Server
 

@@ -50,6 +50,11 @@ def test_one_question_with_its_times(server, url, monkeypatch, capsys):
     assert server.client.requests[0][2].max_tokens == 5
 
 
+def test_url_as_the_server_prints_it(url, monkeypatch, capsys):
+    assert talk(monkeypatch, url.removesuffix("/v1"), "chat", "-q", "Hi") == 0
+    assert capsys.readouterr().out.strip() == TEXT
+
+
 def test_complete_continues_each_line(server, url, monkeypatch, capsys):
     assert talk(monkeypatch, url, "complete", lines="Once\nTwice\n") == 0
     assert capsys.readouterr().out.count("\n") == 2

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve import logs
+from qserve.client_http import ServerClient
 from qserve.config import ServerConfig
 from qserve.server import listener
 from qserve.server.app import _tls_options, uvicorn_config
@@ -158,16 +160,17 @@ def run_on():
         web = uvicorn.Server(uvicorn_config(server.app, Connections(limit=100), **options))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        ends.append((web, thread, bound))
+        ends.append((web, thread, config.uds))
         while not web.started:
             thread.join(0.01)
         return listener.address(bound, tls=config.ssl_certfile is not None)
 
     yield run
-    for web, thread, bound in ends:
+    for web, thread, path in ends:
         web.should_exit = web.force_exit = True
         thread.join(10)
-        listener.remove(bound)
+        listener.remove(path)
+        assert path is None or not os.path.exists(path)
 
 
 def test_https(make_server, run_on, certificate):
@@ -175,6 +178,8 @@ def test_https(make_server, run_on, certificate):
     listener.check_tls(config)
     url = run_on(make_server(config), config)
     assert url.startswith("https://127.0.0.1:")
+    with pytest.raises(InputError, match="cannot be trusted.*SSL_CERT_FILE"):
+        ServerClient(url).get("/models")
     trust = ssl.create_default_context(cafile=certificate[0])
     body = {"prompt": "a", "stream": True}
     with httpx.Client(verify=trust, base_url=url) as client:

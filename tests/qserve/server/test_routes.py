@@ -268,3 +268,11 @@ def test_pages_load_nothing_from_elsewhere(server, path):
     assert policy.count("sha256-") == len(page_routes.INLINE.findall(reply.text)) >= 2
     assert not re.findall(r"(?:src|href)=\"?(?:https?:)?//", reply.text)
     assert " on" + "click=" not in reply.text and " style=" not in reply.text
+
+
+def test_the_description_says_that_a_salt_is_no_empty_text():
+    """Clients that make bodies of the schema would be refused."""
+    models = document(256, 8192)["components"]["schemas"].values()
+    salts = [each["properties"]["cache_salt"] for each in models if "cache_salt" in str(each)]
+    assert len(salts) > 4
+    assert all({"type": "string", "minLength": 1} in salt["anyOf"] for salt in salts)

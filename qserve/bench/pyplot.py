@@ -1,0 +1,17 @@
+"""matplotlib, where a benchmark draws: it is no dependency. Loads no torch."""
+
+from typing import Any
+
+from formats.errors import InputError
+
+
+def import_pyplot(subject: str) -> Any:
+    """matplotlib.pyplot, drawing to files. Raises InputError, about `subject`, without it."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise InputError(subject, "needs matplotlib", "pip install matplotlib") from None
+    return pyplot

@@ -1,0 +1,133 @@
+"""What a wrong command line says, and when; what --help shows first; Ctrl-C."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qserve.cli import main
+from tests.qserve.command_line import fails_with
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quantize", "m"], "required: -o/--output"),
+        (["generate", "m", "--prompt", "a", "--max-tokens", "x"], "invalid int value: 'x'"),
+        (["serve", "m", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["bench", "serve", "--port", "x"], "invalid int value"),
+    ],
+)
+def test_usage_error_is_one_line(capsys, arguments, words):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name = "bench serve" if arguments[0] == "bench" else arguments[0]
+    assert line.startswith(f"qserve {name}: ") and words in line
+    assert line.endswith(f"(see qserve {name} --help)")
+
+
+def test_usage_says_what_has_to_be_given(capsys):
+    for arguments, usage in (
+        (["quantize"], "qserve quantize MODEL -o OUTPUT [options]"),
+        (["convert"], "qserve convert MODEL OUTPUT --format FORMAT [options]"),
+        (["profile"], "qserve profile [MODEL] [options]"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--help"])
+        assert capsys.readouterr().out.splitlines()[0] == f"usage: {usage}"
+
+
+def test_help_has_the_commands_own_flags_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.index("--prompt") < shown.index("the engine:") < shown.index("--max-num-seqs")
+    with pytest.raises(SystemExit):
+        main(["merge", "--help"])
+    assert "Add a LoRA adapter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-per-head", "--recipe", "rtn"], "--kv-per-head: expected with --kv-cache-scheme"),
+        (["--bits", "99"], "--bits: expected 2 to 9, found 99"),
+        (["--samples", "0"], "--samples: expected 1 or more, found 0"),
+        (["--eval-text", "/nowhere"], "/nowhere: No such file"),
+        (["--config", "/nowhere"], "/nowhere: No such file"),
+        (["-o", "pyproject.toml"], "pyproject.toml: is no folder"),
+        (["-o", "tests"], "tests: already exists and is not empty"),
+    ],
+)
+def test_wrong_settings_show_before_the_texts_are_read(
+    capsys, docs_5m, tmp_path, monkeypatch, flags, words
+):
+    monkeypatch.setattr("calibrate.pipeline._read_data", lambda *_: pytest.fail("too late"))
+    command = ["quantize", str(docs_5m), "-o", str(tmp_path / "out"), *flags]
+    captured = fails_with(capsys, command, words)
+    assert "[Errno" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--windows", "0"], "--windows: expected 1 or more"),
+        (["--sequence-length", "999999"], "do not fill one window"),
+    ],
+)
+def test_eval_checks_its_windows_before_the_model(
+    capsys, docs_5m, tmp_path, monkeypatch, flags, words
+):
+    monkeypatch.setattr("qserve.llm.LLM.__init__", lambda *_, **__: pytest.fail("too late"))
+    text = tmp_path / "text.txt"
+    text.write_text("a few words")
+    fails_with(capsys, ["eval", str(docs_5m), "--text", str(text), *flags], words)
+
+
+def test_eval_of_windows_that_the_model_cannot_take(capsys, docs_5m, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a few words " * 20)
+    flags = ["--text", str(text), "--sequence-length", "30", "--max-model-len", "20"]
+    assert main(["eval", str(docs_5m), *flags, "--device", "cpu"]) == 1
+    assert "--sequence-length: expected at most 20" in capsys.readouterr().err
+
+
+def test_no_tokenizer_is_told_in_few_words(capsys, docs_5m, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(docs_5m / name)
+    text = tmp_path / "text.txt"
+    text.write_text("a few words")
+    fails_with(capsys, ["eval", str(tmp_path), "--text", str(text)], "has no tokenizer: none of")
+
+
+def test_inspect_deep_looks_for_the_other_model_first(capsys, quantized_5m):
+    fails_with(capsys, ["inspect", str(quantized_5m), "--deep", "nowhere"], "nowhere: is not a fol")
+
+
+def test_bench_of_no_requests_does_not_wait_for_them(capsys):
+    fails_with(capsys, ["bench", "serve", "--num-prompts", "0"], "--num-prompts", "1 or more")
+
+
+def test_interrupt_that_an_import_drops(tmp_path):
+    """As torch and numpy do: the program must end all the same."""
+    (tmp_path / "swallows.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "except BaseException:\n    pass\n"
+    )
+    code = (
+        "import os, signal\n"
+        "from qserve.interrupts import end_while_importing\n"
+        "with end_while_importing():\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n        print('raised', flush=True)\n"
+        "    import swallows\n"
+        "    print('went on', flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}."}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (130, "raised\n"), done.stderr
