@@ -32,8 +32,7 @@ from qserve.engine.waiting_levels import WaitingLevels
 from qserve.engine.waiting_queue import MAX_BYPASSES
 from qserve.speculation.speculation import Speculation
 
-# Steps that a request waits before others have to give way. Each time costs computing a request
-# again, which is then little beside the steps between.
+# Steps that a request waits before others give way: to compute one again is little beside them.
 PATIENCE = 16
 
 
@@ -55,8 +54,7 @@ class Scheduler:
     ) -> None:
         """`window`: keys that a query sees, itself included, in the layer where it sees most.
 
-        `pace` limits what prompts add to steps that decode. `speculation` adds drafts to decodes.
-        `states`: slots of a model whose layers have some; `prefix_caching` must be off then.
+        `pace` limits prompts beside decodes, `speculation` adds drafts to them, `states` has slots.
 
         Raises InputError where a step could not hold one token of every request.
         """
@@ -305,7 +303,8 @@ class Scheduler:
                 continue
             if self.window is not None:
                 # a verify in flight may end before what is planned with
-                self._leave_window(request, start - max(0, request.num_pending - 1))
+                first = start - max(0, request.num_pending - 1)
+                self.pool.give_back_(request.block_table, max(0, first - self.window + 1))
             request.num_computed = start + count
             request.num_pending += count
             chunks.append(Chunk(request, start, count, count))
@@ -434,7 +433,8 @@ class Scheduler:
             if not count:
                 return 0
         if self.window is not None:
-            self._leave_window(request, start)
+            # A step in flight may still read these pages: who gets them writes after it.
+            self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled
@@ -443,13 +443,6 @@ class Scheduler:
         # From here on: a layer writes all keys of a step before any of them is read.
         self.cache.publish(request)
         return count
-
-    def _leave_window(self, request: Request, start: int) -> None:
-        """Give back the pages that no query from position `start` on sees.
-
-        A step in flight may still read them: who gets them writes after it.
-        """
-        self.pool.give_back_(request.block_table, max(0, start - self.window + 1))
 
     def _make_room(self, request: Request, index: int, step: OpenStep) -> bool:
         """Own pages for one more position, pushing out younger requests where needed.
