@@ -338,7 +338,7 @@ ATTENTION = {
     "chunk, float32": Case(run=lambda: attention([2048], dtype=FP32)),
     "kv write": Case(run=lambda: kv_write(rotate=False)),
     "kv write, int8": Case(run=lambda: kv_write(pages=INT8, rotate=False)),
-    "rope and kv write": Case(run=kv_write, quick=SM80),
+    "rope and kv write": Case(run=kv_write, quick=("sm_80", "sm_89", "sm_120")),
     "rope and kv write, int8, norms": Case(run=lambda: kv_write(pages=INT8, norm=True)),
     "rope and kv write, int8, widest": Case(run=lambda: kv_write(D=1024, pages=INT8)),
     "rope and kv write, float8": Case(run=lambda: kv_write(pages=FP8), least=89),
