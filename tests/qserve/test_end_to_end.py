@@ -193,6 +193,7 @@ def test_start_that_fails_is_one_line(tmp_path):
     assert re.fullmatch(r"qserve serve: .*config\.json: not found.*\n", run.stderr)
 
 
+@pytest.mark.exhaustive
 def test_engine_that_dies_ends_the_server(quantized_5m, start_server):
     server = start_server(quantized_5m)
     children = subprocess.run(

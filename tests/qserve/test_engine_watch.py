@@ -58,7 +58,7 @@ def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_stopped_process_is_noticed_and_killed(journal, busy):
     async def scenario():
         client = await start(Limits(silence=2))

@@ -52,7 +52,9 @@ async def until_alive(engine) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("token", [STEP_FAILS, PROCESS_DIES])
+@pytest.mark.parametrize(
+    "token", [STEP_FAILS, pytest.param(PROCESS_DIES, marks=pytest.mark.exhaustive)]
+)
 def test_engine_is_started_again_and_then_given_up(token):
     async def scenario(engine):
         for count in range(2):
@@ -70,6 +72,7 @@ def test_engine_is_started_again_and_then_given_up(token):
     run(scenario, restarts=2)
 
 
+@pytest.mark.exhaustive
 def test_engine_that_has_lived_long_has_all_its_restarts_again(monkeypatch):
     monkeypatch.setattr(module, "PROVEN_SECONDS", 0.0)
 

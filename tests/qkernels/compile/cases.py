@@ -228,11 +228,9 @@ SCHEMES = {
     "w8a8-fp8-block": ("w8a8-fp8-block", W8A8_SHAPES),
 }
 QUICK_PRODUCTS = {
-    ("w4a16", 16, GATE_UP): ("sm_80", "sm_90", "sm_100"),
+    ("w4a16", 16, GATE_UP): ("sm_80", "sm_90"),
     ("w4a16", 64, GATE_UP): SM90,
     ("w4a16-asym", 256, OUT): ("sm_90", "sm_120"),
-    ("w4a16", 1024, QKV): SM90,
-    ("w8a8", 1, OUT): SM80,
     ("w8a8", 1024, QKV): SM90,
     ("w8a8-fp8", 64, QKV): ("sm_89", "sm_90"),
 }
@@ -298,7 +296,7 @@ ATTENTION = {
     ),
     "chunk": Case(
         run=lambda: attention([2048, 2048]),
-        quick=("sm_90", "sm_120"),
+        quick=SM90,
         product="wgmma",
     ),
     "chunk, page 128": Case(run=lambda: attention([2048, 2048], page=128), product="wgmma"),
@@ -382,7 +380,9 @@ ROWWISE = {
     "silu": Case(run=lambda: ops.silu_and_mul(empty(1, 28672))),
     "silu and quantize": Case(run=lambda: silu_and_quantize(1000, 28672)),
     "silu and quantize, few rows": Case(run=lambda: silu_and_quantize(1, 28672)),
-    "silu and quantize, widest": Case(run=lambda: silu_and_quantize(1, 2**16), quick=SM80),
+    "silu and quantize, widest": Case(
+        run=lambda: silu_and_quantize(1, 2**16), quick=("sm_80", "sm_120")
+    ),
     "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
     "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
     "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),

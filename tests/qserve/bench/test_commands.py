@@ -60,6 +60,7 @@ def test_throughput(tmp_path, capsys):
     assert found["total_num_tokens"] >= 5 * (7 - 2) + 15 and found["num_steps"] == 3
 
 
+@pytest.mark.exhaustive
 def test_startup(tmp_path, capsys):
     out = tmp_path / "startup.json"
     flags = ["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1"]

@@ -205,7 +205,9 @@ def test_half_a_body_at_the_end_is_hung_up_on(start, tmp_path):
     assert not is_running(engine_pid(tmp_path))
 
 
-@pytest.mark.parametrize("token", [STEP_FAILS, PROCESS_DIES])
+@pytest.mark.parametrize(
+    "token", [pytest.param(STEP_FAILS, marks=pytest.mark.exhaustive), PROCESS_DIES]
+)
 def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
     process = start()
     url = url_of(process)
@@ -217,6 +219,7 @@ def test_dead_engine_fails_the_requests_and_ends_the_server(start, token):
     assert "The engine died" in process.stderr.read()
 
 
+@pytest.mark.exhaustive
 def test_stopped_engine_fails_the_requests_and_ends_the_server(start, tmp_path):
     process = start(engine_timeout=2)
     url = url_of(process)
@@ -251,6 +254,7 @@ def test_dead_engine_is_started_again_and_meanwhile_clients_are_told_to_wait(sta
     assert process.wait(GUARD) == 0
 
 
+@pytest.mark.exhaustive
 def test_engine_out_of_memory_under_a_real_limit_ends_and_comes_back(start, tmp_path):
     process = start(restart_engine=1)
     url = url_of(process)
@@ -305,6 +309,7 @@ def test_idle_connections_leave_room_for_others(start):
     assert len(process.stderr.read()) < 5000
 
 
+@pytest.mark.exhaustive
 def test_descriptors_are_raised_to_the_hard_limit(start):
     process = start(descriptors=100, hard_descriptors=1000)
     address = httpx.URL(url_of(process))
