@@ -215,6 +215,7 @@ TINY_FAMILIES |= {
     ),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
 }
+STATES = ("qwen3_next", "qwen3_5")  # families whose layers have states: ranks are refused
 
 
 def pytest_addoption(parser):

@@ -18,7 +18,7 @@ from qserve.model.model_config import ModelConfig
 from qserve.model.weight_source import WeightSource
 from qserve.parallel.ranks import Ranks
 from qserve.sampling_params import SamplingParams
-from tests.conftest import TINY_FAMILIES, make_tiny
+from tests.conftest import STATES, TINY_FAMILIES, make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
@@ -46,9 +46,6 @@ def rank_logits(folder, communicator=None, **settings):
         runner.allocate_pages(4)
         step = StepInput.of_sequence(TOKENS, [1, 2], page_size=16, params=SamplingParams())
         return runner.logits(step), decoder
-
-
-STATES = ("qwen3_next", "qwen3_5")  # are refused
 
 
 def assert_shared_out(folder, size, limit=1e-5, **settings):
