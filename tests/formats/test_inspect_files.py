@@ -106,6 +106,7 @@ def test_no_weights_at_all(float_model, write_folder):
 
 def test_a_tokenizer_that_is_a_link_to_nothing(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
+    (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
     problem_of(inspect_checkpoint(folder), "error", "tokenizer.json", "is a link to nothing")
 
