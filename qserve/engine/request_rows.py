@@ -6,14 +6,7 @@ Python. Knows requests, and no step. Legend: N rows, X pages of a block table, P
 
 import numpy as np
 
-from qkernels.sampling.settings import (
-    BIAS_END,
-    BIAS_START,
-    NUM_WORDS,
-    SampleRow,
-    pack_bias,
-    pack_row,
-)
+from qkernels.sampling.words import BIAS_END, BIAS_START, NUM_WORDS, SampleRow, pack_bias, pack_row
 from qserve.engine.request import Request, Status
 
 
