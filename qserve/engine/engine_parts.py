@@ -19,6 +19,7 @@ from qserve.engine.step_pace import StepPace
 from qserve.engine.workers import WorkerGroup
 from qserve.lora.adapter_table import AdapterTable, make_table
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
 from qserve.speculation.speculation import make_speculation
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class EngineParts:
         max_model_len = pick_length(config, model)
         model.check_length(max_model_len)
         state_limits.check_states(config, model)
+        check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
         workers = WorkerGroup(config, model, max_model_len)
         try:
             return cls._around(workers, config, model, max_model_len, policy)
