@@ -13,17 +13,24 @@ from qserve.engine.places import Places
 from qserve.engine.request import Request, Status
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import Chunk, OpenStep, load_of
+from qserve.speculation.speculation import Speculation
 
 
 class PromptChunks:
     """Of one scheduler."""
 
     def __init__(
-        self, places: Places, admission: Admission, window: int | None, pace: StepPace | None
+        self,
+        places: Places,
+        admission: Admission,
+        *,
+        window: int | None,
+        pace: StepPace | None,
+        speculation: Speculation | None,
     ) -> None:
         """`window`: keys that a query sees; `pace` limits prompts beside decodes."""
         self._places, self._admission = places, admission
-        self._window, self._pace = window, pace
+        self._window, self._pace, self._speculation = window, pace, speculation
 
     def plan(self, step: OpenStep) -> None:
         """Spend what is left of the step's budget."""
@@ -80,6 +87,9 @@ class PromptChunks:
         num_sampled = int(start + count == request.num_tokens)
         request.num_computed += count
         request.num_pending += num_sampled
+        if num_sampled and self._speculation is not None:
+            # without them drafts at a page's end would be proposed without the keys before them
+            self._speculation.take_pages_ahead(request, start + count, self._places.pool)
         step.chunks.append(Chunk(request, start, count, num_sampled))
         step.budget -= count
         # From here on: a layer writes all keys of a step before any of them is read.

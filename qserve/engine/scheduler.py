@@ -67,7 +67,9 @@ class Scheduler:
         self.places = Places(pool, self.cache, self.states, self.waiting, self.policy, max_num_seqs)
         self.running = self.places.running
         self._admission = Admission(self.places)
-        self._prompts = PromptChunks(self.places, self._admission, window, pace)
+        self._prompts = PromptChunks(
+            self.places, self._admission, window=window, pace=pace, speculation=speculation
+        )
         self._num_steps = 0
 
     @property
