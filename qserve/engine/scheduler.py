@@ -199,8 +199,7 @@ class Scheduler:
     def fail(self, request: Request, reason: str) -> RequestEvent:
         """End a request whose step went wrong. Nobody is to find what it left in its pages."""
         for row in request.rows:
-            self.pool.withdraw(row.block_table)
-            self.cache.keep_private(row)
+            self.cache.withdraw(row)
         self.finish(request)
         return RequestEvent.failure(request.request_id, reason)
 
