@@ -62,7 +62,13 @@ class MaskJob:
 
 
 class DraftMasks:
-    """The masks along a request's drafts. They have a state of the grammar of their own."""
+    """The masks along a request's drafts. They have a state of the grammar of their own.
+
+    It is copied on the engine's thread: the request's takes tokens there, and the library lets
+    nobody read one meanwhile. Of a schema of 2744 properties a copy takes 5 us after 200 tokens and
+    16 us after 800; after 8000 of a regular expression 26 us. What the thread does for each draft
+    takes 140 us and 10 us (one core, llguidance 1.9.1).
+    """
 
     def __init__(self, request: Request, drafts: Sequence[int]) -> None:
         """Begin. What the request gets meanwhile changes nothing here."""

@@ -247,6 +247,30 @@ def test_a_verify_whose_masks_are_late_is_cut(docs_5m, monkeypatch, gate):
     assert max(b - a for a, b in pairwise(counts)) > 1, "drafts come true again"
 
 
+@pytest.mark.parametrize("mode", ["drafts", "ahead"])
+def test_a_grammar_is_copied_once_for_each_verify(docs_5m, monkeypatch, mode):
+    """On the engine's thread: not for steps without drafts, nor for each draft."""
+    grammar = SLOW | {"structured_outputs": {"regex": "(ab cd ){12}"}, "max_tokens": 60}
+    run = Run(engine := make(docs_5m, **MODES[mode]), slow=grammar, free=FREE)
+    copies, verifies, copy, schedule = [], [], Constraint.copy, engine.scheduler.schedule
+
+    def watched():
+        plan = schedule()
+        verifies.extend(
+            chunk
+            for chunk in plan.chunks
+            if chunk.num_sampled > 1 and chunk.request.request_id == "slow"
+        )
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "schedule", watched)
+    monkeypatch.setattr(Constraint, "copy", lambda self: (copies.append(self), copy(self))[1])
+    run.run_out()
+    assert len(copies) == len(verifies)
+    assert bool(verifies) == (mode == "drafts")
+    assert max((chunk.num_sampled for chunk in verifies), default=4) > 3, "and several drafts each"
+
+
 def test_a_mask_that_fails_in_its_thread_is_no_silence(docs_5m, monkeypatch):
     """What the library raises reaches the engine, as it did without a thread."""
 
