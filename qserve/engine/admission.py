@@ -63,8 +63,8 @@ class Admission:
 
     def admit_first(self, step: OpenStep) -> Request | None:
         """The next request that waits, running now, or None where there is no place for it."""
-        if step.most_admitted < 1 or not len(self._waiting):
-            return None
+        if step.most_admitted < 1 or not len(self._waiting) or self._places.num_seats < 1:
+            return None  # before anybody is asked for an order of all that wait
         for request in self._candidates(step):
             if self._is_held(request):
                 continue

@@ -36,6 +36,11 @@ class Places:
         self.begun: list[Request] = []  # of these, in a step, those with a prompt to compute
         self._groups: list[BeamGroup] = []  # of these, beam searches
 
+    @property
+    def num_seats(self) -> float:
+        """Requests that may run beside those that do."""
+        return min(self.max_num_seqs - len(self.running), self.states.num_free)
+
     def begin_step(self) -> None:
         """Look who is amid a prompt."""
         begun = [each for each in self.begun if each.status is Status.RUNNING]
@@ -50,8 +55,7 @@ class Places:
         """Whether a waiting request can run with all of its tokens, nobody giving way for it."""
         # The whole known length must fit, not only its first chunk, or two long prompts would push
         # each other out in turns. One that was pushed out just now has to wait for the next step.
-        num_places = min(self.max_num_seqs - len(self.running), self.states.num_free)
-        if len(request.rows) > num_places:
+        if len(request.rows) > self.num_seats:
             return False
         if any(row.num_pending for row in request.rows) or request in step.preempted:
             return False
