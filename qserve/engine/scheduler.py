@@ -14,7 +14,7 @@ from formats.errors import InputError
 from qserve.engine.admission import Admission
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.places import Places
-from qserve.engine.policies import Counts, Phase, Policy
+from qserve.engine.policies import MAX_PROMPT_STEPS, Counts, Phase, Policy
 from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.prompt_chunks import PromptChunks
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
@@ -71,6 +71,7 @@ class Scheduler:
             self.places, self._admission, window=window, pace=pace, speculation=speculation
         )
         self._num_steps = 0
+        self._num_prompt_steps = 0  # of prompts alone, since the last of another kind
 
     @property
     def num_requests(self) -> int:
@@ -112,6 +113,8 @@ class Scheduler:
             num_prompts_begun=len(self.places.begun),
         )
         phase = self.policy.phase(counts)
+        if phase is Phase.PROMPTS and self._num_prompt_steps >= MAX_PROMPT_STEPS:
+            phase = Phase.DECODES
         most_admitted = self.policy.most_admitted(counts)
         step = OpenStep(budget=self.max_num_batched_tokens, most_admitted=most_admitted)
         self.places.prepare_beams(step)
@@ -124,8 +127,11 @@ class Scheduler:
         if phase is Phase.PROMPTS:
             first, then = then, first
         first(step)
-        if phase is Phase.MIXED or not step.chunks:
+        is_first_alone = phase is not Phase.MIXED and bool(step.chunks)
+        if not is_first_alone:
             then(step)
+        is_of_prompts = is_first_alone and phase is Phase.PROMPTS
+        self._num_prompt_steps = self._num_prompt_steps + 1 if is_of_prompts else 0
         return StepPlan(
             chunks=tuple(step.chunks),
             preempted=tuple(step.preempted),
