@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from qserve.engine.mask_jobs import MaskJobs
+from qserve.engine.memory import ran_out
 from qserve.engine.model_runner import StepHandle
 from qserve.engine.pooling import PoolPlan, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
@@ -102,7 +101,9 @@ class Flights:
             else:
                 with self.ranges.around(plan):
                     handle = self.workers.launch(step)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
             # What is in flight first: it may hold tokens of the same requests.
             return events + self.take(0) + self._fail(plan, error)
         self._flights.append(Flight(plan, prompts, pools, handle, launched))
@@ -128,7 +129,7 @@ class Flights:
             events += self._scheduler.update(plan, sampled, logprobs, emitted)
         return events
 
-    def _fail(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[RequestEvent]:
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestEvent]:
         """End the requests of a step that the device had no memory for. The others go on."""
         self.workers.free_unused()
         reason = (
