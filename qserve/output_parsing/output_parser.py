@@ -39,6 +39,11 @@ class ParseSettings:
     prompt_end: str = ""  # the prompt's last characters
 
     @property
+    def is_call(self) -> bool:
+        """Whether the text is calls and nothing else, but for reasoning before them."""
+        return self.is_required or self.named is not None
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """The texts to look for, which have to be seen even if they are special tokens."""
         markers: tuple[str, ...] = ()

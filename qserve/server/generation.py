@@ -35,6 +35,7 @@ class Output:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: list[str] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # of each piece: tokens up to its end
     token_ids: list[int] = field(default_factory=list)  # hidden ones included
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
@@ -46,6 +47,7 @@ class Output:
         self.num_tokens += len(delta.token_ids)
         self.num_cached, self.drafts = delta.num_cached, delta.drafts
         self.token_ids += delta.token_ids
+        self.ends.append(len(self.token_ids))
         self.logprobs += delta.logprobs
         self.pooled, self.beam = delta.pooled, delta.beam
         if delta.prompt_logprobs is not None:

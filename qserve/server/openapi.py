@@ -17,6 +17,7 @@ from qserve.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from qserve.server.content_parts import ASSISTANT, INPUT_KINDS, REFUSAL
 from qserve.server.lora_protocol import LoadAdapterRequest, UnloadAdapterRequest
 from qserve.server.pooling_protocol import (
     MAX_INPUTS,
@@ -37,7 +38,7 @@ from qserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from qserve.server.responses_job import TEXT_PARTS, ResponsesRequest
+from qserve.server.responses_protocol import PASSED_ON, REFUSED, ResponsesRequest
 from qserve.server.token_job import DetokenizeRequest, TokenizeRequest
 from qserve.server.tool_fields import CALL_ID, MAX_CALLS, MAX_TOOLS, NAME
 from qserve.server.tool_use import MODES
@@ -59,12 +60,17 @@ def _array(items: dict, low: int, high: int) -> dict:
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 
-def _parts(kinds: tuple[str, ...]) -> dict:
-    part = {
-        "type": "object",
-        "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
+def _parts(kinds: tuple[str, ...], *, with_refusals: bool = False) -> dict:
+    names = [(list(kinds), "text"), *[([REFUSAL], REFUSAL)] * with_refusals]
+    parts = [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": kinds_of_one}, name: {"type": "string"}},
+            "required": ["type", name],
+        }
+        for kinds_of_one, name in names
+    ]
+    part = {"anyOf": parts} if with_refusals else parts[0]
     return {"anyOf": [{"type": "string"}, _array(part, 0, MAX_PARTS)]}
 
 
@@ -89,17 +95,21 @@ def _chat_message() -> dict:
     }
     message["properties"] |= optional | {"tool_calls": NULL}
     call = {"$ref": "#/components/schemas/ToolCall"}
-    calling = {
-        "type": "object",
-        "properties": message["properties"]
-        | {
-            "role": {"const": "assistant"},
-            "content": {"anyOf": [message["properties"]["content"], NULL]},
-            "tool_calls": _array(call, 1, MAX_CALLS),
-        },
-        "required": ["role", "tool_calls"],
+    parts = _parts(("text",), with_refusals=True)
+    own = message["properties"] | {
+        "role": {"const": ASSISTANT},
+        "content": {"anyOf": [parts, NULL]},
     }
-    return {"anyOf": [message, calling]}
+    further = (
+        ("content", parts),
+        ("refusal", {"type": "string"}),
+        ("tool_calls", _array(call, 1, MAX_CALLS)),
+    )
+    answers = [
+        {"type": "object", "properties": own | {name: form}, "required": ["role", name]}
+        for name, form in further
+    ]
+    return {"anyOf": [message, *answers]}
 
 
 def _tool_choice() -> dict:
@@ -118,8 +128,11 @@ def _response_item() -> dict:
     text, call_id = {"type": "string"}, {"type": "string", "pattern": f"^{CALL_ID.pattern}$"}
     called = {"call_id": call_id, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
     called |= {"arguments": text | {"description": "The JSON text of an object."}}
-    output = {"call_id": call_id, "output": _parts(TEXT_PARTS)}
-    items = [_message(TEXT_PARTS)]
+    output = {"call_id": call_id, "output": _parts(INPUT_KINDS)}
+    answer = _message(INPUT_KINDS)
+    parts = _parts(INPUT_KINDS, with_refusals=True)
+    answer["properties"] |= {"role": {"const": ASSISTANT}, "content": parts}
+    items = [_message(INPUT_KINDS), answer]
     for kind, fields in (("function_call", called), ("function_call_output", output)):
         properties = {"type": {"const": kind}} | fields
         items.append({"type": "object", "properties": properties, "required": [*properties]})
@@ -216,6 +229,8 @@ FORMS_OF: dict[tuple[type[Body], str], dict] = {
     ),
     (TokenizeRequest, "prompt"): {"type": "string"},
 }
+# fields of a body, by its route, that may only have values that change nothing
+NEUTRAL = TABLES | {ResponsesRequest.route: REFUSED}
 # of these fields one must be there, and be no null
 ALTERNATIVES: dict[type[Body], dict] = {
     TokenizeRequest: {
@@ -375,8 +390,11 @@ def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
             schema = form if is_required else {"anyOf": [form, NULL]}
         properties[name] = {key: value for key, value in schema.items() if key != "title"}
     # Fields that are known and not done may only have the values that change nothing.
-    for name, neutral in TABLES.get(getattr(body, "route", ""), {}).items():
+    for name, neutral in NEUTRAL.get(getattr(body, "route", ""), {}).items():
         properties.setdefault(name, {"enum": [*neutral, None]})
+    if body is ResponsesRequest:
+        of_chat = _schemas(ChatCompletionRequest, forms)["ChatCompletionRequest"]["properties"]
+        properties |= {name: of_chat[name] for name in PASSED_ON}
     schema = {
         "type": "object",
         "description": body.__doc__,

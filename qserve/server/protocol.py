@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
@@ -26,6 +27,7 @@ from qserve.sampling_params import (
     MAX_STOP_TOKEN_IDS,
 )
 from qserve.server import unsupported
+from qserve.server.content_parts import ASSISTANT, TextPart, refusal_fits
 from qserve.server.errors import ApiError
 from qserve.server.tool_fields import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall
 
@@ -37,8 +39,11 @@ MAX_NAME_CHARS = 256
 MAX_TEMPLATE_SETTINGS = 64
 # A client's name of its request. It goes into logs and headers.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+EFFORT = "reasoning_effort"
+# OpenAI's; a template that reads one gets it as it is.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # A role goes into the template as it is, so it is one of these.
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 WHOLE_FLOAT = re.compile(rb"[0-9](?:\.0|[eE])")
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
 CONTENT_FORMS = "text, or a list of parts of type text"
@@ -104,14 +109,6 @@ def _as_parts(value: Any) -> Any:
     return value
 
 
-def _text_only(kind: str) -> str:
-    if kind != "text":
-        raise PydanticCustomError(
-            "part", "expected a part of type text; this model reads text only"
-        )
-    return kind
-
-
 def check_role(role: str) -> str:
     if role not in ROLES:
         raise PydanticCustomError("role", f"expected one of {', '.join(ROLES)}")
@@ -149,14 +146,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class TextPart(Body):
-    type: Annotated[str, AfterValidator(_text_only)]
-    text: str
-
-
 class Message(Body):
     role: Annotated[str, AfterValidator(check_role)]
-    # Only a message with tool calls may have none.
+    # Only a message with tool calls, or with a refusal, may have none.
     content: Annotated[
         list[TextPart] | None, ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
     ] = None
@@ -164,11 +156,23 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall] | None, ONE_ERROR, at_most(MAX_CALLS, "calls")] = None
     tool_call_id: CallId | None = None  # of the call that a message of role tool answers
     reasoning_content: str | None = None  # of an earlier answer, for templates that read it
+    refusal: str | None = None  # the text of an earlier answer, in place of its content
+
+    @model_validator(mode="after")
+    def _check_refusal(self) -> "Message":
+        refusal_fits(self.role, self.content)
+        return self
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether `refusal` is the message's text; another's than the assistant's means nothing."""
+        return self.refusal is not None and self.role == ASSISTANT
 
     @property
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates read; parts are joined by newlines, as in vLLM."""
         texts = [part.text for part in self.content or ()]
+        texts += [self.refusal] * self.is_refusal
         fields: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
@@ -283,6 +287,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None  # template_settings.py reads it, and the next
     # numbers, texts and flags alone: a template's own loops are then all that takes time
     chat_template_kwargs: Annotated[
         dict[str, TemplateSetting] | None, at_most(MAX_TEMPLATE_SETTINGS, "settings")
@@ -294,7 +299,10 @@ class ChatCompletionRequest(GenerationRequest):
         of_messages = {
             name: None
             for message in self.messages
-            for name in unsupported.unknown(message.model_extra, unsupported.MESSAGE)
+            for name in (
+                *unsupported.unknown(message.model_extra, unsupported.MESSAGE),
+                *["refusal"] * (message.refusal is not None and not message.is_refusal),
+            )
         }
         return super().ignored + [f"messages.{name}" for name in of_messages]
 
@@ -362,10 +370,10 @@ def _check(request: GenerationRequest) -> None:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(request.messages):
         unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
-        if message.tool_calls and message.role != "assistant":
+        if message.tool_calls and message.role != ASSISTANT:
             name = f"messages.{index}.tool_calls"
             raise ApiError(400, f"{name}: expected in messages of role assistant alone.", name)
-        if message.content is None and not message.tool_calls:
+        if message.content is None and not message.tool_calls and not message.is_refusal:
             name = f"messages.{index}.content"
             raise ApiError(400, f"{name}: expected {CONTENT_FORMS}.", name)
     if request.continue_final_message and request.add_generation_prompt:

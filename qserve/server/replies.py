@@ -247,7 +247,10 @@ class ChatReply(Reply):
         return {"message": message | message_fields(found, parsing)}
 
     def _opening(self, index: int) -> dict | None:
-        return {"delta": {"role": "assistant", "content": ""}}
+        parsing = self.job.parsing
+        # As in a whole answer, which has no content beside calls that have to be.
+        is_call = parsing is not None and parsing.is_call
+        return {"delta": {"role": "assistant", "content": None if is_call else ""}}
 
     def _delta(self, index: int, delta: TextDelta) -> dict:
         if self.job.parsing is not None:
@@ -265,7 +268,8 @@ class ChatReply(Reply):
         fields = delta_fields(pieces, self.job.parsing)
         if "tool_calls" in fields:
             self.called.add(index)
-        return fields or ({} if delta.finish_reason is not None else {"content": ""})
+        # Empty where it is not known yet what the text will be: an empty content would be content.
+        return fields
 
     def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
         ending = super()._ending(fields, index, part)

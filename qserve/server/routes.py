@@ -34,12 +34,11 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/responses")
 async def responses(request: Request) -> Response:
     service, client, job, headers = await job_of(request, "responses", ResponseReply.prefix)
-    reply = ResponseReply(job=job, model=service.name_for(job))
+    reply = ResponseReply(job=job, model=service.name_for(job), tokenizer=service.tokenizer)
     if job.streams:
         events = _events(service, client, job, reply)
         return EventStream(events, headers, are_named=True)
-    outputs = await while_connected(request.receive, generation.run(service, client, job))
-    return json_response(reply.whole(outputs), headers=headers)
+    return await _whole(request, service, client, job, reply, headers)
 
 
 @router.post("/reset_prefix_cache")
@@ -59,6 +58,17 @@ async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     reply = kind(job=job, model=service.name_for(job), tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, client, job, reply), headers)
+    return await _whole(request, service, client, job, reply, headers)
+
+
+async def _whole(
+    request: Request,
+    service: Service,
+    client: str,
+    job: Job,
+    reply: Reply | ResponseReply,
+    headers: dict[str, str],
+) -> Response:
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: with log probabilities of many outputs it takes seconds.
     return await service.preparation.run(
