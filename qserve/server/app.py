@@ -21,6 +21,7 @@ from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
+from qserve.generation_defaults import load_defaults
 from qserve.log_limit import limit_logging
 from qserve.lora.request import LoRARequest, parse_modules
 from qserve.server import (
@@ -53,7 +54,6 @@ from qserve.server.rate_limit import LimitRate
 from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
 from qserve.server.root_path import UnderPath
-from qserve.server.sampling import load_defaults
 from qserve.server.service import Client, Service
 from qserve.server.tracing import Tracing, tracing_to
 from qserve.server.worker import WorkerClient

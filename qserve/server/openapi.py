@@ -14,6 +14,7 @@ from qserve.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
@@ -30,7 +31,6 @@ from qserve.server.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_PROMPTS,
-    MAX_STOP_CHARS,
     MAX_TEMPLATE_SETTINGS,
     REQUEST_ID,
     ROLES,

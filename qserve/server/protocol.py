@@ -19,10 +19,20 @@ from pydantic import (
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
+from qserve.parameter_types import (
+    A_FLAG,
+    A_LIST,
+    A_NUMBER,
+    A_TEXT,
+    AN_INTEGER,
+    AN_OBJECT,
+    wrong_type,
+)
 from qserve.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
@@ -34,7 +44,6 @@ from qserve.server.tool_fields import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCa
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
-MAX_STOP_CHARS = 1024  # of one stop string: text is held back and searched for it
 MAX_NAME_CHARS = 256
 MAX_TEMPLATE_SETTINGS = 64
 # A client's name of its request. It goes into logs and headers.
@@ -46,6 +55,17 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 WHOLE_FLOAT = re.compile(rb"[0-9](?:\.0|[eE])")
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
+# pydantic's names of what is wrong with a type
+EXPECTED = {
+    "bool_type": A_FLAG,
+    "dict_type": AN_OBJECT,
+    "float_type": A_NUMBER,
+    "int_from_float": AN_INTEGER,
+    "int_type": AN_INTEGER,
+    "list_type": A_LIST,
+    "model_type": AN_OBJECT,
+    "string_type": A_TEXT,
+}
 CONTENT_FORMS = "text, or a list of parts of type text"
 PROMPT_FORMS = "text, token ids, or a list of either"
 
@@ -205,7 +225,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None  # SamplingParams checks its length
+    logit_bias: dict[str, Any] | None = None  # SamplingParams checks it
     response_format: dict[str, Any] | None = None  # output_form.py reads it, and the next
     structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
@@ -385,7 +405,10 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _api_error(error: PydanticError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
-    message = first["msg"] if param is None else f"{param}: {first['msg']}"
+    problem = first["msg"]
+    if first["type"] in EXPECTED:
+        problem = wrong_type(EXPECTED[first["type"]], first["input"])
+    message = problem if param is None else f"{param}: {problem}"
     return ApiError(400, message, param)
