@@ -40,11 +40,13 @@ from qserve.server.protocol import (
 )
 from qserve.server.responses_protocol import PASSED_ON, REFUSED, ResponsesRequest
 from qserve.server.token_job import DetokenizeRequest, TokenizeRequest
-from qserve.server.tool_fields import CALL_ID, MAX_CALLS, MAX_TOOLS, NAME
+from qserve.server.tool_fields import ARGUMENTS, CALL_ID, MAX_CALLS, MAX_TOOLS, NAME
 from qserve.server.tool_use import MODES
 from qserve.server.unsupported import TABLES
 
 NULL = {"type": "null"}
+POOLED = "input to pool"  # another form than the input of a response
+_TEXT = {"type": "string", "minLength": 1}
 STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
@@ -125,9 +127,9 @@ def _tool_choice() -> dict:
 
 def _response_item() -> dict:
     """A message, or a call of a tool and what it said."""
-    text, call_id = {"type": "string"}, {"type": "string", "pattern": f"^{CALL_ID.pattern}$"}
+    call_id = {"type": "string", "pattern": f"^{CALL_ID.pattern}$"}
     called = {"call_id": call_id, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
-    called |= {"arguments": text | {"description": "The JSON text of an object."}}
+    called |= {"arguments": ARGUMENTS}
     output = {"call_id": call_id, "output": _parts(INPUT_KINDS)}
     answer = _message(INPUT_KINDS)
     parts = _parts(INPUT_KINDS, with_refusals=True)
@@ -151,6 +153,7 @@ def _response_tool_choice() -> dict:
 def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     """What a field holds, beyond what its type says; null is allowed beside, but of REQUIRED."""
     tokens = {"type": "array", "items": _integer(0, vocab_size - 1)}
+    to_pool = {"anyOf": [_TEXT, tokens | {"minItems": 1}]}
     return {
         "add_special_tokens": {"type": "boolean"},
         "chat_template_kwargs": {
@@ -160,6 +163,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
             "description": "What the model's chat template reads, such as enable_thinking.",
         },
         "frequency_penalty": _number(-2, 2),
+        POOLED: {"anyOf": [*to_pool["anyOf"], _array(to_pool, 1, MAX_INPUTS)]},
         "input": {"anyOf": [{"type": "string"}, _array(_response_item(), 1, MAX_MESSAGES)]},
         "logit_bias": {
             "type": "object",
@@ -202,20 +206,15 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     }
 
 
-_TEXT = {"type": "string", "minLength": 1}
 _DOCUMENT = {
     "anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]
 }
 _TEXTS = {"anyOf": [_TEXT, _array(_DOCUMENT, 1, MAX_INPUTS)]}
-_IDS = {"type": "array", "items": _integer(0), "minItems": 1}
-_INPUT = {"anyOf": [_TEXT, _IDS, _array({"anyOf": [_TEXT, _IDS]}, 1, MAX_INPUTS)]}
 
 # forms that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (EmbeddingRequest, "dimensions"): _integer(1),
-    (EmbeddingRequest, "input"): _INPUT,
     (PoolingRequest, "dimensions"): _integer(1),
-    (PoolingRequest, "input"): _INPUT,
     (RerankRequest, "documents"): _TEXTS,
     (RerankRequest, "query"): _DOCUMENT,
     (RerankRequest, "top_n"): _integer(0),
@@ -273,6 +272,22 @@ STATUSES = {
     503: "The server is busy or stopping; Retry-After says when to come again.",
 }
 OF_BODIES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+MODELS = {
+    "type": "object",
+    "properties": {
+        "object": {"const": "list"},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"id": {"type": "string"}, "max_model_len": {"type": "integer"}},
+                "required": ["id", "max_model_len"],
+            },
+        },
+    },
+    "required": ["object", "data"],
+}
+FIRST_MODEL = {"parameters": {"name": "$response.body#/data/0/id"}}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 ANY = {"application/json": {"schema": {"type": "object"}}}
 
@@ -349,7 +364,7 @@ def document(max_model_len: int, vocab_size: int) -> dict:
     for (path, method), (summary, body, streams, errors) in ROUTES.items():
         operation: dict[str, Any] = {
             "summary": summary,
-            "operationId": f"{method}{path.replace('/', '_')}",
+            "operationId": _operation(method, path),
             "responses": {"200": _answer(path, streams)} | {str(c): _error(c) for c in errors},
         }
         if path in OPEN_ROUTES:
@@ -384,7 +399,8 @@ def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
     found = body.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {}
     for name, schema in found["properties"].items():
-        form = FORMS_OF.get((body, name)) or forms.get(name)
+        named = POOLED if name == "input" and body in (EmbeddingRequest, PoolingRequest) else name
+        form = FORMS_OF.get((body, name)) or forms.get(named)
         if form is not None:
             is_required = name in REQUIRED and name in found.get("required", ())
             schema = form if is_required else {"anyOf": [form, NULL]}
@@ -411,9 +427,17 @@ def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
     return schemas
 
 
+def _operation(method: str, path: str) -> str:
+    return method + path.replace("/", "_")
+
+
 def _answer(path: str, streams: bool) -> dict:
     if path in EMPTY_ROUTES:
         return {"description": "Yes."}
+    if path == "/v1/models":
+        links = {"model": {"operationId": _operation("get", "/v1/models/{name}")} | FIRST_MODEL}
+        content = {"application/json": {"schema": MODELS}}
+        return {"description": "The models.", "content": content, "links": links}
     if path in TEXT_ROUTES:
         return {"description": "The page.", "content": {"text/plain": {}}}
     return {"description": "The answer.", "content": ANY | (STREAM if streams else {})}

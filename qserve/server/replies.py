@@ -192,7 +192,7 @@ class Reply:
 
 
 class CompletionReply(Reply):
-    prefix = "cmpl"
+    prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
     def _whole(self, index: int, output: Output) -> dict:
@@ -234,7 +234,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def _whole(self, index: int, output: Output) -> dict:

@@ -11,7 +11,7 @@ from qserve.server.response_logprobs import without_bytes
 
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 MESSAGE, CALL = "message", "function_call"
-PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+PREFIXES = {MESSAGE: "msg_", REASONING: "rs_", CALL: "fc_"}
 # of the items that hold text: the type of their part, and their events' names
 TEXTS = {MESSAGE: "output_text", REASONING: "reasoning_text"}
 KINDS = {CONTENT: MESSAGE, REASONING: REASONING}
@@ -31,7 +31,7 @@ class Item:
 
     def fields(self, key: str) -> dict[str, Any]:
         """The item as it is now. `key` makes its id unique."""
-        common = {"id": f"{PREFIXES[self.kind]}-{key}", "type": self.kind, "status": self.status}
+        common = {"id": PREFIXES[self.kind] + key, "type": self.kind, "status": self.status}
         if self.number:
             common["id"] += f"-{self.number}"
         if self.kind == CALL:

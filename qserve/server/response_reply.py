@@ -23,7 +23,7 @@ class ResponseReply:
     tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    prefix = "resp"
+    prefix = "resp_"  # as OpenAI writes it: clients look for it
 
     def whole(self, outputs: list[Output]) -> dict:
         """The reply that is not streamed."""
@@ -81,9 +81,7 @@ class ResponseReply:
         yield event(status, {"response": self._response(output, items.fields)})
 
     def _items(self) -> Items:
-        return Items(
-            key=self.job.request_id.removeprefix(f"{self.prefix}-"), call_ids=self.job.parsing
-        )
+        return Items(key=self.job.request_id.removeprefix(self.prefix), call_ids=self.job.parsing)
 
     def _response(self, output: Output | None, items: list[dict]) -> dict:
         """The response object; without an output, as it is before the first token."""

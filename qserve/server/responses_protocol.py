@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "logprobs": (False,),
     "max_tokens": (),
     "max_completion_tokens": (),
-    "max_tool_calls": (),
     "messages": (),
     "n": (1,),
     "previous_response_id": (),

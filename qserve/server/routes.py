@@ -86,7 +86,7 @@ async def job_of(
         job = replace(job, handling=salted_by_key(job.handling, request.headers))
     name = request_id.settle(request.state, job.asked_id)
     timeout = deadline.seconds(request.headers, service.request_timeout)
-    job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
+    job = replace(job, request_id=prefix + name, timeout=timeout)
     if service.tracing.is_on:
         job = replace(job, trace_headers=trace_headers(request.headers))
     headers = ignored_fields.headers(job, priority_counts=service.priority_counts)

@@ -106,15 +106,16 @@ def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
     lines = [line(f"r{n}", {"prompt": [n], "max_tokens": n + 1}) for n in range(40)]
     lines += ["", line("chat", chat, "/v1/chat/completions"), line("bad", {"prompt": []})]
     lines.append(line("response", {"input": "Hi", "max_output_tokens": 3}, "/v1/responses"))
+    lines.append(line("vector", {"input": "a"}, "/v1/embeddings"))
     source.write_text("\n".join(lines))
     code = run_batch(
         EngineConfig(model=str(docs_5m), max_num_seqs=2),
         BatchConfig(input=str(source), output=str(target)),
         engine="fake_engine:FakeEngine",
     )
-    assert code == 1 and "43 answers, 1 of them errors" in capsys.readouterr().out
+    assert code == 1 and "44 answers, 2 of them errors" in capsys.readouterr().out
     found = {entry["custom_id"]: entry for entry in map(json.loads, target.open())}
-    assert len(found) == 43 and [*tmp_path.glob("*.partial")] == []
+    assert len(found) == 44 and [*tmp_path.glob("*.partial")] == []
     for n in range(40):
         response = found[f"r{n}"]["response"]
         assert response["status_code"] == 200 and found[f"r{n}"]["error"] is None
@@ -124,6 +125,7 @@ def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
     bad = found["bad"]
     assert bad["response"]["status_code"] == 400 and bad["error"]["code"] == "400"
     assert "prompt" in bad["error"]["message"]
+    assert "embeddings" in found["vector"]["error"]["message"]  # of a language model
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
     [
         ("{", "line 1: expected a JSON object"),
         ("[]", "line 1: expected a JSON object"),
-        (line("a", {}, "/v1/embeddings"), "/v1/embeddings"),
+        (line("a", {}, "/v1/models"), "/v1/models"),
         (line("a", {}, method="GET"), "expected POST"),
         (line("a", {"stream": True}), "without stream"),
         (line("a", []), "an object"),
