@@ -7,7 +7,7 @@ in the engine.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +41,13 @@ class Output:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
     pooled: bytes = b""  # vectors of the prompt, where asked for
     beam: Hypothesis | None = None  # it is one of a beam search
+
+    @property
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """The text piece by piece, each with the number of tokens that brought it."""
+        starts = (0, *self.ends)
+        for text, start, end in zip(self.pieces, starts, self.ends, strict=False):
+            yield text, end - start
 
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)

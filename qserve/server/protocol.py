@@ -176,6 +176,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall] | None, ONE_ERROR, at_most(MAX_CALLS, "calls")] = None
     tool_call_id: CallId | None = None  # of the call that a message of role tool answers
     reasoning_content: str | None = None  # of an earlier answer, for templates that read it
+    reasoning: str | None = None  # vLLM's newer name of it
     refusal: str | None = None  # the text of an earlier answer, in place of its content
 
     @model_validator(mode="after")
@@ -194,9 +195,12 @@ class Message(Body):
         texts = [part.text for part in self.content or ()]
         texts += [self.refusal] * self.is_refusal
         fields: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            fields["reasoning_content"] = reasoning
         if self.tool_calls:
             fields["tool_calls"] = [call.for_template for call in self.tool_calls]
         return fields

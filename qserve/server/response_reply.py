@@ -9,6 +9,7 @@ from qserve.output_parsing.output_parser import Message, OutputParser
 from qserve.output_parsing.pieces import CONTENT
 from qserve.server.generation import Deltas, Output
 from qserve.server.job import Job
+from qserve.server.replies import Counts
 from qserve.server.response_items import COMPLETED, IN_PROGRESS, INCOMPLETE, Items
 from qserve.server.response_logprobs import TokenPieces, entries
 from qserve.text import Tokenizer
@@ -42,8 +43,8 @@ class ResponseReply:
         if not tokens:
             return []
         pieces, told, start = self._pieces(), [], 0
-        for index, (text, end) in enumerate(zip(output.pieces, output.ends, strict=True)):
-            is_end = index == len(output.pieces) - 1
+        for index, (text, num_tokens) in enumerate(output.parts, start=1):
+            end, is_end = start + num_tokens, index == len(output.pieces)
             for piece, found in pieces.push(text, tokens[start:end], is_end=is_end):
                 told += found if piece.kind == CONTENT else ()
             start = end
@@ -112,13 +113,15 @@ class ResponseReply:
         }
 
     def _usage(self, output: Output) -> dict:
-        num_prompt = self.job.num_prompt_tokens
+        num_prompt, counts = self.job.num_prompt_tokens, Counts(parsing=self.job.parsing)
+        for text, num_tokens in output.parts:
+            counts.add_reasoning(0, text, num_tokens)
         return {
             "input_tokens": num_prompt,
             # OpenAI counts writes that a client asks for; here pages are kept without that.
             "input_tokens_details": {"cached_tokens": output.num_cached, "cache_write_tokens": 0},
             "output_tokens": output.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": counts.num_reasoning or 0},
             "total_tokens": num_prompt + output.num_tokens,
         }
 

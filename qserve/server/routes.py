@@ -97,7 +97,7 @@ async def _chunks(
     service: Service, client: str, job: Job, reply: Reply
 ) -> AsyncGenerator[dict, None]:
     opened: set[int] = set()
-    counts = Counts()
+    counts = Counts(parsing=job.parsing)
     async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
             if index not in opened:

@@ -50,6 +50,20 @@ def test_one_question_with_its_times(server, url, monkeypatch, capsys):
     assert server.client.requests[0][2].max_tokens == 5
 
 
+def test_reasoning_is_for_terminals(make_server, run_live, monkeypatch, capsys):
+    from qserve.config import ServerConfig
+
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
+    server.client.text = "<think>It may be.</think>It is."
+    url = f"http://127.0.0.1:{run_live(server)}/v1"
+    assert talk(monkeypatch, url, "chat", "-q", "Hi") == 0
+    assert capsys.readouterr().out == "It is.\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert talk(monkeypatch, url, "chat", "-q", "Hi") == 0
+    shown = capsys.readouterr().out.replace("\033[0m", "").replace("\033[2m", "")
+    assert shown == "It may be.\nIt is.\n"
+
+
 def test_url_as_the_server_prints_it(url, monkeypatch, capsys):
     assert talk(monkeypatch, url.removesuffix("/v1"), "chat", "-q", "Hi") == 0
     assert capsys.readouterr().out.strip() == TEXT
