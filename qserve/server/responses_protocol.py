@@ -152,6 +152,16 @@ def _kind_of(item: Any) -> str:
     return kind if isinstance(kind, str) else ""
 
 
+def _stated(item: Any) -> Any:
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise PydanticCustomError(
+            "item",
+            "expected the item itself, found a reference: nothing is stored here. Clients that"
+            " send references send items with store: false",
+        )
+    return item
+
+
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
@@ -164,6 +174,7 @@ InputItem = Annotated[
             "expected an item of type message, function_call, function_call_output or reasoning"
         ),
     ),
+    BeforeValidator(_stated),
 ]
 
 
