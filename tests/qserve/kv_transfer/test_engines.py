@@ -273,7 +273,7 @@ def test_aborted_while_it_waits(make_engine, shelf):
 def test_who_waits_for_an_aborted_ones_pages_gets_them(
     awaits, make_engine, shelf, cold, monkeypatch
 ):
-    """The others of the same prompt begin anew: the next of them asks, and not when patience ends."""
+    """Of the others of its prompt the next one asks, at once and not when patience ends."""
     monkeypatch.setattr(page_transfers, "PATIENCE_SECONDS", 1e9)
     run(make_engine(), [PROMPT])
     engine = make_engine()
