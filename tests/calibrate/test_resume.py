@@ -210,9 +210,7 @@ def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where
         assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
 
 
-def test_file_that_does_not_read_back_costs_no_solved_layer(
-    docs_5m, tmp_path, monkeypatch, caplog
-):
+def test_file_that_does_not_read_back_costs_no_solved_layer(docs_5m, tmp_path, monkeypatch, caplog):
     target, seal = tmp_path / "out", CheckpointWriter.seal
 
     def damaged(self, *arguments, **options):
