@@ -19,6 +19,7 @@ from formats.errors import InputError, one_line
 from formats.side_files import TOKENIZER_FILES
 from qserve.chat_prompt import ChatPrompt, control_pattern
 from qserve.engine.request import Hypothesis, RequestEvent, TokenLogprobs
+from qserve.load_tokenizer import load_tokenizer
 from qserve.sampling_params import ParameterError, SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are not, or not yet, a character
@@ -54,13 +55,8 @@ class Tokenizer:
         self.folder = str(folder)
         if not Path(folder).is_dir():
             raise TextError(self.folder, "is not a folder", "give the folder of a model")
-        # Here, not above: it takes as long as starting an engine process, and runs beside that.
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self.folder, trust_remote_code=False, local_files_only=True
-            )
+            self._tokenizer = load_tokenizer(folder)
         # A broken file raises whatever its parser raises, up to a bare Exception from Rust.
         except Exception as error:
             # Of a folder without one, what transformers says is pages long.

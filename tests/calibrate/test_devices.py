@@ -132,7 +132,9 @@ def test_error_on_one_device_ends_the_others_and_is_told_once(tiny_model, tmp_pa
 
     error = KeyboardInterrupt if interrupted else InputError
     with pytest.raises(error, match=None if interrupted else "layers.1.mlp.down_proj: is hopeless"):
-        quantize(tiny_model("qwen3"), tmp_path / "out", TWO, recipe=Recipe(name="mine", solver=solve))
+        quantize(
+            tiny_model("qwen3"), tmp_path / "out", TWO, recipe=Recipe(name="mine", solver=solve)
+        )
     assert len(solved) == 1
     left = [path.name for path in tmp_path.iterdir()]
     assert left == ([".out.unfinished"] if interrupted else [])
