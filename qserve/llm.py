@@ -11,9 +11,10 @@ from formats.errors import InputError
 from qserve import llm_beams, llm_pooling, scoring
 from qserve.beam_outputs import BeamSearchOutput
 from qserve.beam_search_params import BeamSearchParams
+from qserve.config import engine_config
 from qserve.engine.engine import Engine
 from qserve.generation_defaults import load_defaults
-from qserve.llm_engine import LLMEngine, engine_config
+from qserve.llm_engine import LLMEngine
 from qserve.llm_pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -39,7 +40,7 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         """`settings` are EngineConfig's fields. Raises InputError."""
-        self.llm_engine = LLMEngine(engine_config(model, settings))
+        self.llm_engine = LLMEngine(engine_config("LLM", model, settings))
         self._num_requests = 0
 
     @property
