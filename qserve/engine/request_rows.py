@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from qkernels.sampling.settings import (
+from qkernels.sampling.words import (
     BIAS_END,
     BIAS_START,
     NUM_WORDS,

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from qkernels.sampling.settings import NUM_LOGPROBS, POSITION
+from qkernels.sampling.words import NUM_LOGPROBS, POSITION
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request, Status

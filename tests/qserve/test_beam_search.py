@@ -238,6 +238,7 @@ def test_an_abort_frees_all_rows(tiny_model):
     ("settings", "sampling", "words"),
     [
         ({"beam_width": 16, "stop_token_ids": (1, 3, 5, 7)}, {}, "at most 15"),
+        ({"beam_width": 2, "stop_token_ids": tuple(range(9, 40))}, {}, "fewer than 20 tokens.*32"),
         ({"beam_width": 9}, {}, "--max-num-seqs"),
         ({"beam_width": 8, "max_tokens": 50}, {}, "KV pages for 8 x 53 tokens"),
         ({"beam_width": 2}, {"presence_penalty": 1.0}, "no penalties"),

@@ -11,6 +11,7 @@ from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.prefix_keys import extend_keys, root_key
 from qserve.engine.request import Status
+from qserve.lora.adapter import Adapter
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
 
 PAGE = 4
@@ -52,6 +53,19 @@ def test_a_whole_prompt_that_is_cached_computes_its_last_token(length):
     simulation.scheduler.add(again)
     cached = (length - 1) // PAGE * PAGE
     assert counts(simulation.scheduler.schedule()) == {"again": (cached, length - cached)}
+
+
+def test_an_adapter_that_was_read_again_finds_nothing_of_its_old_numbers():
+    """Nor when its prompt is that of the request before, whose keys need not be made again."""
+    simulation, adapter = simulate(), Adapter(name="a", path="/a", generation="old")
+    found = {}
+    for generation in ("old", "old", "new", "new", "old"):
+        adapter.generation = generation
+        request = make_request(f"{len(found)} {generation}", [*PREFIX, 1])
+        request.adapter = adapter
+        run(simulation, request)
+        found[request.request_id] = request.num_cached
+    assert list(found.values()) == [0, len(PREFIX), 0, len(PREFIX), len(PREFIX)]
 
 
 def test_output_tokens_are_found_by_the_next_turn_of_a_chat():
