@@ -229,8 +229,12 @@ class Scheduler:
         if plan.state_moves is not None:
             slots = set(plan.state_moves.restored_to.tolist())
             requests |= {each: None for each in self.running if each.state_slot in slots}
-        live = [each for each in requests if each.status is not Status.FINISHED]
-        return [self.fail(request, reason) for request in live]
+        # one event of a beam search, whose rows all end with the first
+        return [
+            self.fail(request, reason)
+            for request in requests
+            if request.status is not Status.FINISHED
+        ]
 
     def reset_prefix_cache(self) -> None:
         """Forget what all pages hold: requests that come find none. Running ones go on."""
