@@ -11,7 +11,7 @@ from typing import Any
 from qserve.errors import ParameterError
 
 MAX_SHOWN = 60  # characters of a wrong value
-LISTS = list | tuple | set | frozenset
+LISTS = list | tuple | set | frozenset | range
 
 AN_INTEGER, A_NUMBER, A_FLAG, A_TEXT = "an integer", "a number", "true or false", "a text"
 A_LIST, AN_OBJECT = "a list", "an object"
