@@ -26,7 +26,7 @@ from formats.inspect_kv import check_kv_scales
 from formats.inspect_model import check_model, check_places, check_shapes
 from formats.inspect_values import check_values
 from formats.layouts import is_quantized, layout_of
-from formats.linear_summary import LinearSummary
+from formats.linear_summary import LinearSummary, float_linear
 from formats.loads_in import Facts, Verdict
 from formats.loads_in_rules import loads_in
 from formats.next_token import EMBEDDING, DraftLayers, find_draft_layers
@@ -321,14 +321,7 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             and not name.endswith(f".{EMBEDDING}")
             and not is_quantized(module, shards.entries)
         ):
-            yield LinearSummary(
-                name=module,
-                out_features=entry.shape[0],
-                in_features=entry.shape[1],
-                scheme=str(entry.dtype).removeprefix("torch."),
-                num_bytes=entry.num_bytes,
-                traits=frozenset({"float"}),
-            )
+            yield float_linear(module, entry)
 
 
 def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings) -> str:

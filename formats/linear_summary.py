@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from formats.checkpoint import TensorEntry
 from formats.errors import InputError
 from formats.findings import Findings
 from formats.inspect_files import Shards
@@ -25,6 +26,18 @@ class LinearSummary:
     # "float", "act-order", "mislabelled", "zeros not certain", "symmetric data", "no zeros",
     # "weight zeros": what decides who loads it
     traits: frozenset[str] = frozenset()
+
+
+def float_linear(name: str, entry: TensorEntry) -> LinearSummary:
+    """What a float weight [N, K] tells by its header."""
+    return LinearSummary(
+        name=name,
+        out_features=entry.shape[0],
+        in_features=entry.shape[1],
+        scheme=str(entry.dtype).removeprefix("torch."),
+        num_bytes=entry.num_bytes,
+        traits=frozenset({"float"}),
+    )
 
 
 def decoded_linear(

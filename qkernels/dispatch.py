@@ -31,7 +31,9 @@ from qkernels.wna16.variants import NAMES
 class Kernel:
     """One way to do one operation.
 
-    `module`, inside this package, has a function named like the operation.
+    `module`, inside this package, has a function named like the operation. A module of `linear` has
+    `prepare_weight` and `run`, and `plan` where it has a choice (linear/plan.py); one that x's
+    gradient can pass has `dequantize`, too.
     """
 
     op: str
@@ -106,7 +108,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="sm90_w8a8",
         module="w8a8.sm90",
         priority=30,
-        supports=w8a8.hopper_w8a8,
+        supports=w8a8.sm90_w8a8,
         note=functools.partial(w8a8.note_int8, tile=W8A8Sm90Config),
         variants=("sm90",),
     ),
@@ -157,7 +159,7 @@ KERNELS: tuple[Kernel, ...] = (
         name="sm90_prefill",
         module="attention.sm90_prefill",
         priority=30,
-        supports=attention.hopper_attention,
+        supports=attention.sm90_prefill,
     ),
     *_rows("attention", "paged_attention", "triton_paged", attention.triton_attention),
     *_rows("attention", "apply_rope", "rope", problem.needs_triton_on_gpu),
@@ -261,7 +263,7 @@ def implementation(op: str, **problem: object) -> Callable[..., object]:
 
 
 def linear_module(name: str) -> ModuleType:
-    """The module of one row of `linear`: it has `prepare_weight` and `linear`."""
+    """The module of one row of `linear` (see Kernel)."""
     return module_of("linear", name)
 
 

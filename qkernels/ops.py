@@ -2,9 +2,10 @@
 
 Legend: M rows of x, K inputs, N outputs, G groups, T tokens of a step, R requests, H query heads, J
 KV heads, D head dim, P pages, B tokens of a page, X pages of a block table, C channels, I
-intermediate size, S sampled rows, V vocabulary, W rows of the history table. On a GPU no operation
-waits for the device, so all may be captured in a CUDA graph (the plain torch `paged_attention`,
-taken where triton is missing, is the one exception).
+intermediate size, S sampled rows, V vocabulary, W rows of the history table.
+
+No operation that runs in Triton waits for the device, so all may be captured in a CUDA graph. Plain
+torch rows may wait: those of attention, experts, adapters and delta nets do.
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_

@@ -20,6 +20,7 @@ from qserve.config import EngineConfig, engine_config
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
 from qserve.engine.supervisor import EngineSupervisor
+from qserve.generation_defaults import load_defaults
 from qserve.handling import Handling
 from qserve.lora.request import LoRARequest
 from qserve.outputs import (
@@ -92,7 +93,7 @@ class AsyncLLM:
         tokenizer, client = await self._ready()
         # Tokenizing a long text takes long enough to hold up the loop.
         text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
-        params = sampling_params or SamplingParams()
+        params = sampling_params or SamplingParams(**load_defaults(tokenizer.folder))
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         handling = handling_of(prompt, priority, lora_request)

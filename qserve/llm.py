@@ -13,6 +13,7 @@ from qserve.beam_outputs import BeamSearchOutput
 from qserve.beam_search_params import BeamSearchParams
 from qserve.config import engine_config
 from qserve.engine.engine import Engine
+from qserve.generation_defaults import load_defaults
 from qserve.llm_engine import LLMEngine
 from qserve.llm_pooling import (
     ClassificationOutput,
@@ -55,6 +56,10 @@ class LLM:
         """The model's tokenizer, loaded when first needed: prompts of token ids need none."""
         return self.llm_engine.get_tokenizer()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where it is given nothing; generation_config.json counts."""
+        return SamplingParams(**load_defaults(self.engine.config.model))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -74,7 +79,7 @@ class LLM:
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
-            params = [sampling_params or SamplingParams()] * len(batch)
+            params = [sampling_params or self.get_default_sampling_params()] * len(batch)
         if len(params) != len(batch):
             raise InputError(
                 "sampling_params", f"expected one or {len(batch)}, found {len(params)}"

@@ -12,7 +12,7 @@ from formats.heads import tensors as names
 from formats.heads.config import EagleConfig
 from formats.heads.folder import HeadFolder
 from formats.layouts import decode_linear, layout_of, tensor_names
-from formats.linear_summary import LinearSummary
+from formats.linear_summary import LinearSummary, float_linear
 from formats.table import size_text, text_table
 
 
@@ -99,15 +99,7 @@ def _is_quantized(linears: tuple[LinearSummary, ...]) -> bool:
 def _linear(head: HeadFolder, name: str) -> LinearSummary:
     module = head.stored(name)
     if head.has(f"{name}.weight") and not (head.quant and head.quant.scheme_for(module)):
-        entry = head.entries[head.stored(f"{name}.weight")]
-        return LinearSummary(
-            name=module,
-            out_features=entry.shape[0],
-            in_features=entry.shape[1],
-            scheme=str(entry.dtype).removeprefix("torch."),
-            num_bytes=entry.num_bytes,
-            traits=frozenset({"float"}),
-        )
+        return float_linear(module, head.entries[head.stored(f"{name}.weight")])
     if head.quant is None:
         raise InputError(module, "has quantized tensors, but config.json has no block for them")
     found = tensor_names(module, layout_of(head.quant), head.entries)

@@ -28,44 +28,10 @@ def write_kv_(
     slots_T: torch.Tensor,
 ) -> None:
     """As ops.write_kv_."""
-    _launch(None, k_TJD, v_TJD, None, None, cache, slots_T)
+    rope_write_kv_(None, k_TJD, v_TJD, None, None, cache, slots_T)
 
 
 def rope_write_kv_(
-    q_THD: LinearOutput,
-    k_TJD: LinearOutput,
-    v_TJD: LinearOutput,
-    cos_sin: torch.Tensor,
-    positions_T: torch.Tensor,
-    cache: PagedKv,
-    slots_T: torch.Tensor,
-    *,
-    q_norm_D: torch.Tensor | None = None,
-    k_norm_D: torch.Tensor | None = None,
-    eps: float = 0.0,
-    interleaved: bool = False,
-    query_scales: torch.Tensor | None = None,
-    inputs_ready: bool = False,
-) -> torch.Tensor:
-    """As ops.rope_write_kv_."""
-    return _launch(
-        q_THD,
-        k_TJD,
-        v_TJD,
-        cos_sin,
-        positions_T,
-        cache,
-        slots_T,
-        q_norm_D=q_norm_D,
-        k_norm_D=k_norm_D,
-        eps=eps,
-        interleaved=interleaved,
-        query_scales=query_scales,
-        inputs_ready=inputs_ready,
-    )
-
-
-def _launch(
     q_THD: LinearOutput | None,
     k_TJD: LinearOutput,
     v_TJD: LinearOutput,
@@ -81,7 +47,7 @@ def _launch(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
-    """Write k and v; with q, rotate q and k first. Returns the new q."""
+    """As ops.rope_write_kv_; without q, k and v are written as they are."""
     T, J, D = k_TJD.shape
     H = 0 if q_THD is None else q_THD.shape[1]
     q_out = None

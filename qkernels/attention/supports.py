@@ -38,7 +38,7 @@ def triton_kv_write(problem: Problem) -> str | None:
     return reason or _refuses_pages(problem)
 
 
-def hopper_attention(problem: Problem) -> str | None:
+def sm90_prefill(problem: Problem) -> str | None:
     reason = needs_triton(problem) or gpu_device.lacks_arch(torch.device(problem.device), "sm_90")
     if reason is not None:
         return reason

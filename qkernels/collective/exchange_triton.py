@@ -9,14 +9,34 @@ A rank has a slot for each other rank, in their order. Which rank it is does not
 all ranks run one kernel.
 
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
+    exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
     .. wait for the kernel before
     words = outgoing(x)
-    send(words, slots, offsets, mask, RANKS)
-    total = sum_of_ranks(words, own_ptr + offsets, stride_slot, mask, ..)
+    send(words, exchange, offsets, mask, RANKS)
+    total = sum_of_ranks(words, own_ptr + offsets, exchange, mask, DTYPE, RANKS, GROUP)
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Wait(NamedTuple):
+    """How long a block waits for a peer, and where it tells of one that sent nothing."""
+
+    spin_limit: tl.tensor  # looks
+    broken_ptr: tl.tensor
+    report_ptr: tl.tensor
+
+
+class Exchange(NamedTuple):
+    """A channel (channels.py) as a kernel holds it. Legend: n ranks."""
+
+    slots: tl.tuple  # n - 1 pointers: this rank's slot at each peer
+    stride_slot: tl.tensor
+    rank: tl.tensor
+    wait: Wait
 
 
 @triton.jit
@@ -61,46 +81,44 @@ def numbers(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def send(words, slots, offsets, mask, RANKS: tl.constexpr):
+def send(words, exchange, offsets, mask, RANKS: tl.constexpr):
     """Write words into this rank's slot at every peer."""
     for i in tl.static_range(RANKS - 1):
-        tl.store(slots[i] + offsets, words, mask=mask)
+        tl.store(exchange.slots[i] + offsets, words, mask=mask)
 
 
 @triton.jit
-def arrived(words, ptrs, mask, sender, spin_limit, broken_ptr, report_ptr):
+def arrived(words, ptrs, mask, sender, wait):
     """What a sender wrote at `ptrs`; `words` were loaded from there already.
 
-    Given up after so many looks: then `broken_ptr` and `report_ptr` hold the sender's number + 1.
-    Nobody waits when `broken_ptr` does not hold 0.
+    Given up after `wait.spin_limit` looks: then `broken_ptr` and `report_ptr` hold the sender's
+    number + 1. Nobody waits when `broken_ptr` does not hold 0.
     """
     spins = 0
     going = 1
     while (tl.max((words == -1).to(tl.int32), 0) != 0) & (going != 0):
         words = tl.load(ptrs, mask=mask, other=0, volatile=True)
         spins += 1
-        going = ((tl.load(broken_ptr, volatile=True) == 0) & (spins < spin_limit)).to(tl.int32)
-    if spins >= spin_limit:
-        tl.store(broken_ptr, sender + 1)
-        tl.store(report_ptr, sender + 1)
+        unbroken = tl.load(wait.broken_ptr, volatile=True) == 0
+        going = (unbroken & (spins < wait.spin_limit)).to(tl.int32)
+    if spins >= wait.spin_limit:
+        tl.store(wait.broken_ptr, sender + 1)
+        tl.store(wait.report_ptr, sender + 1)
     return words
 
 
 @triton.jit
 def sum_of_ranks(
     own,  # words of this rank
-    ptrs,  # of the first slot
-    stride_slot,
+    ptrs,  # of the same words in the first slot
+    exchange,
     mask,
-    rank,
-    spin_limit,
-    broken_ptr,
-    report_ptr,
     DTYPE: tl.constexpr,
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """The sum in float32, in rank order. Loads of GROUP slots are under way at once."""
+    rank, stride_slot = exchange.rank, exchange.stride_slot
     total = None
     before = own  # what the slot before held: the words of rank i, where this rank is before it
     for first in tl.static_range(0, RANKS - 1, GROUP):
@@ -110,9 +128,7 @@ def sum_of_ranks(
         for i in tl.static_range(first, min(first + GROUP, RANKS - 1)):
             place = ptrs + i * stride_slot
             sender = peer(i, rank)
-            words = arrived(
-                loads[i - first], place, mask, sender, spin_limit, broken_ptr, report_ptr
-            )
+            words = arrived(loads[i - first], place, mask, sender, exchange.wait)
             of_rank_i = tl.where(rank == i, own, tl.where(rank < i, before, words))
             share = numbers(of_rank_i, DTYPE).to(tl.float32)
             total = share if i == 0 else total + share

@@ -15,6 +15,8 @@ import triton.language as tl
 from qkernels.collective.channels import Peers
 from qkernels.collective.config import BLOCKS, TILE_BYTES, TILE_WARPS, num_words
 from qkernels.collective.exchange_triton import (
+    Exchange,
+    Wait,
     clear,
     outgoing,
     send,
@@ -30,30 +32,43 @@ def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """As ops.all_reduce, of at most peers.flat.slot_bytes."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    tile = TILE_BYTES // x.element_size()
-    tiles = ceil_div(x.numel(), tile)
     channel = peers.flat
-    if tiles:
-        with on_device(x):
-            launch(
-                _all_reduce_one_shot,
-                (min(BLOCKS, tiles),),
-                x,
-                out,
-                channel.words,
-                *channel.arguments,
-                x.numel(),
-                num_words(x.numel(), x.element_size()),
-                channel.slot_words,
-                peers.rank,
-                peers.spin_limit,
-                RANKS=peers.ranks,
-                TILE=tile,
-                BLOCKS=BLOCKS,
-                num_warps=TILE_WARPS,
-                **pdl_options(x, tiles),
-            )
+    words = num_words(x.numel(), x.element_size())
+    launch_over_tiles(
+        _all_reduce_one_shot,
+        x.numel(),
+        *(x, out, channel.words, *channel.arguments),
+        *(x.numel(), words, channel.slot_words),
+        peers=peers,
+    )
     return out
+
+
+def launch_over_tiles(
+    kernel: object, elements: int, x: torch.Tensor, *arguments: object, peers: Peers
+) -> None:
+    """Launch a kernel of a flat message, unless it is empty: its blocks share tiles of `elements`.
+
+    Behind x and the arguments the kernel takes rank, spin_limit, RANKS, TILE, BLOCKS and PDL.
+    """
+    tile = TILE_BYTES // x.element_size()
+    tiles = ceil_div(elements, tile)
+    if not tiles:
+        return
+    with on_device(x):
+        launch(
+            kernel,
+            (min(BLOCKS, tiles),),
+            x,
+            *arguments,
+            peers.rank,
+            peers.spin_limit,
+            RANKS=peers.ranks,
+            TILE=tile,
+            BLOCKS=BLOCKS,
+            num_warps=TILE_WARPS,
+            **pdl_options(x, tiles),
+        )
 
 
 @triton.jit(do_not_specialize=["rank", "spin_limit"])
@@ -78,6 +93,7 @@ def _all_reduce_one_shot(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # of a tile
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
+    exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
     block = tl.program_id(0)
     if PDL:
         pdl_launch_and_wait()
@@ -87,25 +103,13 @@ def _all_reduce_one_shot(
         c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
         mask = w < num_words
         words = outgoing(tl.load(x_ptr + c, mask=c < N, other=0.0))
-        send(words, slots, start + w, mask, RANKS)
+        send(words, exchange, start + w, mask, RANKS)
     for tile in range(block, tl.cdiv(N, TILE), BLOCKS):
         c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
         mask = w < num_words
         words = outgoing(tl.load(x_ptr + c, mask=c < N, other=0.0))
         ptrs = own_ptr + start + w
-        total = sum_of_ranks(
-            words,
-            ptrs,
-            stride_slot,
-            mask,
-            rank,
-            spin_limit,
-            broken_ptr,
-            report_ptr,
-            DTYPE,
-            RANKS,
-            GROUP=RANKS,
-        )
+        total = sum_of_ranks(words, ptrs, exchange, mask, DTYPE, RANKS, GROUP=RANKS)
         tl.store(out_ptr + c, total.to(DTYPE), mask=c < N)
         clear(ptrs, stride_slot, mask, RANKS)
     tl.store(phases_ptr + block, 1 - phase)

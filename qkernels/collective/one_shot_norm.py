@@ -23,6 +23,8 @@ from formats.activation import MIN_INPUT_SCALE
 from qkernels.collective.channels import Peers
 from qkernels.collective.config import num_words, rows_warps
 from qkernels.collective.exchange_triton import (
+    Exchange,
+    Wait,
     clear,
     outgoing,
     send,
@@ -145,18 +147,13 @@ def _total(
     x_ptr,
     stride_part,
     residual_ptr,
-    branch,
+    branch_ptr,
     total_ptr,
     own_ptr,
-    slots,
+    exchange,
     phases_ptr,
-    broken_ptr,
-    report_ptr,
     C,
     row_words,
-    stride_slot,
-    rank,
-    spin_limit,
     BRANCH_EPS: tl.constexpr,
     BRANCH_FACTOR: tl.constexpr,
     RANKS: tl.constexpr,
@@ -166,10 +163,18 @@ def _total(
     STAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The row's sum with the residual, float32 that was rounded; this block's part is stored."""
     DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     part, m = tl.program_id(0), tl.program_id(1)
+    branch = None
+    if branch_ptr is not None:
+        c = tl.arange(0, BLOCK)
+        branch = tl.load(branch_ptr + c, mask=c < C, other=0.0)
+    if PDL:
+        # after what never changes; the rest is the previous kernel's until it ends
+        pdl_launch_and_wait()
     counter = phases_ptr + m * tl.num_programs(0) + part
     OF_WORD: tl.constexpr = 32 // SUM.dtype.primitive_bitwidth
     c, w = tl.arange(0, BLOCK), tl.arange(0, BLOCK // OF_WORD)
@@ -182,26 +187,16 @@ def _total(
         residual = tl.load(residual_ptr + row + c, mask=mask, other=0.0)
     words = outgoing(x)
     place = m.to(tl.int64) * row_words + w
+    stride_slot = exchange.stride_slot
     offsets = phase * (RANKS - 1) * stride_slot + place
     if STAGE != FINISH:
-        send(words, slots, offsets, own_words, RANKS)
+        send(words, exchange, offsets, own_words, RANKS)
         before = own_ptr + (phase + 2) % 3 * (RANKS - 1) * stride_slot + place
         clear(before, stride_slot, own_words, RANKS)
     if STAGE == SEND:
         return x.to(tl.float32)
-    total = sum_of_ranks(
-        words,
-        own_ptr + offsets,
-        stride_slot,
-        words_mask,
-        rank,
-        spin_limit,
-        broken_ptr,
-        report_ptr,
-        SUM.dtype,
-        RANKS,
-        GROUP,
-    )
+    ptrs = own_ptr + offsets
+    total = sum_of_ranks(words, ptrs, exchange, words_mask, SUM.dtype, RANKS, GROUP)
     tl.store(counter, (phase + 1) % 3)
     # as one GPU rounds a product
     x = total.to(DTYPE).to(tl.float32)
@@ -255,30 +250,20 @@ def _all_reduce_norm(
     part, m = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, BLOCK)
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
+    exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
     if EARLY and weight_ptr is not None:
         weight = tl.load(weight_ptr + c, mask=c < C, other=0.0)
-    branch = None
-    if branch_ptr is not None:
-        branch = tl.load(branch_ptr + c, mask=c < C, other=0.0)
-    if PDL:
-        # after what never changes; the rest is the previous kernel's until it ends
-        pdl_launch_and_wait()
     x = _total(
         x_ptr,
         stride_part,
         residual_ptr,
-        branch,
+        branch_ptr,
         total_ptr,
         own_ptr,
-        slots,
+        exchange,
         phases_ptr,
-        broken_ptr,
-        report_ptr,
         C,
         row_words,
-        stride_slot,
-        rank,
-        spin_limit,
         BRANCH_EPS,
         BRANCH_FACTOR,
         RANKS,
@@ -288,6 +273,7 @@ def _all_reduce_norm(
         STAGE,
         BLOCK,
         SUM,
+        PDL,
     )
     if STAGE == SEND:
         return
@@ -352,30 +338,20 @@ def _all_reduce_norm_limbs(
     part, m = tl.program_id(0), tl.program_id(1)
     steps, first = C // 128, part * STEPS
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
+    exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
     if weight_ptr is not None:
         weight = load_steps(weight_ptr, first, steps, STEPS, FORM)
-    branch = None
-    if branch_ptr is not None:
-        c = tl.arange(0, BLOCK)
-        branch = tl.load(branch_ptr + c, mask=c < C, other=0.0)
-    if PDL:
-        pdl_launch_and_wait()
     x = _total(
         x_ptr,
         stride_part,
         residual_ptr,
-        branch,
+        branch_ptr,
         total_ptr,
         own_ptr,
-        slots,
+        exchange,
         phases_ptr,
-        broken_ptr,
-        report_ptr,
         C,
         row_words,
-        stride_slot,
-        rank,
-        spin_limit,
         BRANCH_EPS,
         BRANCH_FACTOR,
         RANKS,
@@ -385,6 +361,7 @@ def _all_reduce_norm_limbs(
         STAGE,
         BLOCK,
         SUM,
+        PDL,
     )
     if STAGE == SEND:
         return

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from qkernels.collective.channels import Peers
-from qkernels.collective.config import BLOCKS, TILE_BYTES, TILE_WARPS, num_words, shard_elements
+from qkernels.collective.config import num_words, shard_elements
 from qkernels.collective.exchange_triton import (
+    Exchange,
+    Wait,
     arrived,
     clear,
     numbers,
@@ -22,43 +24,25 @@ from qkernels.collective.exchange_triton import (
     slots_of_peers,
     sum_of_ranks,
 )
-from qkernels.gpu.config import ceil_div
-from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.collective.one_shot import launch_over_tiles
+from qkernels.gpu.pdl import pdl_launch_and_wait
 
 
 def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """As ops.all_reduce, of shards of at most peers.scatter.slot_bytes."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    tile = TILE_BYTES // x.element_size()
-    shard = shard_elements(x.numel(), peers.ranks, x.element_size())
-    tiles = ceil_div(shard, tile)
+    item_bytes = x.element_size()
+    shard = shard_elements(x.numel(), peers.ranks, item_bytes)
     scatter, gather = peers.scatter, peers.gather
-    if tiles:
-        with on_device(x):
-            launch(
-                _all_reduce_two_shot,
-                (min(BLOCKS, tiles),),
-                x,
-                out,
-                scatter.words,
-                *scatter.arguments,
-                gather.words,
-                gather.arguments[0],
-                x.numel(),
-                shard,
-                num_words(x.numel(), x.element_size()),
-                num_words(shard, x.element_size()),
-                scatter.slot_words,
-                peers.rank,
-                peers.spin_limit,
-                RANKS=peers.ranks,
-                TILE=tile,
-                BLOCKS=BLOCKS,
-                num_warps=TILE_WARPS,
-                **pdl_options(x, tiles),
-            )
+    launch_over_tiles(
+        _all_reduce_two_shot,
+        shard,
+        *(x, out, scatter.words, *scatter.arguments, gather.words, gather.bases),
+        *(x.numel(), shard, num_words(x.numel(), item_bytes), num_words(shard, item_bytes)),
+        scatter.slot_words,
+        peers=peers,
+    )
     return out
 
 
@@ -89,6 +73,9 @@ def _all_reduce_two_shot(
     WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # of a tile
     scatter_slots = slots_of_peers(scatter_bases_ptr, stride_slot, rank, RANKS)
     gather_slots = slots_of_peers(gather_bases_ptr, stride_slot, rank, RANKS)
+    wait = Wait(spin_limit, broken_ptr, report_ptr)
+    scatter = Exchange(scatter_slots, stride_slot, rank, wait)
+    gather = Exchange(gather_slots, stride_slot, rank, wait)
     block = tl.program_id(0)
     if PDL:
         pdl_launch_and_wait()
@@ -101,29 +88,17 @@ def _all_reduce_two_shot(
             inside = (c < L) & (first + c < N)
             mask = (w < shard_words) & (peer(i, rank) * shard_words + w < num_words)
             words = outgoing(tl.load(x_ptr + first + c, mask=inside, other=0.0))
-            tl.store(scatter_slots[i] + start + w, words, mask=mask)
+            tl.store(scatter.slots[i] + start + w, words, mask=mask)
     for tile in range(block, tl.cdiv(L, TILE), BLOCKS):
         c, w = tile * TILE + tl.arange(0, TILE), tile * WORDS + tl.arange(0, WORDS)
         inside = (c < L) & (rank * L + c < N)
         mask = (w < shard_words) & (rank * shard_words + w < num_words)
         words = outgoing(tl.load(x_ptr + rank * L + c, mask=inside, other=0.0))
         ptrs = scatter_ptr + start + w
-        total = sum_of_ranks(
-            words,
-            ptrs,
-            stride_slot,
-            mask,
-            rank,
-            spin_limit,
-            broken_ptr,
-            report_ptr,
-            DTYPE,
-            RANKS,
-            GROUP=RANKS,
-        )
+        total = sum_of_ranks(words, ptrs, scatter, mask, DTYPE, RANKS, GROUP=RANKS)
         # also of a NaN, what is kept here has the bits that are sent
         words = outgoing(total.to(DTYPE))
-        send(words, gather_slots, start + w, mask, RANKS)
+        send(words, gather, start + w, mask, RANKS)
         tl.store(out_ptr + rank * L + c, numbers(words, DTYPE), mask=inside)
         clear(ptrs, stride_slot, mask, RANKS)
     for tile in range(block, tl.cdiv(L, TILE), BLOCKS):
@@ -135,7 +110,7 @@ def _all_reduce_two_shot(
             mask = (w < shard_words) & (peer(i, rank) * shard_words + w < num_words)
             ptrs = gather_ptr + start + i * stride_slot + w
             words = tl.load(ptrs, mask=mask, other=0, volatile=True)
-            words = arrived(words, ptrs, mask, sender, spin_limit, broken_ptr, report_ptr)
+            words = arrived(words, ptrs, mask, sender, wait)
             tl.store(out_ptr + first + c, numbers(words, DTYPE), mask=inside)
             tl.store(ptrs, tl.full(ptrs.shape, -1, tl.int32), mask=mask)
     tl.store(phases_ptr + block, 1 - phase)

@@ -15,14 +15,8 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Dequantize to `dtype`."""
     weight_NK = packed.dequantize(dtype)
-    return PreparedWeight(
-        kernel="dense",
-        tensors={"weight_NK": weight_NK.to(packed.device if device is None else device)},
-        spec=packed.spec,
-        out_features=packed.out_features,
-        in_features=packed.in_features,
-        dtype=dtype,
-    )
+    tensors = {"weight_NK": weight_NK.to(packed.device if device is None else device)}
+    return PreparedWeight.of(packed, kernel="dense", tensors=tensors, dtype=dtype)
 
 
 def run(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from formats.scheme import ActivationSpec, QuantSpec
+from formats.weights import Weight
 from qkernels.linear.plan import GemmProblem, gemm_problem
 from qkernels.operands.codes import InputRounding
 
@@ -45,6 +46,29 @@ class PreparedWeight:
             device=self.device,
         )
         object.__setattr__(self, "problem", problem)
+
+    @classmethod
+    def of(
+        cls,
+        weight: Weight,
+        *,
+        kernel: str,
+        tensors: dict[str, torch.Tensor],
+        dtype: torch.dtype,
+        rounds_input: bool = False,
+    ) -> "PreparedWeight":
+        """A decoded weight as one kernel's tensors; `rounds_input`: that kernel takes 8-bit x."""
+        if rounds_input and weight.input_scale is not None:
+            tensors = {**tensors, "input_scale": weight.input_scale}
+        return cls(
+            kernel=kernel,
+            tensors=tensors,
+            spec=weight.spec,
+            out_features=weight.out_features,
+            in_features=weight.in_features,
+            dtype=dtype,
+            activation=weight.activation if rounds_input else None,
+        )
 
     @property
     def device(self) -> torch.device:

@@ -41,16 +41,8 @@ def prepare_weight(
             "scales": packed.scales_NG,
             "zeros": packed.zeros_NG,
         }
-    if packed.input_scale is not None:
-        tensors["input_scale"] = packed.input_scale
-    return PreparedWeight(
-        kernel="reference",
-        tensors=tensors,
-        spec=packed.spec,
-        out_features=packed.out_features,
-        in_features=packed.in_features,
-        dtype=dtype,
-        activation=packed.activation,
+    return PreparedWeight.of(
+        packed, kernel="reference", tensors=tensors, dtype=dtype, rounds_input=True
     )
 
 

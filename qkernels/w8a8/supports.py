@@ -77,7 +77,7 @@ def _refuses_blocks(problem: Problem) -> str | None:
     return None
 
 
-def hopper_w8a8(problem: Problem) -> str | None:
+def sm90_w8a8(problem: Problem) -> str | None:
     reason = triton_w8a8(problem)
     if reason is not None:
         return reason

@@ -56,17 +56,9 @@ def prepare_weight(
     tensors = {"codes": codes_NK.contiguous(), "scales": scales}
     if codes_NK.dtype == torch.int8:
         tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
-    if packed.input_scale is not None:
-        tensors["input_scale"] = packed.input_scale
     workspace(packed.device)
-    return PreparedWeight(
-        kernel="triton_w8a8",
-        tensors=tensors,
-        spec=packed.spec,
-        out_features=packed.out_features,
-        in_features=packed.in_features,
-        dtype=dtype,
-        activation=packed.activation,
+    return PreparedWeight.of(
+        packed, kernel="triton_w8a8", tensors=tensors, dtype=dtype, rounds_input=True
     )
 
 

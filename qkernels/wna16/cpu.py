@@ -31,14 +31,7 @@ def prepare_weight(
     else:
         signed_NK = (codes_NK.to(torch.int16) - spec.symmetric_zero).to(torch.int8)
         tensors = {"codes": signed_NK, "scales": packed.scales_NG[:, 0].to(dtype)}
-    return PreparedWeight(
-        kernel=f"cpu_w{spec.bits}a16",
-        tensors=tensors,
-        spec=spec,
-        out_features=packed.out_features,
-        in_features=packed.in_features,
-        dtype=dtype,
-    )
+    return PreparedWeight.of(packed, kernel=f"cpu_w{spec.bits}a16", tensors=tensors, dtype=dtype)
 
 
 def run(

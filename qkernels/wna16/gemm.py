@@ -5,6 +5,7 @@ Legend: M rows of x, K inputs, N outputs.
 
 import functools
 import importlib
+from types import ModuleType
 
 import torch
 
@@ -117,6 +118,7 @@ def _config(problem: GemmProblem, shape: Shape, M: int, fused: bool) -> WNA16Con
 
 
 @functools.cache
-def _module(variant: str):
-    name = {"triton": "triton_gemm"}.get(variant, variant)
+def _module(variant: str) -> ModuleType:
+    """The module of this folder with the variant's `run`: it has the variant's name, but one."""
+    name = "triton_gemm" if variant == "triton" else variant
     return importlib.import_module(f"qkernels.wna16.{name}")

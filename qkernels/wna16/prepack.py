@@ -68,14 +68,7 @@ def prepare_weight(
             packed.zeros_NG.to(dtype) + VALUE_OF_ZERO[dtype, bits]
         )
     workspace(packed.device)
-    return PreparedWeight(
-        kernel=f"w{bits}a16",
-        tensors=tensors,
-        spec=packed.spec,
-        out_features=packed.out_features,
-        in_features=packed.in_features,
-        dtype=dtype,
-    )
+    return PreparedWeight.of(packed, kernel=f"w{bits}a16", tensors=tensors, dtype=dtype)
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,17 @@ class PrefixCache:
         self._num_queries = self._num_hits = 0
         return counts
 
+    def withdraw(self, request: Request) -> None:
+        """Let nobody find what a running request computed: it is wrong.
+
+        That holds for pages which it has given back, too, since they left its window.
+        """
+        table = request.block_table
+        self.pool.withdraw(table)
+        known = zip(table, request.page_keys, strict=False)
+        self.pool.withdraw_keys([key for page, key in known if page == NULL_PAGE])
+        self.keep_private(request)
+
     def keep_private(self, request: Request) -> None:
         """Publish nothing more of a running request."""
         request.num_published = self.pool.num_pages

@@ -311,14 +311,19 @@ def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source)
 
 def test_how_vectors_are_made_goes_along(tmp_path, source):
     """modules.json, what it lists in folders of its own, and nothing from elsewhere."""
-    modules = [{"path": p} for p in ("", "1_Pooling", "2_Normalize", "../out of it", "..")]
+    modules = [{"path": p} for p in ("", "1_Pooling", "2_Normalize", "../beside", "..")]
     (source / "modules.json").write_text(json.dumps(modules))
     (source / "config_sentence_transformers.json").write_text("{}")
     for name in ("1_Pooling/config.json", "1_Pooling/pytorch_model.bin", "3_Other/config.json"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("{}")
-    write(tmp_path / "out", source)
-    files = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
+    for outside in (source.parent / "beside" / "config.json", source.parent / "other.json"):
+        outside.parent.mkdir(exist_ok=True)
+        outside.write_text("{}")
+    target = tmp_path / "there" / "out"
+    target.parent.mkdir()
+    write(target, source)
+    files = {str(path.relative_to(target)) for path in target.rglob("*")}
     new = {
         "modules.json",
         "config_sentence_transformers.json",
@@ -327,5 +332,5 @@ def test_how_vectors_are_made_goes_along(tmp_path, source):
     }
     assert new <= files
     assert not any("bin" in name or "Other" in name for name in files)
-    assert not (tmp_path / "out of it").exists()
-    assert (tmp_path / "out" / "1_Pooling").stat().st_mode & 0o100
+    assert not {"beside", "other.json"} & {path.name for path in target.parent.iterdir()}
+    assert (target / "1_Pooling").stat().st_mode & 0o100

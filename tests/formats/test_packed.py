@@ -1,6 +1,7 @@
 """PackedWeight: a solver's codes come back untouched, wrong input is named."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,3 +123,16 @@ def test_merge_stacks_outputs_in_order_and_refuses_mixed_specs():
     other = PackedWeight.from_float(torch.randn(32, 64), ASYM)
     with pytest.raises(CheckpointError, match="qkv_proj: its parts differ"):
         PackedWeight.merge([*parts, other], "qkv_proj")
+
+
+def test_merge_keeps_an_order_of_inputs_and_refuses_two():
+    """One matrix has one order: the second one's codes would meet other inputs."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    plain = [PackedWeight.from_float(torch.randn(n, 64), SYM) for n in (64, 32)]
+    sorted_ = [replace(part, input_order=order) for part in plain]
+    merged = PackedWeight.merge(sorted_)
+    assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in sorted_]))
+    for other in (plain[1], replace(plain[1], input_order=order.flip(0))):
+        for pair in ([sorted_[0], other], [other, sorted_[0]]):
+            with pytest.raises(CheckpointError, match="qkv: its parts order their inputs"):
+                PackedWeight.merge(pair, "qkv")

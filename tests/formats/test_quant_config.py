@@ -4,6 +4,7 @@ import pytest
 
 from formats.errors import CheckpointError, InputError
 from formats.quant_config import QuantConfig
+from formats.rules import Rule, first_match
 from formats.scheme import Scheme
 
 
@@ -214,3 +215,13 @@ def test_a_layer_in_float_has_one_pattern_however_many_experts(method):
     assert all(read.scheme_for(name) == found for name, found in schemes.items())
     assert read.scheme_for("model.layers.4.o_proj") is not None
     assert read.scheme_for("model.layers.460.o_proj") is not None
+
+
+def test_a_modules_own_name_counts_before_that_of_its_fused_matrix():
+    """Whatever the order of the rules: some configs name q_proj, some the matrix that holds it."""
+    own = Rule(kind="name", text="attn.q_proj", scheme=None)
+    fused = Rule(kind="name", text="attn.qkv_proj", scheme=Scheme.parse("w8a16-sym"))
+    for rules in ((own, fused), (fused, own)):
+        assert first_match(rules, "attn.q_proj") is own
+        assert first_match(rules, "attn.k_proj") is fused
+        assert first_match(rules, "attn.o_proj") is None

@@ -71,6 +71,15 @@ def test_a_part_of_a_group_has_the_groups_scale():
     assert torch.equal(part.dequantize(), weight.dequantize()[:, 32:96])
 
 
+def test_a_part_that_begins_inside_a_float8_block():
+    """Heads of 96 channels: the second one has inputs of both blocks of 128."""
+    weight = made("w8a8-fp8-block")
+    parts = [take_inputs(weight, 0, 96), take_inputs(weight, 96, 192)]
+    for part in parts:
+        part.check()
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weight.dequantize())
+
+
 def test_sorted_inputs_have_no_order_left():
     weight = made("w4a16-sym-g32")
     from dataclasses import replace

@@ -157,10 +157,10 @@ def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, mode, steps_in_f
         EngineConfig(model=str(tiny_model("llama")), **settings), steps_in_flight=steps_in_flight
     )
     preempted = []
-    preempt = engine.scheduler._preempt
+    preempt = engine.scheduler.places.preempt
     monkeypatch.setattr(
-        engine.scheduler,
-        "_preempt",
+        engine.scheduler.places,
+        "preempt",
         lambda request, step: (preempted.append(request), preempt(request, step)),
     )
     params = params_of(case, ends)

@@ -95,7 +95,7 @@ def coded_problem(problem):
 
 @pytest.fixture
 def check(problem, coded_problem, assert_close, tolerance, poison):
-    from qkernels.attention import sm90_prefill as attention_hopper
+    from qkernels.attention import sm90_prefill
 
     def run(
         counts,
@@ -124,8 +124,8 @@ def check(problem, coded_problem, assert_close, tolerance, poison):
             )
             changes |= scales
         maxima = {"max_query_len": max(counts), "max_context_len": max(lengths)}
-        got = run_attention(attention_hopper, *arguments, **shared, **maxima, **changes)
-        again = run_attention(attention_hopper, *arguments, **shared, **maxima, **changes)
+        got = run_attention(sm90_prefill, *arguments, **shared, **maxima, **changes)
+        again = run_attention(sm90_prefill, *arguments, **shared, **maxima, **changes)
         assert torch.equal(got, again), "equal inputs, equal bits"
         assert not workspace(got.device)[1].any(), "the counter is left at zero"
         rows = arguments[0].split(counts)
@@ -172,15 +172,15 @@ def test_windows(check, half, window):
 
 
 def test_pages_before_the_window_are_not_read(problem, half):
-    from qkernels.attention import sm90_prefill as attention_hopper
+    from qkernels.attention import sm90_prefill
 
     (q, k, v, tables, starts, lengths), _ = problem([64], [2000], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}
-    want = run_attention(attention_hopper, q, k, v, tables, starts, lengths, **shared)
+    want = run_attention(sm90_prefill, q, k, v, tables, starts, lengths, **shared)
     freed = tables[0, : (2000 - 64 - 100) // 16].long()
     k[freed], v[freed] = float("nan"), float("nan")
     tables[0, : len(freed)] = -7
-    got = run_attention(attention_hopper, q, k, v, tables, starts, lengths, **shared)
+    got = run_attention(sm90_prefill, q, k, v, tables, starts, lengths, **shared)
     assert torch.isfinite(got).all() and torch.equal(got, want)
 
 
@@ -228,11 +228,11 @@ def test_a_token_sees_the_same_alone_and_in_a_batch(check, half):
 
 def test_scores_that_float32_hardly_holds(problem, half):
     """Each row's scores differ by thousands, so all its weight is on one key."""
-    from qkernels.attention import sm90_prefill as attention_hopper
+    from qkernels.attention import sm90_prefill
 
     arguments, own = problem([200], [700], 8, 2, 128, 16, half)
     got = run_attention(
-        attention_hopper,
+        sm90_prefill,
         *arguments,
         scale=100.0,
         window=None,
@@ -273,14 +273,14 @@ def test_a_captured_chunk_follows_its_inputs(problem, half):
 
 @pytest.mark.parametrize("first, last", [(1, 129), (0, 128)])
 def test_queries_whose_rows_are_not_multiples_of_16_bytes(problem, half, first, last):
-    from qkernels.attention import sm90_prefill as attention_hopper
+    from qkernels.attention import sm90_prefill
 
     (q, *rest), _ = problem([40, 1], [300, 99], 8, 2, 128, 16, half)
     wide = torch.zeros(41, 8, 131, dtype=half, device="cuda")
     wide[..., first:last] = q
     shared = {"scale": 0.1, "window": None, "max_query_len": 40, "max_context_len": 300}
-    want = run_attention(attention_hopper, q, *rest, **shared)
-    got = run_attention(attention_hopper, wide[..., first:last], *rest, **shared)
+    want = run_attention(sm90_prefill, q, *rest, **shared)
+    got = run_attention(sm90_prefill, wide[..., first:last], *rest, **shared)
     assert torch.equal(got, want)
 
 
@@ -339,18 +339,18 @@ def test_windows_over_8_bit_pages(check, half, codes, window):
 
 @CODES
 def test_8_bit_pages_before_the_window_are_not_read(coded_problem, half, codes):
-    from qkernels.attention import sm90_prefill as attention_hopper
+    from qkernels.attention import sm90_prefill
 
     arguments, scales, _ = coded_problem(codes, [64], [2000], 8, 2, 128, 16, half)
     shared = {"scale": 0.1, "window": 100, "max_query_len": 64, "max_context_len": 2000}
-    want = run_attention(attention_hopper, *arguments, **shared, **scales)
+    want = run_attention(sm90_prefill, *arguments, **shared, **scales)
     tables = arguments[3]
     freed = tables[0, : (2000 - 64 - 100) // 16].long()
     for pages, scale in zip(arguments[1:3], scales.values(), strict=True):
         pages.view(torch.int8)[freed] = 127  # NaN in float8
         scale[freed] = float("nan")
     tables[0, : len(freed)] = -7
-    got = run_attention(attention_hopper, *arguments, **shared, **scales)
+    got = run_attention(sm90_prefill, *arguments, **shared, **scales)
     assert torch.isfinite(got).all() and torch.equal(got, want)
 
 

@@ -85,7 +85,7 @@ def test_every_large_m_config_of_a_table_computes_right(
 @pytest.mark.parametrize("most", [16, 128])
 def test_every_config_of_8_bit_products_near_the_default_computes_right(device, most, field):
     """What a search tries of one field, at several numbers of rows of its bucket."""
-    from qkernels.w8a8 import sm90 as w8a8_hopper
+    from qkernels.w8a8 import sm90
 
     N, K = 1104, 1152
     scheme = Scheme.parse("w8a8")
@@ -98,7 +98,7 @@ def test_every_config_of_8_bit_products_near_the_default_computes_right(device, 
     weight = PreparedWeight(
         kernel="sm90_w8a8",
         tensors={
-            "codes": w8a8_hopper.in_tma_boxes(codes_NK),
+            "codes": sm90.in_tma_boxes(codes_NK),
             "scales": torch.full((N,), 2.0**-8, device=device),
         },
         spec=scheme.weight,

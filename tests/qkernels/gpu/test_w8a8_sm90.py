@@ -10,7 +10,7 @@ from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.w8a8.config import W8A8Sm90Config, default_sm90_config
 
-hopper = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
+sm90 = pytest.importorskip("qkernels.w8a8.sm90", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 
@@ -70,7 +70,7 @@ def prepared(codes_NK, scales_N, dtype, name="w8a8"):
     scheme = Scheme.parse(name)
     return PreparedWeight(
         kernel="sm90_w8a8",
-        tensors={"codes": hopper.in_tma_boxes(codes_NK), "scales": scales_N},
+        tensors={"codes": sm90.in_tma_boxes(codes_NK), "scales": scales_N},
         spec=scheme.weight,
         out_features=codes_NK.shape[0],
         in_features=codes_NK.shape[1],
@@ -98,9 +98,9 @@ def test_integer_sums_are_exact(poison, half, tile, M, N, K):
     weight = prepared(codes_NK, scales_N, half)
     partials, counters = workspace(torch.device("cuda", 0))
     partials.fill_(float("nan"))
-    got = hopper.linear_codes(codes_MK, scales_M1, weight, config=TILES[tile])
+    got = sm90.linear_codes(codes_MK, scales_M1, weight, config=TILES[tile])
     assert torch.equal(got, exact(codes_MK, scales_M1, codes_NK, scales_N).to(half))
-    again = hopper.linear_codes(codes_MK, scales_M1, weight, config=TILES[tile])
+    again = sm90.linear_codes(codes_MK, scales_M1, weight, config=TILES[tile])
     assert torch.equal(got, again), "equal inputs, equal bits"
     assert not counters.any(), "the kernel must leave its counters at zero"
 
@@ -119,7 +119,7 @@ def test_zero_points_are_subtracted_exactly(poison, half, tile):
     weight = prepared(codes_NK, torch.full((N,), 2.0**-8, device="cuda"), half)
     weight.tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
     tile = tile and TILES[tile]
-    got = hopper.linear_codes(codes_MK, scales_M1, weight, zeros_M1=zeros_M1, config=tile)
+    got = sm90.linear_codes(codes_MK, scales_M1, weight, zeros_M1=zeros_M1, config=tile)
     want = (codes_MK.double() - zeros_M1) @ codes_NK.double().t() / 2**17
     assert torch.equal(got, want.float().to(half))
 
@@ -135,7 +135,7 @@ def test_bias_and_scales_of_any_value(assert_close, tolerance, poison, half, til
     scales_M1, scales_N = torch.rand(M, 1, device="cuda") / 99, torch.rand(N, device="cuda")
     bias_N = torch.randn(N, device="cuda").to(half) * 9
     weight = prepared(codes_NK, scales_N, half)
-    got = hopper.linear_codes(codes_MK, scales_M1, weight, bias_N, config=TILES[tile])
+    got = sm90.linear_codes(codes_MK, scales_M1, weight, bias_N, config=TILES[tile])
     want = exact(codes_MK.double(), scales_M1.double(), codes_NK, scales_N.double(), bias_N)
     assert_close(tile, want, got, tolerance(half))
     worst = (got.double() - want).abs() / want.abs().clamp(min=1e-2)
@@ -185,11 +185,11 @@ def test_float8_sums(assert_close, tolerance, half, poison, split, reduce_scatte
         "idle_rows": idle_rows,
     }
     tile = W8A8Sm90Config(num_consumers=2, block_b=64, **how)
-    got = hopper.linear_codes(codes[0], scales_M1, weight, config=tile)
+    got = sm90.linear_codes(codes[0], scales_M1, weight, config=tile)
     want = exact(codes[0].double(), scales_M1.double(), codes[1], scales_N.double())
     assert_close("float8", want, got, tolerance(half))
     for _ in range(5):
-        assert torch.equal(got, hopper.linear_codes(codes[0], scales_M1, weight, config=tile))
+        assert torch.equal(got, sm90.linear_codes(codes[0], scales_M1, weight, config=tile))
 
 
 def test_codes_of_any_stride_and_of_no_rows(half):
@@ -197,13 +197,13 @@ def test_codes_of_any_stride_and_of_no_rows(half):
     weight = prepared(codes_NK, scales_N, half)
     wide_MK = random_codes(14, 192, seed=2)
     scales = torch.rand(14, 2, device="cuda") / 99
-    dense = hopper.linear_codes(wide_MK[::2, :96].contiguous(), scales[::2, :1], weight)
-    assert torch.equal(hopper.linear_codes(wide_MK[::2, :96], scales[::2, :1], weight), dense)
+    dense = sm90.linear_codes(wide_MK[::2, :96].contiguous(), scales[::2, :1], weight)
+    assert torch.equal(sm90.linear_codes(wide_MK[::2, :96], scales[::2, :1], weight), dense)
     assert torch.equal(
         ops.linear_codes(wide_MK[3:4, 96:], scales[3:4, 1:], weight),
-        hopper.linear_codes(wide_MK[3:4, 96:].clone(), scales[3:4, 1:].clone(), weight),
+        sm90.linear_codes(wide_MK[3:4, 96:].clone(), scales[3:4, 1:].clone(), weight),
     )
-    assert hopper.linear_codes(wide_MK[:0, :96], scales[:0, :1], weight).shape == (0, 64)
+    assert sm90.linear_codes(wide_MK[:0, :96], scales[:0, :1], weight).shape == (0, 64)
 
 
 @pytest.mark.parametrize("M", [1, 100, 700])
@@ -245,7 +245,7 @@ def test_configs_of_real_shapes_fit_the_gpu(half):
             codes_MK, codes_NK = random_codes(M, K), random_codes(N, K)
             scales = torch.ones(max(M, N), 1, device="cuda") / 2**17
             weight = prepared(codes_NK, scales[:N, 0].contiguous(), half)
-            got = hopper.linear_codes(codes_MK, scales[:M], weight, config=tile)
+            got = sm90.linear_codes(codes_MK, scales[:M], weight, config=tile)
             rows = slice(max(0, M - 40), M)
             want = exact(codes_MK[rows], scales[:M][rows], codes_NK, scales[:N, 0]).to(half)
             assert torch.equal(got[rows], want), (M, N, K)

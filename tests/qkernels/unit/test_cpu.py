@@ -133,9 +133,14 @@ def test_inputs_in_another_order():
     packed = random_weight(32, 64, 4, True, 32)
     order = torch.randperm(64)
     weight = ops.prepare_weight(replace(packed, input_order=order), torch.bfloat16)
-    x = torch.randn(3, 64).bfloat16()
+    x = torch.randn(3, 64).bfloat16().requires_grad_()
     plain = ops.prepare_weight(packed, torch.bfloat16)
-    assert torch.equal(ops.linear(x, weight), ops.linear(x[:, order], plain))
+    y, grad = ops.linear(x, weight), torch.randn(3, 32).bfloat16()
+    assert torch.equal(y, ops.linear(x[:, order], plain))
+    y.backward(grad)
+    got, x.grad = x.grad, None
+    ops.linear(x[:, order], plain).backward(grad)
+    assert torch.equal(got, x.grad), "its gradient is in the model's order, too"
 
 
 @packed_products

@@ -90,9 +90,10 @@ def test_cut_anywhere_it_is_the_same(module):
 
 @pytest.mark.parametrize("module", [reference, chunked])
 def test_slots_of_others_are_left_alone(module, case):
-    """What no request of the step owns stays as it is, and one without a slot writes nowhere."""
+    """What no request of the step owns stays as it is; a row and a prompt without a slot write
+    nowhere, not even into the last slot."""
     memory, conv = case.memory_PHKV.clone(), case.conv_PCW.clone()
-    slots = [-1, *case.slots[1:]]
+    slots = [-1, -1, 3, 5, 0, 4]
     case = case.with_slots(slots)
     module.delta_rule_(*case.rule, memory, case.step)
     module.causal_conv_(case.x_TC, case.weight_CW, conv, case.step)

@@ -198,3 +198,14 @@ def test_layer_tells_how_far_a_weight_is_from_its_grid():
     step = float(layer.packed().scales_NG[3, 1])
     moved[3, 200] += step / 4 * (1 if moved[3, 200] * step < 0 else -1)
     assert layer.off_grid(moved) == pytest.approx(0.25, abs=1e-3)
+
+
+def test_off_grid_of_inputs_in_another_order():
+    """A weight in the model's order is compared with codes in the file's (act-order)."""
+    layer = QuantLinear.from_float(torch.nn.Linear(64, 32), "w4a16-sym-g32")
+    state = layer.state_dict()
+    state["g_idx"] = state["g_idx"].flip(0)
+    layer.load_state_dict(state)
+    assert layer.packed().input_order is not None
+    weight = layer.dequantize()
+    assert layer.off_grid(weight) == 0 and layer.off_grid(weight.flip(1)) > 0.1

@@ -10,7 +10,8 @@ import torch
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.sampling.reference import adjust, filter_logits, gumbel_noise
-from qkernels.sampling.settings import INVALID_TOKEN, SampleRow, SampleSettings
+from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
+from qkernels.sampling.words import SampleRow
 
 
 def sample(logits, rows, history=None):
@@ -198,3 +199,15 @@ def test_words_keep_every_number():
 def test_wrong_arguments_are_named(logits, row, history, problem):
     with pytest.raises(KernelError, match=problem):
         ops.sample_(logits, SampleSettings.of([row]), history)
+
+
+def test_some_of_the_rows_have_their_own_biases():
+    """`of_rows` picks rows: theirs are no longer the first biases, nor in order."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(5))
+    biases = [((3, 2.0), (7, -4.0)), (), ((9, 1.5),), ((3, -3.0), (11, 30.0))]
+    settings = SampleSettings.of([SampleRow(bias=bias) for bias in biases])
+    whole = adjust(logits, settings, None)
+    assert whole[3].argmax() == 11 and not torch.equal(whole, logits)
+    for chosen in ([2], [1, 3], [3, 0]):
+        some = settings.of_rows(settings.words_SP[chosen])
+        assert torch.equal(adjust(logits[chosen], some, None), whole[chosen])

@@ -124,6 +124,7 @@ def test_every_chunk_runs_a_split_of_the_boundaries(window):
         sm_count=H200,
     )
     splits = {split(*case) for case in warmed}
+    assert len(splits) == len(warmed), "each of them once"
     for tokens in range(9, BUDGET, 61):
         for keys in range(tokens, 32768, 509):
             assert split(tokens, keys) in splits, (tokens, keys)

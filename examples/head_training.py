@@ -1,0 +1,156 @@
+"""What train_eagle3.py and train_medusa.py share: flags, data, the training, what is told of it."""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from calibrate.heads.fit import FitSettings, Losses, accuracies, fit
+from calibrate.heads.target import Target
+from calibrate.heads.windows import continued_windows, load_windows, save_windows, text_windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a training took, and what came of it."""
+
+    windows: tuple[int, int]  # how many, and their length in tokens
+    batches: int
+    seconds: float
+    parameters: int
+    accuracy: list[float]  # of each step or head, on the windows held out
+
+
+def add_flags(made: argparse.ArgumentParser) -> None:
+    """Of the data, the training and its result."""
+    made.add_argument("--data", help="texts: .jsonl, .txt or .md")
+    made.add_argument("--output", required=True, help="folder to write")
+    made.add_argument("--held-out", help="texts to measure on; default: a twentieth of the windows")
+    made.add_argument("--held-windows", type=int, default=256, help="most windows to measure on")
+    made.add_argument("--windows", help="windows that --save-windows kept, in place of --data")
+    made.add_argument("--save-windows", help="file to keep the windows in")
+    made.add_argument("--length", type=int, default=512, help="tokens of a window")
+    made.add_argument("--continued", type=int, default=8192, help="windows that the target writes")
+    made.add_argument("--sampling-batch", type=int, default=256)
+    made.add_argument("--sampling-seconds", type=float, default=math.inf, help="most time for it")
+    made.add_argument("--temperature", type=float, default=1.0, help="of the target's own texts")
+    made.add_argument("--epochs", type=int, default=3, help="more data is better than more of them")
+    made.add_argument("--batch", type=int, default=32, help="windows of a step")
+    made.add_argument("--rate", type=float, default=8e-3, help="of layers")
+    made.add_argument("--output-rate", type=float, default=5e-4, help="of output matrices")
+    made.add_argument("--seconds", type=float, default=math.inf, help="most time for training")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--seed", type=int, default=0)
+
+
+def chosen_device(arguments: argparse.Namespace) -> str:
+    """--device, where `auto` is the GPU if there is one."""
+    if arguments.device != "auto":
+        return arguments.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def read_windows(
+    arguments: argparse.Namespace, target: Target
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(windows to train on, windows held out), token ids [W, S] each.
+
+    From --windows, or from the texts of --data and what the target writes behind their beginnings.
+    Kept in --save-windows if that is given.
+    """
+    if arguments.windows:
+        windows_WS = load_windows(arguments.windows)
+        length = windows_WS.shape[1]
+    else:
+        length = arguments.length
+        texts_WS = text_windows(arguments.data, target, length, seed=arguments.seed)
+        windows_WS = texts_WS
+        if arguments.continued:
+            made_WS = continued_windows(
+                target,
+                texts_WS,
+                arguments.continued,
+                batch=arguments.sampling_batch,
+                temperature=arguments.temperature,
+                seconds=arguments.sampling_seconds,
+                seed=arguments.seed,
+            )
+            windows_WS = torch.cat([texts_WS, made_WS])
+    if arguments.held_out:
+        held_WS = text_windows(arguments.held_out, target, length, most=arguments.held_windows)
+    else:
+        most = max(1, min(arguments.held_windows, len(windows_WS) // 20))
+        held_WS, windows_WS = windows_WS[:most], windows_WS[most:]
+    if arguments.save_windows:
+        save_windows(arguments.save_windows, windows_WS)
+    return windows_WS, held_WS
+
+
+def train(
+    head: torch.nn.Module,
+    losses: Losses,
+    windows_WS: torch.Tensor,
+    held_WS: torch.Tensor,
+    arguments: argparse.Namespace,
+    *,
+    outputs: tuple[torch.nn.Parameter, ...],
+    measured: Losses | None = None,
+    **settings: float,
+) -> Trained:
+    """Train a head in place and measure it on the windows held out; `outputs` as `fit` has them.
+
+    `measured`: what gives the accuracy, if not `losses`; `settings`: of FitSettings, beyond what
+    the flags say.
+    """
+    chosen = FitSettings(
+        epochs=arguments.epochs,
+        batch=arguments.batch,
+        rate=arguments.rate,
+        output_rate=arguments.output_rate,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        **settings,
+    )
+    started = time.monotonic()
+    watched_WS = held_WS[: arguments.batch]
+    batches = fit(head, windows_WS, losses, chosen, outputs=outputs, held_WS=watched_WS)
+    return Trained(
+        windows=tuple(windows_WS.shape),
+        batches=batches,
+        seconds=time.monotonic() - started,
+        parameters=sum(each.numel() for each in head.parameters()),
+        accuracy=accuracies(held_WS, measured or losses, arguments.batch),
+    )
+
+
+def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As they are written: in bfloat16, on the CPU."""
+    return {name: each.detach().to("cpu", torch.bfloat16) for name, each in tensors.items()}
+
+
+def write_result(
+    arguments: argparse.Namespace, trained: Trained, accuracy_of: Literal["steps", "heads"]
+) -> None:
+    """Write training.json into the folder, and print it."""
+    result = {
+        "target": arguments.model,
+        "windows": list(trained.windows),
+        "batches": trained.batches,
+        "seconds": round(trained.seconds, 1),
+        "parameters": trained.parameters,
+        f"accuracy_of_{accuracy_of}": [round(each, 4) for each in trained.accuracy],
+        "expected_acceptance_length": round(expected_length(trained.accuracy), 3),
+    }
+    (Path(arguments.output) / "training.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+
+
+def expected_length(accuracy: list[float]) -> float:
+    """Tokens of a verify, its own included, were each step right on its own."""
+    return 1 + sum(math.prod(accuracy[: count + 1]) for count in range(len(accuracy)))

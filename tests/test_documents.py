@@ -1,0 +1,63 @@
+"""What the Markdown pages point at is there: files, headings, names in CONTRIBUTING.md."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("formats", "qkernels", "calibrate", "qserve", "examples", "tests")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of a page end with, as GitHub makes it of their text."""
+    headings = re.findall(r"^#+ +(.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    texts = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {text.strip().replace(" ", "-") for text in texts}
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Path from the root -> text, of every Python file."""
+    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{target}: no such file"
+        if anchor:
+            assert anchor in anchors(linked), f"{target}: no such heading"
+
+
+def test_files_that_recipes_name():
+    """A path from the root or from a package, or the end of one."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {each for each in CODE.findall(text) if re.fullmatch(r"[\w./]+\.(py|md|sh|txt)", each)}
+    assert len(named) > 100
+    paths = [str(file.relative_to(ROOT)) for file in [*PAGES, ROOT / "tests/constraints.txt"]]
+    paths += [*sources(), "tests/run.sh"]
+    missing = {each for each in named if not any(f"/{path}".endswith(f"/{each}") for path in paths)}
+    assert not missing
+
+
+def test_tables_that_recipes_name():
+    """Upper-case names and classes stand in the code as they are written."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(CODE.findall(text))
+    named = {each for each in named if re.fullmatch(r"[A-Z][A-Z_]{2,}|([A-Z][a-z]+){2,}", each)}
+    assert len(named) > 30
+    code = "\n".join(sources().values())
+    assert not {each for each in named if not re.search(rf"\b{each}\b", code)}
