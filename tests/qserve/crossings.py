@@ -140,7 +140,7 @@ def draw(seed: int, *, vocab_size: int, drafters=DRAFTERS, has_forms=True, has_a
 
 
 def _settings(rng, drafters, has_adapters) -> dict[str, Any]:
-    page, seqs = rng.choice([1, 2, 4, 8, 16, 32]), rng.choice([1, 2, 3, 6, 12])
+    page, seqs = rng.choice([1, 2, 4, 4, 8, 16]), rng.choice([1, 2, 3, 6, 12])
     longest = -(-MAX_LEN // page)
     found = {
         "block_size": page,
@@ -209,10 +209,10 @@ def _api_request(rng, number, step, shared, vocab_size, has_forms, settings) -> 
 def _prompt(rng, shared, vocab_size) -> list[int]:
     own = [rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 2, 8, 9, 16, 17, 33, 48]))]
     kind = rng.random()
-    if kind < 0.4:
-        own = rng.choice(shared)[: rng.randint(1, 40)] + own[: rng.choice([0, 1, 6, 20])]
+    if kind < 0.45:
+        own = rng.choice(shared) + own[: rng.choice([0, 1, 6, 20])]
     elif kind < 0.55:
-        own = list(rng.choice(shared))
+        own = shared[-1][: rng.randint(1, 40)]
     elif kind < 0.7:  # what ngram and suffix find again
         own = (own[: rng.randint(1, 9)] * 30)[:40]
     return own[: MAX_LEN - rng.choice([1, 12, 12, 12])]
@@ -300,8 +300,9 @@ def run(drawn: Draw, folder, path, adapters=()) -> tuple[dict[str, Got], set[str
         engine.scheduler.check_integrity()
         steps += 1
     pool, report = engine.scheduler.pool, engine.report()
-    assert pool.num_free == pool.num_pages and not engine._requests and not engine._telling
-    assert not (engine._masks._requests or report.num_waiting_tokens or report.running_adapters)
+    assert pool.num_free == pool.num_pages and not engine._requests
+    assert not (engine._masks._requests or engine._flights._telling)
+    assert not (report.num_running or report.num_waiting or report.running_adapters)
     assert not report.waiting_adapters
     assert all(each.end is not None for name, each in found.items() if name not in aborted)
     return found, aborted, refused

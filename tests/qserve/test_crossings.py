@@ -17,8 +17,10 @@ from tests.qserve.crossings import DRAFTERS, NUM_ADAPTERS, Alone, draw, run
 
 SLACK = 1e-4  # of a log probability
 exhaustive = pytest.mark.exhaustive
-# model -> seeds of the default run; docs has a tokenizer, and drafters of its own
-QUICK = {"docs": (2, 9), "gemma3": (5,), "qwen3_next": (1,)}
+# model -> seeds of the default run: of those that fail where an adapter's pages are found by another,
+# where counts for penalties are lost with the pages, where refused drafts count as computed, and
+# where beams write to shared pages.
+QUICK = {"docs": (11, 13, 54)}
 SEEDS = 24
 CASES = [
     pytest.param(model, seed, marks=() if seed in QUICK.get(model, ()) else exhaustive)
@@ -107,7 +109,7 @@ def assert_same(asked, got, want):
     np.testing.assert_allclose(*vectors, atol=1e-3, rtol=1e-3, err_msg=str(asked))
     for ours, theirs in zip(got.beams, want.beams, strict=True):
         assert ours.token_ids == theirs.token_ids and ours[3:6] == theirs[3:6], asked
-        assert ours.score == pytest.approx(theirs.score, abs=SLACK), asked
+        assert ours.score == pytest.approx(theirs.score, abs=SLACK, rel=1e-5), asked
         assert_same_logprobs(asked, ours.logprobs, theirs.logprobs)
 
 
