@@ -17,9 +17,9 @@ from tests.qserve.crossings import DRAFTERS, NUM_ADAPTERS, Alone, draw, run
 
 SLACK = 1e-4  # of a log probability
 exhaustive = pytest.mark.exhaustive
-# model -> seeds of the default run: of those that fail where an adapter's pages are found by another,
-# where counts for penalties are lost with the pages, where refused drafts count as computed, and
-# where beams write to shared pages.
+# model -> seeds of the default run. They fail where requests find another adapter's pages, where
+# counts for penalties are lost with the pages, where refused drafts count as computed, and where
+# beams write to shared pages.
 QUICK = {"docs": (11, 13, 54)}
 SEEDS = 24
 CASES = [
