@@ -21,11 +21,11 @@ exhaustive = pytest.mark.exhaustive
 # counts for penalties are lost with the pages, where refused drafts count as computed, and where
 # beams write to shared pages.
 QUICK = {"docs": (11, 13, 54)}
-SEEDS = 24
+NUM_SEEDS, NUM_SEEDS_OF_DOCS = 6, 60
 CASES = [
     pytest.param(model, seed, marks=() if seed in QUICK.get(model, ()) else exhaustive)
     for model in ("docs", "w4a16", *TINY_FAMILIES)
-    for seed in range(5 * SEEDS if model == "docs" else SEEDS)
+    for seed in range(NUM_SEEDS_OF_DOCS if model == "docs" else NUM_SEEDS)
 ]
 
 
@@ -126,7 +126,7 @@ def assert_same_logprobs(asked, got, want):
 def test_draws_hold_what_is_to_meet(docs_5m):
     """Or the crossings would test less than they say."""
     settings, params, handlings = set(), set(), set()
-    for seed in range(5 * SEEDS):
+    for seed in range(NUM_SEEDS_OF_DOCS):
         drawn = draw(seed, vocab_size=8192)
         settings |= drawn.settings.keys()
         for asked in drawn.requests:
