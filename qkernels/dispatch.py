@@ -243,17 +243,19 @@ def choose(op: str, problem: Problem) -> Kernel:
     if unknown:
         names = ", ".join(dict.fromkeys(n for row in candidates for n in (row.name, *row.variants)))
         raise KernelError(f"kernel {unknown[0]!r}", f"unknown to {op}", f"known: {names}")
-    refused = None
+    refused: dict[str, str] = {}  # reason -> the first row that gives it
     for row in candidates:
         if row.passed_over(problem) is None:
             reason = row.supports(problem)
             if reason is None:
                 return row
-            refused = refused or (row.name, reason)
-    if choice.only is None or refused is None:
+            refused.setdefault(reason, row.name)
+    if choice.only is None or not refused:
         never = ", ".join(sorted(choice.never))
         raise KernelError(f"operation {op!r}", f"nothing else can do it: {never} was forbidden")
-    raise KernelError(f"kernel {refused[0]!r}", refused[1], "ask for no kernel by name")
+    reasons = [f"{name} {reason}" for reason, name in refused.items()]
+    text = next(iter(refused)) if len(refused) == 1 else "; ".join(reasons)
+    raise KernelError(f"kernel {choice.only!r}", text, "ask for no kernel by name")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,8 +9,10 @@ from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from qkernels import dispatch, explain
 from qkernels import problem as problem_module
 from qkernels.attention import supports as attention_supports
+from qkernels.errors import KernelError
 from qkernels.gpu import device
 from qkernels.gpu import device as gpu_device
+from qkernels.problem import Problem
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.table import TuningRow
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig
@@ -324,3 +326,13 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     reason = next(choice.reason for choice in explanation if choice.name == "triton")
     assert taken(explanation) == ["reference"] and "sm_89" in reason
     assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
+
+
+def test_a_variant_that_nothing_can_run_is_called_as_it_was_asked_for():
+    """Of several rows that have such a variant, each that refuses for its own reason is named."""
+    asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
+    message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"
+    with pytest.raises(KernelError, match=message):
+        dispatch.choose("linear", Problem(**asked))
+    with pytest.raises(KernelError, match="kernel 'triton': runs on cuda, not on cpu .ask"):
+        dispatch.choose("linear", Problem(**asked | {"requested": "triton"}))
