@@ -47,12 +47,14 @@ class JournalError(CheckpointError):
 
 
 class Journal:
-    """Use as a context manager: a user's error removes the folder, a crash leaves it."""
+    """Use as a context manager: a crash leaves the folder, and so does anything that fails once all
+    layers are solved; a user's error before that removes it."""
 
     def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
         """Open or start. Raises JournalError where an unfinished run differs in its settings."""
         target = Path(target).resolve()
         self.folder = target.parent / f".{target.name}.unfinished"
+        self.all_solved = False  # set by the pipeline
         # As it comes back from the file: tuples are lists there.
         self.identity = json.loads(json.dumps(identity))
         path = self.folder / IDENTITY
@@ -86,7 +88,8 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, JournalError):
             return
-        if issubclass(kind, InputError) and not issubclass(kind, DiskError):
+        mended = issubclass(kind, DiskError) or self.all_solved  # without other layers
+        if issubclass(kind, InputError) and not mended:
             self.remove()
         elif any(self.folder.glob("layer-*")):
             log.warning(

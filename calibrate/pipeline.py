@@ -237,6 +237,7 @@ def quantize_checkpoint(
                 if kv_scales is not None:
                     output.add_kv_scales(in_layer.prefix, kv_scales)
             _log_layer(in_layer.prefix, finished.reports)
+        journal.all_solved = True
         output.add_rest(model_tensors, model)  # embeddings, last norm, head
 
         with clock("perplexity"):

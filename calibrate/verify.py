@@ -20,7 +20,7 @@ from formats.quant_config import BLOCK, METHODS, QuantConfig
 from formats.scheme import Scheme
 from formats.weights import Weight, tensors_of
 
-REMEDY = "nothing was published; check the disk, and run again"
+REMEDY = "nothing was published; check the disk, and run the same command again"
 
 
 class Source(Protocol):

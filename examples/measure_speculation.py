@@ -185,7 +185,8 @@ def breakdown(llm) -> dict[str, float]:
     if runner.graphs is None:
         return {}
     from qkernels import ops
-    from qkernels.sampling.settings import SampleRow, SampleSettings
+    from qkernels.sampling.settings import SampleSettings
+    from qkernels.sampling.words import SampleRow
 
     def timed(work, count: int = 100) -> float:
         for _ in range(10):

@@ -5,6 +5,7 @@ The server's way to the engine without HTTP: steps go on while the program does 
 
 import asyncio
 import contextlib
+import itertools
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,10 +16,11 @@ from formats.errors import InputError
 from qserve.bad_words import with_bad_words
 from qserve.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
 from qserve.beam_search_params import BeamSearchParams
-from qserve.config import EngineConfig
+from qserve.config import EngineConfig, engine_config
 from qserve.engine.process import ENGINE
 from qserve.engine.request import RequestEvent
 from qserve.engine.supervisor import EngineSupervisor
+from qserve.generation_defaults import load_defaults
 from qserve.handling import Handling
 from qserve.lora.request import LoRARequest
 from qserve.outputs import (
@@ -48,13 +50,13 @@ class AsyncLLM:
 
         `engine`: the class that the process runs, as MODULE:NAME.
         """
-        unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
-        if unknown:
-            raise InputError(f"AsyncLLM({', '.join(sorted(unknown))})", "no such setting")
-        self.config = EngineConfig(model=str(model), **settings)
+        self.config = engine_config("AsyncLLM", model, settings)
         self._engine = engine
         self._starting: asyncio.Task[tuple[Tokenizer, EngineSupervisor]] | None = None
         self._inboxes: dict[str, asyncio.Queue] = {}  # of the requests that run
+        # The engine's name of a choice ends with one of these. The caller's name may come again
+        # while events of the aborted request that had it are still on their way.
+        self._numbers = itertools.count()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
@@ -91,7 +93,7 @@ class AsyncLLM:
         tokenizer, client = await self._ready()
         # Tokenizing a long text takes long enough to hold up the loop.
         text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
-        params = sampling_params or SamplingParams()
+        params = sampling_params or SamplingParams(**load_defaults(tokenizer.folder))
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         handling = handling_of(prompt, priority, lora_request)
@@ -99,7 +101,7 @@ class AsyncLLM:
         inbox = self._inbox(name)
         tasks = [
             asyncio.create_task(
-                _feed(inbox, client, builder.engine_id(index), ids, each, name, handling, index)
+                _feed(inbox, client, self._engine_id(name), ids, each, name, handling, index)
             )
             for index, each in enumerate(builder.params)
         ]
@@ -144,8 +146,8 @@ class AsyncLLM:
         name = request_id if request_id is not None else uuid.uuid4().hex
         handling = replace(handling_of(prompt, priority, lora_request), beam_search=params)
         sampling = sampling_params(params)
-        inbox = self._inbox(name)
-        task = asyncio.create_task(_feed(inbox, client, name, ids, sampling, name, handling))
+        inbox, engine_id = self._inbox(name), self._engine_id(name)
+        task = asyncio.create_task(_feed(inbox, client, engine_id, ids, sampling, name, handling))
         event = None
         try:
             while event is None or event.finish_reason is None:
@@ -195,6 +197,9 @@ class AsyncLLM:
             raise InputError(f"request {name}", "is running already", "give each its own id")
         inbox = self._inboxes[name] = asyncio.Queue()
         return inbox
+
+    def _engine_id(self, name: str) -> str:
+        return f"{name}-{next(self._numbers)}"
 
     async def _ready(self) -> tuple[Tokenizer, EngineSupervisor]:
         """Raises EngineDeadError where the engine has died."""

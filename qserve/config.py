@@ -4,7 +4,10 @@ A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the
 Names follow vLLM where the meaning is the same.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from formats.errors import InputError
 from formats.names import KV_CACHES
@@ -227,6 +230,19 @@ class EngineConfig:
                 )
             found[operation] = ",".join(filter(None, (found.get(operation), name)))
         return found
+
+
+def engine_config(subject: str, model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """The settings of an engine as Python code gives them, some as dicts. Raises InputError."""
+    unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
+    if unknown:
+        raise InputError(f"{subject}({', '.join(sorted(unknown))})", "no such setting")
+    texts = {
+        name: json.dumps(settings[name])
+        for name in ("speculative_config", "kv_transfer_config")
+        if isinstance(settings.get(name), dict)
+    }
+    return EngineConfig(**{**settings, **texts, "model": str(model)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,10 @@ from formats.errors import InputError
 from qserve import llm_beams, llm_pooling, scoring
 from qserve.beam_outputs import BeamSearchOutput
 from qserve.beam_search_params import BeamSearchParams
+from qserve.config import engine_config
 from qserve.engine.engine import Engine
-from qserve.llm_engine import LLMEngine, engine_config
+from qserve.generation_defaults import load_defaults
+from qserve.llm_engine import LLMEngine
 from qserve.llm_pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -38,7 +40,7 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         """`settings` are EngineConfig's fields. Raises InputError."""
-        self.llm_engine = LLMEngine(engine_config(model, settings))
+        self.llm_engine = LLMEngine(engine_config("LLM", model, settings))
         self._num_requests = 0
 
     @property
@@ -53,6 +55,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when first needed: prompts of token ids need none."""
         return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where it is given nothing; generation_config.json counts."""
+        return SamplingParams(**load_defaults(self.engine.config.model))
 
     def generate(
         self,
@@ -73,7 +79,7 @@ class LLM:
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
-            params = [sampling_params or SamplingParams()] * len(batch)
+            params = [sampling_params or self.get_default_sampling_params()] * len(batch)
         if len(params) != len(batch):
             raise InputError(
                 "sampling_params", f"expected one or {len(batch)}, found {len(params)}"

@@ -3,9 +3,7 @@
 For programs that drive the engine themselves; `LLM` is the loop around it. Knows no HTTP.
 """
 
-import json
 from collections.abc import Iterable
-from typing import Any
 
 from formats.errors import InputError
 from qserve.bad_words import with_bad_words
@@ -22,17 +20,6 @@ from qserve.outputs import (
 )
 from qserve.sampling_params import SamplingParams
 from qserve.text import Tokenizer
-
-
-def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
-    """The settings of an engine, given by name. Raises InputError, also for unknown names."""
-    unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
-    if unknown:
-        raise InputError(f"LLM({', '.join(sorted(unknown))})", "no such setting")
-    speculation = settings.get("speculative_config")
-    if isinstance(speculation, dict):
-        settings = settings | {"speculative_config": json.dumps(speculation)}
-    return EngineConfig(model=str(model), **settings)
 
 
 class LLMEngine:

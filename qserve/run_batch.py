@@ -21,7 +21,10 @@ from qserve.server.app import build_app
 from qserve.text import Tokenizer
 from qserve.tool_config import BatchConfig
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+URLS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+)
 MANY = 2**31 - 1  # no limit: one user's file is no crowd
 
 

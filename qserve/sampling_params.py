@@ -1,12 +1,14 @@
 """SamplingParams: what a request asks of the sampler. Loads no torch; field names are vLLM's."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from qserve.errors import ParameterError
+from qserve.parameter_types import Check, biases, flag, integer, integers, number, texts
 from qserve.structured.params import StructuredOutputsParams, as_structured_outputs
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024  # of one stop string: text is held back and searched for it
 MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -23,6 +25,8 @@ MAX_REPETITION_PENALTY = 100.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to pick tokens and when to stop. temperature 0 is greedy. Raises ParameterError.
+
+    None means what is not given, as null does in the body of a request; of max_tokens, no limit.
 
     Logits are biased, then penalized, then divided by the temperature. Filters apply to the
     probabilities after temperature, in the order min_p, top_k, top_p. Log probabilities are the
@@ -56,18 +60,13 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        bias = self.logit_bias or ()
-        entries = bias.items() if isinstance(bias, dict) else bias
-        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in entries))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if isinstance(self.bad_words, str):
-            object.__setattr__(self, "bad_words", (self.bad_words,))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.name != "max_tokens":
+                value = field.default
+            if value is not None and (check := TYPES.get(field.name)) is not None:
+                value = check(field.name, value)
+            object.__setattr__(self, field.name, value)
         sequences = tuple(map(tuple, self.bad_words_token_ids or ()))
         object.__setattr__(self, "bad_words_token_ids", sequences)
         form = as_structured_outputs(self.structured_outputs)
@@ -88,7 +87,6 @@ class SamplingParams:
             1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             f"{1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:g}",
         )
-        self._require_at_most("logit_bias", MAX_LOGIT_BIAS, "tokens")
         self._require(
             "logit_bias",
             all(token >= 0 and -100 <= value <= 100 for token, value in self.logit_bias),
@@ -113,9 +111,7 @@ class SamplingParams:
         )
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._require("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
-        self._require_at_most("stop", MAX_STOP_STRINGS, "strings")
         self._require("stop", all(self.stop), "no empty string")
-        self._require_at_most("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids")
         self._require(
             "stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "ids of 0 or more"
         )
@@ -141,15 +137,9 @@ class SamplingParams:
 
     def _check_filter(self) -> None:
         if self.allowed_token_ids is not None:
-            self._require_at_most("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, "ids")
             self._require("allowed_token_ids", len(self.allowed_token_ids) > 0, "one id or more")
             self._require("allowed_token_ids", min(self.allowed_token_ids) >= 0, "ids of 0 or more")
-        self._require_at_most("bad_words", MAX_BAD_WORDS, "words")
         self._require("bad_words", all(map(str.strip, self.bad_words)), "no empty word")
-        longest = max(map(len, self.bad_words), default=0)
-        if longest > MAX_BAD_WORD_CHARS:
-            problem = f"expected words of at most {MAX_BAD_WORD_CHARS} characters, found {longest}"
-            raise ParameterError("bad_words", problem)
         if self.bad_words_token_ids:
             self._require_at_most("bad_words_token_ids", 2 * MAX_BAD_WORDS, "sequences")
             self._require("bad_words_token_ids", all(self.bad_words_token_ids), "no empty sequence")
@@ -164,3 +154,24 @@ class SamplingParams:
         count = len(getattr(self, name))
         if count > limit:
             raise ParameterError(name, f"expected at most {limit} {what}, found {count}")
+
+
+# of each field: what it may be beside None, and what it is kept as
+TYPES: dict[str, Check] = {
+    **dict.fromkeys(
+        ("n", "top_k", "logprobs", "prompt_logprobs", "seed", "max_tokens", "min_tokens"), integer
+    ),
+    **dict.fromkeys(
+        (
+            *("temperature", "top_p", "min_p"),
+            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        ),
+        number,
+    ),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"), flag),
+    "logit_bias": biases(MAX_LOGIT_BIAS),
+    "stop": texts(MAX_STOP_STRINGS, "strings", MAX_STOP_CHARS),
+    "stop_token_ids": integers(MAX_STOP_TOKEN_IDS),
+    "allowed_token_ids": integers(MAX_ALLOWED_TOKEN_IDS),
+    "bad_words": texts(MAX_BAD_WORDS, "words", MAX_BAD_WORD_CHARS),
+}

@@ -11,6 +11,7 @@ from qserve.tool_config import TalkConfig
 
 KEYS = ("QSERVE_API_KEY", "OPENAI_API_KEY")  # environment variables, where no --api-key is given
 PROMPT = "> "
+DIM, PLAIN = "\033[2m", "\033[0m"  # how a terminal shows reasoning
 Show = Callable[[str], None]
 
 
@@ -92,12 +93,19 @@ def _inputs(is_terminal: bool) -> Iterator[str]:
 def _show(
     events: Iterator[dict], text_of: Callable[[dict], str], said: list[str], stats: bool
 ) -> None:
-    """Print text as it comes, then, if asked for, how fast it came."""
+    """Print text as it comes, then, if asked for, how fast it came. Reasoning is for terminals."""
     started, first, last, count = time.perf_counter(), None, 0.0, 0
+    is_terminal, is_thinking = sys.stdout.isatty(), False
     for event in events:
         for choice in event.get("choices") or ():
-            text = text_of(choice)
-            if text:
+            text, thought = text_of(choice), _reasoning(choice)
+            if is_terminal and thought:  # a model may think for minutes before it says something
+                print(DIM + thought + PLAIN, end="", flush=True)
+                is_thinking = True
+            if is_thinking and text:
+                print()
+                is_thinking = False
+            if text or thought:
                 last, count = time.perf_counter(), count + 1
                 first = first or last
                 said.append(text)
@@ -112,6 +120,12 @@ def _show(
 
 def _message(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
+
+
+def _reasoning(choice: dict) -> str:
+    """What a reasoning model thinks, under the names that servers have for it."""
+    delta = choice.get("delta") or {}
+    return delta.get("reasoning_content") or delta.get("reasoning") or ""
 
 
 def _chat_text(choice: dict) -> str:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from formats.errors import InputError, one_line
 from qserve.chat_prompt import ChatPrompt, control_pattern
 from qserve.engine.request import Hypothesis, RequestEvent, TokenLogprobs
+from qserve.load_tokenizer import load_tokenizer
 from qserve.sampling_params import ParameterError, SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are not, or not yet, a character
@@ -57,13 +58,8 @@ class Tokenizer:
         self.folder = str(folder)
         if not Path(folder).is_dir():
             raise TextError(self.folder, "is not a folder", "give the folder of a model")
-        # Here, not above: it takes as long as starting an engine process, and runs beside that.
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self.folder, trust_remote_code=False, local_files_only=True
-            )
+            self._tokenizer = load_tokenizer(folder)
         # A broken file raises whatever its parser raises, up to a bare Exception from Rust.
         except Exception as error:
             has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)

@@ -61,7 +61,9 @@ MUST_NOT_LOAD = {
     "qserve.cli": {"torch", "transformers", "fastapi"},
     "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
     "qserve.engine.engine": {"fastapi", "transformers"},  # which takes seconds (filled_config.py)
-    "qserve.engine.process": {"fastapi", "uvicorn", "prometheus_client"},
+    # neither side of the pipe to the engine needs torch before the engine does
+    "qserve.engine.client": {"torch", "fastapi"},
+    "qserve.engine.process": {"torch", "fastapi", "uvicorn", "prometheus_client"},
 }
 
 

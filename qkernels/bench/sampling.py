@@ -8,7 +8,8 @@ import torch
 from qkernels import ops
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
 from qkernels.sampling import reference as reference_sampling
-from qkernels.sampling.settings import SampleRow, SampleSettings
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import SampleRow
 
 VOCABULARY = 128256
 SAMPLING_M = (1, 8, 32, 128, 256)

@@ -1,6 +1,6 @@
 """What a row's settings do to its logits, and its noise: device functions of the sampling kernels.
 
-Rounding where sampling/reference.py rounds; `words` are a row's of sampling/settings.py.
+Rounding where sampling/reference.py rounds; `words` are a row's of sampling/words.py.
 """
 
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from qkernels.gpu.device import INTERPRETED
 from qkernels.sampling.reference import GOLDEN, MIN_TEMPERATURE, MIX_1, MIX_2
-from qkernels.sampling.settings import BIAS_END, BIAS_START, NUMBERS
+from qkernels.sampling.words import BIAS_END, BIAS_START, NUMBERS
 
 if not INTERPRETED:
     from triton.language.extra import libdevice

@@ -5,7 +5,8 @@ import torch
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
-from qkernels.sampling.settings import MAX_LOGPROBS, NUM_WORDS, Samples, SampleSettings
+from qkernels.sampling.settings import MAX_LOGPROBS, Samples, SampleSettings
+from qkernels.sampling.words import NUM_WORDS
 
 
 def sample_(

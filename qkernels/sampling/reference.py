@@ -8,14 +8,8 @@ draws from the softmax (Gumbel-max).
 
 import torch
 
-from qkernels.sampling.settings import (
-    BIAS_END,
-    BIAS_START,
-    INVALID_TOKEN,
-    MASK_BITS,
-    Samples,
-    SampleSettings,
-)
+from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.words import BIAS_END, BIAS_START, MASK_BITS
 
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow
 

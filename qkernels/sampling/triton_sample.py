@@ -29,7 +29,8 @@ from qkernels.sampling.candidates import (
     store_many,
 )
 from qkernels.sampling.logits import adjust, filters, key_of, log, noise, order, settings_of, weight
-from qkernels.sampling.settings import INVALID_TOKEN, NUM_WORDS, NUMBERS, Samples, SampleSettings
+from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.words import NUM_WORDS, NUMBERS
 
 CHUNK_GROUPS = 16  # groups of one block of the first kernel
 CHUNK = GROUP * CHUNK_GROUPS

@@ -11,6 +11,7 @@ from qserve.bench.machine import engine_settings, machine, write_json
 from qserve.bench.offline_settings import LatencySettings
 from qserve.bench.statistics import mean, percentiles
 from qserve.config import EngineConfig
+from qserve.engine.sizes import check_input_len
 from qserve.llm import LLM
 from qserve.profile.recorder import recorded
 from qserve.profile.report import write_report
@@ -22,6 +23,7 @@ MOST_ID = 10_000  # prompts are random ids below it, as vLLM's
 
 def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -> int:
     """The command. The prefix cache is emptied before each iteration."""
+    check_input_len(engine, settings.input_len, settings.output_len)
     llm = LLM(**dataclasses.asdict(engine))
     random = np.random.default_rng(engine.seed)
     shape = (settings.batch_size, settings.input_len)

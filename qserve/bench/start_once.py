@@ -29,14 +29,18 @@ def main() -> None:
     logger = logging.getLogger("qserve.engine.start_phases")
     logger.addHandler(phases)
     logger.setLevel(logging.INFO)
+    from qserve.config import EngineConfig
+    from qserve.engine.sizes import check_input_len
     from qserve.llm import LLM
     from qserve.sampling_params import SamplingParams
 
     imported = time.time()
-    llm = LLM(**json.loads(sys.argv[1]))
+    settings, input_len = json.loads(sys.argv[1]), int(sys.argv[2])
+    check_input_len(EngineConfig(**settings), input_len, 1)
+    llm = LLM(**settings)
     ready = time.time()
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
-    llm.generate([[5] * int(sys.argv[2])], params, use_tqdm=False, detokenize=False)
+    llm.generate([[5] * input_len], params, use_tqdm=False, detokenize=False)
     times = {"begun": BEGUN, "imported": imported, "ready": ready, "first_token": time.time()}
     print(json.dumps(times | {"phases": phases.seconds}))
 

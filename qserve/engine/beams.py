@@ -190,6 +190,12 @@ class BeamGroup:
         subject = f"request {request.request_id} beam_width"
         most, ends = self.search.num_candidates, len(self.search.all_ends)
         limit = min(MAX_LOGPROBS, vocab_size)
+        if ends >= limit:
+            raise InputError(
+                f"request {request.request_id} beam search",
+                f"expected fewer than {limit} tokens that end a beam, found {ends}",
+                "give fewer stop_token_ids",
+            )
         if most > limit:
             raise InputError(
                 subject,

@@ -127,8 +127,13 @@ class PagePool:
             self._keys[page] = key
 
     def withdraw(self, pages: Iterable[int]) -> None:
-        """Let nobody find these pages any more: what they hold is wrong."""
+        """Let nobody find these pages any more: what they hold is wrong.
+
+        In place of those that were given back tables list NULL_PAGE, which is passed over.
+        """
         for page in pages:
+            if page == NULL_PAGE:
+                continue
             key, self._keys[page] = self._keys[page], None
             if key is None:
                 continue
@@ -138,6 +143,14 @@ class PagePool:
             if page in self._cached:
                 del self._cached[page]
                 self._blank.append(page)
+
+    def withdraw_keys(self, keys: Iterable[bytes]) -> None:
+        """Let nobody find what these keys stand for, on the device or the host."""
+        for key in keys:
+            if key in self._pages:
+                self.withdraw([self._pages[key]])
+            elif self.host is not None:
+                self.host.drop(key)
 
     def withdraw_all(self) -> None:
         """Forget every key. Pages that are held stay so."""

@@ -62,7 +62,13 @@ class MaskJob:
 
 
 class DraftMasks:
-    """The masks along a request's drafts. They have a state of the grammar of their own."""
+    """The masks along a request's drafts. They have a state of the grammar of their own.
+
+    It is copied on the engine's thread: the request's takes tokens there, and the library lets
+    nobody read one meanwhile. Of a schema of 2744 properties a copy takes 5 us after 200 tokens and
+    16 us after 800; after 8000 of a regular expression 26 us. What the thread does for each draft
+    takes 140 us and 10 us (one core, llguidance 1.9.1).
+    """
 
     def __init__(self, request: Request, drafts: Sequence[int]) -> None:
         """Begin. What the request gets meanwhile changes nothing here."""
@@ -91,17 +97,27 @@ class DraftMasks:
 class MaskJobs:
     """Those of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
+        """`waits`: masks go along with the launch, so rows wait for the token before."""
+        self.waits = waits
         self._requests: dict[str, Request] = {}  # that have a grammar, or will
 
     def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
+        """Watch over the masks of a new request, if it has any."""
+        has_grammar = request.params.structured_outputs is not None
+        if has_grammar:
+            self._requests[request.request_id] = request
+        token_filter = request.token_filter
+        if has_grammar or (token_filter is not None and token_filter.follows_output):
+            request.follows_last |= self.waits
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
     def prepare(self) -> None:
-        """Begin the masks of all whose tokens are known, and wait a little for them."""
+        """Where rows wait: begin masks of all whose tokens are known, and wait a little."""
+        if not self.waits:
+            return
         ready = [
             request
             for request in self._requests.values()

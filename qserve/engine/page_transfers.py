@@ -168,9 +168,14 @@ class PageTransfers:
         """Forget a request that is not wanted any more. Returns whether it waited to be queued."""
         self._held.pop(request.request_id, None)
         found = self._fetches.pop(request, None)
-        if found is not None and found.loads:
+        if found is None:
+            return False
+        if found.loads:
             self._given_up.append(found)
-        return found is not None
+        if found.match is not None:
+            for fetch in self._followers(found.keys[0])[:1]:  # the others follow this one then
+                fetch.match = self._pages.match(fetch.keys)
+        return True
 
     def _take_ready(self, wait_a_little: bool) -> list[Request]:
         """Requests that need not wait any more: what was there for them is on the host now."""
@@ -251,11 +256,8 @@ class PageTransfers:
 
     def _follow(self, key: bytes) -> list[Request]:
         """Requests that waited for another one's fetch, which began at this key."""
-        followers = [
-            each for each in self._fetches.values() if each.match is None and each.keys[0] == key
-        ]
         ready = []
-        for fetch in followers:
+        for fetch in self._followers(key):
             del self._fetches[fetch.request]
             _, keys = self._cache.missing(fetch.request)
             if not keys or keys[0] == key:  # all is here, or it is nowhere
@@ -264,6 +266,11 @@ class PageTransfers:
             elif not self._fetch(fetch.request):
                 ready.append(fetch.request)
         return ready
+
+    def _followers(self, key: bytes) -> list[_Fetch]:
+        """Of requests that wait for another one's fetch, which begins at this key."""
+        fetches = self._fetches.values()
+        return [each for each in fetches if each.match is None and each.keys[0] == key]
 
     def _save(self, export: Export) -> list[Future]:
         """Copy a request's new pages off the device and begin to write them."""

@@ -20,6 +20,9 @@ FLAG = "--scheduling-policy"
 # Admissions that pass over higher priorities before one of those ages. One place in 65 is little to
 # the lower ones, and as much as a background job needs to come to its end.
 MAX_PASSES = 64
+# Steps of prompts alone, one after the other, before one of decodes, under any policy: prompts that
+# end with their first token could go on for ever.
+MAX_PROMPT_STEPS = 64
 # Looking for cached pages of more requests than this takes longer than it saves.
 MAX_COMPARED = 128
 
@@ -50,7 +53,7 @@ class Policy:
 
     # Admissions that may pass over higher levels before the oldest request of those joins the level
     # of the last one, for good.
-    max_passes: float = math.inf
+    max_passes: float = MAX_PASSES
 
     def __init__(self, *, prefill_batch_size: int = 1) -> None:
         self.prefill_batch_size = prefill_batch_size
@@ -87,8 +90,6 @@ class Policy:
 
 class Priority(Policy):
     """Lower numbers first, whenever they come; within a number as fcfs. What waits ages."""
-
-    max_passes = MAX_PASSES
 
     def level(self, request: Request) -> Any:
         return request.priority

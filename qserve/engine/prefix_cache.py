@@ -36,24 +36,23 @@ class PrefixCache:
         # tokens that were looked for, and those that were there, of requests when first admitted
         self._num_queries = self._num_hits = 0
         self._generation: int | str = 0
-        self._last: Request | None = None  # whose keys were made last
+        self._last: tuple[Request, bytes] | None = None  # whose keys were made last, and its root
 
     def add(self, request: Request) -> None:
         """Make the keys of a new request: 0.5 us for each page of 16 tokens."""
         if not self.enabled:
             return
-        last = self._last
+        last, last_root = self._last or (None, b"")
+        root = self._root_key(request)  # another where its adapter was read again
         if (
-            last is not None
-            and last.cache_salt == request.cache_salt
-            and last.adapter is request.adapter
+            last_root == root
             and last.num_prompt_tokens == request.num_prompt_tokens
             and last.token_ids[: last.num_prompt_tokens] == request.token_ids
         ):  # another output of the same prompt
             num_pages = request.num_prompt_tokens // self.pool.page_size
             request.page_keys = last.page_keys[:num_pages]
         self._extend_keys(request)
-        self._last = request
+        self._last = request, root
 
     def num_cached(self, request: Request) -> int:
         """Tokens of a waiting request that need not be computed now."""
@@ -144,6 +143,17 @@ class PrefixCache:
         counts = self._num_queries, self._num_hits
         self._num_queries = self._num_hits = 0
         return counts
+
+    def withdraw(self, request: Request) -> None:
+        """Let nobody find what a running request computed: it is wrong.
+
+        That holds for pages which it has given back, too, since they left its window.
+        """
+        table = request.block_table
+        self.pool.withdraw(table)
+        known = zip(table, request.page_keys, strict=False)
+        self.pool.withdraw_keys([key for page, key in known if page == NULL_PAGE])
+        self.keep_private(request)
 
     def keep_private(self, request: Request) -> None:
         """Publish nothing more of a running request."""

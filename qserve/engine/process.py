@@ -230,7 +230,9 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
             _start_thread(_read_adapter, line, engine, message.lora, inbox)
         elif isinstance(message, _AdapterRead):
             if not message.problem:
-                engine.adapters.put(message.lora.lora_name, message.lora.lora_path, message.packed)
+                lora = message.lora
+                packed, number = message.packed, lora.lora_int_id
+                engine.adapters.put(lora.lora_name, lora.lora_path, packed, number)
             line.send(AdapterLoaded(problem=message.problem))
         elif isinstance(message, UnloadAdapter):
             engine.adapters.remove(message.name)

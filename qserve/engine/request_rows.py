@@ -4,12 +4,15 @@ A step's arrays are gathered from them, so that a request that decodes costs nex
 Python. Knows requests, and no step. Legend: N rows, X pages of a block table, P words of sampling.
 """
 
+from itertools import chain
+
 import numpy as np
 
-from qkernels.sampling.settings import (
+from qkernels.sampling.words import (
     BIAS_END,
     BIAS_START,
     NUM_WORDS,
+    POSITION,
     SampleRow,
     pack_bias,
     pack_row,
@@ -26,7 +29,10 @@ class RequestRows:
     def __init__(self, num_rows: int) -> None:
         self.tables_NX = np.zeros((num_rows, table_width(1)), np.int32)
         self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
-        self.has_bias_N = np.zeros(num_rows, bool)  # it has to be packed in each step
+        self._has_bias_N = np.zeros(num_rows, bool)
+        # from which position on it may end: before it, its ends have a bias, too
+        self._may_end_from_N = np.zeros(num_rows, np.int64)
+        self._biases: list[tuple[list[int], list[int]]] = [([], [])] * num_rows  # before, then
         self.has_mask_N = np.zeros(num_rows, bool)  # it has a mask of its own in each step
         self.mask_follows_N = np.zeros(num_rows, bool)  # which depends on the tokens before
         self.has_grammar_N = np.zeros(num_rows, bool)  # which may take long
@@ -59,6 +65,22 @@ class RequestRows:
         """The rows of the newest step's samples that hold the requests' tokens in flight."""
         return self._sampled_N[rows]
 
+    def biases(self, rows_S: np.ndarray, words_SP: np.ndarray) -> np.ndarray:
+        """The bias entries of a step's samples, whose places are noted in `words_SP`. int64 [E]."""
+        (chosen,) = np.nonzero(self._has_bias_N[rows_S])
+        if not len(chosen):
+            return np.zeros(0, np.int64)
+        rows = rows_S[chosen]
+        may_end = words_SP[chosen, POSITION] >= self._may_end_from_N[rows]
+        biases = self._biases
+        found = [
+            biases[row][late] for row, late in zip(rows.tolist(), may_end.tolist(), strict=True)
+        ]
+        counts = np.array([len(entries) for entries in found], np.int64)
+        words_SP[chosen, BIAS_END] = ends = np.cumsum(counts)
+        words_SP[chosen, BIAS_START] = ends - counts
+        return np.array(list(chain.from_iterable(found)), np.int64)
+
     def recount(self, requests: list[Request]) -> None:
         """Of verifies that are cut short the device counts tokens that nobody takes."""
         for request in requests:
@@ -74,7 +96,12 @@ class RequestRows:
         sampling = sample_row(request, row)
         self.words_NP[row, :-2] = pack_row(sampling)
         self.words_NP[row, -2:] = 0
-        self.has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
+        self._has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
+        if self._has_bias_N[row]:
+            first = request.num_prompt_tokens
+            may_end_from = self._may_end_from_N[row] = first + request.params.min_tokens
+            early, late = sample_row(request, row, first), sample_row(request, row, may_end_from)
+            self._biases[row] = pack_bias(early), pack_bias(late)
         self.has_mask_N[row] = not (request.constraint is None and request.token_filter is None)
         self.has_grammar_N[row] = request.constraint is not None
         self.mask_follows_N[row] = request.constraint is not None or (
@@ -131,16 +158,3 @@ def sample_row(request: Request, row: int, position: int = 0) -> SampleRow:
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         bias=bias,
     )
-
-
-def biases(
-    requests: list[Request], positions: np.ndarray, has_bias_S: np.ndarray, words_SP: np.ndarray
-) -> np.ndarray:
-    """The bias entries of a step's samples, whose places are noted in `words_SP`. int64 [E]."""
-    entries: list[int] = []
-    for index in np.flatnonzero(has_bias_S):
-        request = requests[index]
-        words_SP[index, BIAS_START] = len(entries)
-        entries += pack_bias(sample_row(request, request.row, int(positions[index])))
-        words_SP[index, BIAS_END] = len(entries)
-    return np.array(entries, np.int64)

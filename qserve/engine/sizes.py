@@ -13,6 +13,26 @@ logger = logging.getLogger(__name__)
 
 
 def pick_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens that a prompt and its output may have, said in the log. Raises InputError."""
+    length, context = model_length(config, model), model.context
+    text = "Using max model len %d (config.json: %d by %s)"
+    logger.info(text, length, context.length, context.source)
+    return length
+
+
+def check_input_len(config: EngineConfig, input_len: int, output_len: int) -> None:
+    """Raise InputError where a model has no place for so many tokens. Reads its config alone."""
+    length = model_length(config, ModelConfig.from_folder(config.model))
+    if input_len + output_len > length:
+        raise InputError(
+            f"--input-len {input_len}",
+            f"expected at most {length - output_len} tokens, which leaves {output_len} for the"
+            f" output of {length} (--max-model-len)",
+            "shorten input or output",
+        )
+
+
+def model_length(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens that a prompt and its output may have. Raises InputError."""
     longest, source = model.context.length, model.context.source
     length = longest if config.max_model_len is None else config.max_model_len
@@ -21,7 +41,6 @@ def pick_length(config: EngineConfig, model: ModelConfig) -> int:
             "--max-model-len",
             f"expected 2 to {longest} (config.json: {source}), found {length}",
         )
-    logger.info("Using max model len %d (config.json: %d by %s)", length, longest, source)
     return length
 
 

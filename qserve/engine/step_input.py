@@ -10,11 +10,11 @@ from itertools import chain
 
 import numpy as np
 
-from qkernels.sampling.settings import NUM_LOGPROBS, POSITION
+from qkernels.sampling.words import NUM_LOGPROBS, POSITION
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request, Status
-from qserve.engine.request_rows import RequestRows, biases, table_width
+from qserve.engine.request_rows import RequestRows, table_width
 from qserve.engine.step_masks import step_masks
 from qserve.engine.step_plan import Chunk, Drafting, StepPlan
 from qserve.sampling_params import SamplingParams
@@ -134,10 +134,7 @@ class StepInput:
         rows_S = rows_R[of_S]
         words = rows.words_NP[rows_S]
         words[:, POSITION] = ends_R[of_S] - back_S
-        has_bias_S = rows.has_bias_N[rows_S]
-        bias = np.zeros(0, np.int64)
-        if has_bias_S.any():
-            bias = biases([requests[i] for i in of_S], words[:, POSITION], has_bias_S, words)
+        bias = rows.biases(rows_S, words)
         has_mask_S = rows.has_mask_N[rows_S]
         # What may follow a token in flight is known when the host has that token.
         awaits_masks = bool(

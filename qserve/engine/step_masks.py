@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from qkernels.sampling.settings import HISTORY_ROW, MASK_START
+from qkernels.sampling.words import HISTORY_ROW, MASK_START
 from qserve.engine.mask_jobs import mask_of, masks_along
 from qserve.engine.masks import allowed, dead_end
 from qserve.engine.request import Request

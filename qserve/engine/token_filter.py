@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from qkernels.sampling.settings import MASK_BITS
+from qkernels.sampling.words import MASK_BITS
 
 
 class TokenFilter:

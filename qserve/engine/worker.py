@@ -168,7 +168,11 @@ class Worker:
         if not self._plans_kernels:
             return
         runner = self.runner
-        with phase("Planning the kernels"), torch.inference_mode():
+        with (
+            phase("Planning the kernels"),
+            out_of_memory_is_named("planning them", LESS_MEMORY),
+            torch.inference_mode(),
+        ):
             steps = self._warm_up_steps(shapes)
             runner.allocate_pages(largest_step.block_tables_RX.shape[1])
             sample = runner.sample()
@@ -208,20 +212,35 @@ class Worker:
     def prepare(self, num_pages: int, longest_step: int, shapes: Sequence[WarmUpShape]) -> None:
         """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
         runner = self.runner
-        with out_of_memory_is_named(
-            "making the KV pages", "lower --gpu-memory-utilization or --kv-cache-memory"
-        ):
+        with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
             runner.allocate_pages(num_pages)
         if runner.device.type != "cuda":
             return
         steps = self._warm_up_steps(shapes)
-        with phase("Warming up"), torch.inference_mode():
+        with (
+            phase("Warming up"),
+            out_of_memory_is_named(
+                "running its steps", f"lower {self._knob_of_pages}, or {LESS_MEMORY}"
+            ),
+            torch.inference_mode(),
+        ):
             sample = runner.sample()
             for step in steps:
                 if step.num_tokens <= longest_step:
                     sample.launch(step).result()
         if self._uses_graphs:
             self._capture_graphs()
+
+    @property
+    def _knob_of_pages(self) -> str:
+        """The flag that says how much memory KV pages take."""
+        config = self.runner.config
+        if config.num_gpu_blocks_override is not None:
+            return "--num-gpu-blocks-override"
+        if config.kv_cache_memory is not None:
+            return "--kv-cache-memory"
+        is_cuda = self.runner.device.type == "cuda"
+        return "--gpu-memory-utilization" if is_cuda else "--cpu-kv-cache-memory"
 
     def prepare_replay(self, step: StepInput) -> None:
         """Be ready to run a step again and again."""
@@ -286,7 +305,10 @@ class Worker:
 
     def offload_pages(self, num_slots: int) -> None:
         """Have room for so many KV pages in the host's memory."""
-        self.runner.offload_pages(num_slots)
+        with out_of_memory_is_named(
+            f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
+        ):
+            self.runner.offload_pages(num_slots)
 
     def open_pages(self) -> int:
         """Begin to exchange KV pages with a connector of our own. Returns the bytes of a page.

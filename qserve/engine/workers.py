@@ -17,6 +17,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.crew import Crew
 from qserve.engine.devices import pick_device, use_device
+from qserve.engine.memory import ran_out
 from qserve.engine.model_runner import ModelRunner, StepHandle
 from qserve.engine.rank_executors import ProcessExecutor
 from qserve.engine.rank_link import RankDiedError
@@ -246,10 +247,10 @@ class WorkerGroup:
             yield
         except InputError as error:
             raise InputError(f"rank 0: {error.subject}", error.problem, error.remedy) from error
-        except torch.OutOfMemoryError as error:
-            first = str(error).partition("\n")[0]
-            raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
         except Exception as error:
+            if isinstance(error, RuntimeError | MemoryError) and ran_out(error):
+                first = str(error).partition("\n")[0]
+                raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
             crew.explain(error)
             raise
         except BaseException:  # Ctrl-C: the others are in the step, and wait for us

@@ -15,5 +15,6 @@ class Adapter:
     # with other numbers is another generation; pages of the same numbers are found again.
     generation: str = ""
     packed: Any = None  # SharedAdapter; None: the host does not have it, or not yet
+    number: int = 0  # of the LoRARequest by which a server loaded it, which counts its loads
     reading: Future | None = None  # what becomes `packed`
     last_used: int = 0  # by the clock of AdapterTable

@@ -66,10 +66,14 @@ class AdapterTable:
         """What a folder holds. Changes nothing, so any thread may. Raises InputError."""
         return self._read(path)
 
-    def put(self, name: str, path: str, packed: SharedAdapter) -> None:
-        """Let requests that come from now on have this under a name, new or known."""
+    def put(self, name: str, path: str, packed: SharedAdapter, number: int = 0) -> None:
+        """Let requests that come from now on have this under a name, new or known.
+
+        `number`: of the load, where there may be more of the name. Requests that were made before
+        it, with a lower one, and are still on their way have this, too.
+        """
         self.remove(name)
-        adapter = Adapter(name=name, path=path)
+        adapter = Adapter(name=name, path=path, number=number)
         self._known[name] = adapter
         self._keep(adapter, packed)
 
@@ -97,7 +101,7 @@ class AdapterTable:
                 known = ", ".join(self._known) or "none"
                 raise InputError(f"adapter {name}", "unknown", f"known: {known}; or give its path")
             adapter = self._known[name] = Adapter(name=name, path=lora.lora_path)
-        elif lora.lora_path not in ("", adapter.path):
+        elif lora.lora_path not in ("", adapter.path) and number >= adapter.number:
             raise InputError(
                 f"adapter {name}",
                 f"expected the folder {adapter.path}, found {lora.lora_path}",

@@ -41,12 +41,6 @@ def load(
             f"activations of {config.family.architecture} leave its range",
             "use --dtype bfloat16",
         )
-    if ranks.pipeline is not None and ranks.pipeline.num_stages > config.num_layers:
-        raise InputError(
-            f"--pipeline-parallel-size {ranks.pipeline.num_stages}",
-            f"the model has {config.num_layers} layers, and each stage needs one",
-            "use fewer stages",
-        )
     sharing = Sharing(config, ranks.communicator)
     config = sharing.local(config)
     weights = Weights(

@@ -3,12 +3,14 @@
 Knows names and sizes, and of weights only how to take their parts. Legend: N outputs, K inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from formats.family import Linear, Projection
+from formats.errors import InputError
+from formats.family import Family, Linear, Projection
 from formats.scheme import Scheme
 from formats.shares import WIDTHS, HeadShare, Share, share_features, share_heads, share_out
 from formats.slices import Rows, take_inputs, take_outputs, take_rows
@@ -72,20 +74,8 @@ class Sharing:
         self.communicator = communicator
         self._config, self._sizes = config, config.sizes
         self._heads: tuple[HeadShare, ...] = ()
-        if communicator is None:
-            return
-        (o,) = config.family.o.linears
-        schemes = {
-            self._scheme(f"{config.family.layer.format(i=number)}.{o.name}")
-            for number in range(config.num_layers)
-        }
-        self._heads = share_heads(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            communicator.size,
-            sorted(schemes, key=str),
-        )
+        if communicator is not None:
+            self._heads = _head_shares(config, communicator.size)
 
     @property
     def is_whole(self) -> bool:
@@ -165,14 +155,68 @@ class Sharing:
         return shares[self.communicator.rank]
 
     def _features(self, linear: Linear, prefix: str) -> Sequence[Share]:
-        name = f"{prefix}.{linear.name}"
-        return share_features(
-            name, self._sizes[linear.inputs], self.communicator.size, self._scheme(name)
-        )
+        return _feature_shares(self._config, self._sizes, linear, prefix, self.communicator.size)
 
     def _shape(self, linear: Linear) -> tuple[int, int]:
         return sum(self._sizes[size] for size in linear.outputs), self._sizes[linear.inputs]
 
-    def _scheme(self, module: str) -> Scheme | None:
-        quant = self._config.quant
-        return None if quant is None else quant.scheme_for(module)
+
+def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
+    """Raise InputError where a model cannot be shared out over so many ranks. Reads no weights.
+
+    `size`: ranks that each layer is shared out over.
+    """
+    if stages > config.num_layers:
+        raise InputError(
+            f"--pipeline-parallel-size {stages}",
+            f"the model has {config.num_layers} layers, and each stage needs one",
+            "use fewer stages",
+        )
+    if size == 1:
+        return
+    _head_shares(config, size)
+    sizes = config.sizes
+    for number in range(config.num_layers):
+        prefix = config.family.layer.format(i=number)
+        for linear in _linears_of_features(config.family, number, config.values):
+            _feature_shares(config, sizes, linear, prefix, size)
+        experts = config.family.experts
+        if experts and experts.fused and experts.stand_in(number, config.values):
+            name = f"{prefix}.{experts.module}"
+            share_features(name, sizes[experts.down.inputs], size, None)
+
+
+def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
+    """Those of a layer whose inputs are shared out, but for those of heads.
+
+    Of experts, which are all alike, the first one's.
+    """
+    has_experts = bool(family.experts and family.experts.stand_in(layer, values))
+    for projection in family.projections(num_experts=1, dense=not has_experts):
+        if projection.split == "inputs" and projection.inputs != "q":
+            yield from projection.linears
+
+
+def _head_shares(config: ModelConfig, size: int) -> tuple[HeadShare, ...]:
+    (o,) = config.family.o.linears
+    schemes = {
+        _scheme(config, f"{config.family.layer.format(i=number)}.{o.name}")
+        for number in range(config.num_layers)
+    }
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    return share_heads(*heads, size, sorted(schemes, key=str))
+
+
+def _feature_shares(
+    config: ModelConfig,
+    sizes: Mapping[str, int | None],
+    linear: Linear,
+    prefix: str,
+    size: int,
+) -> Sequence[Share]:
+    name = f"{prefix}.{linear.name}"
+    return share_features(name, sizes[linear.inputs], size, _scheme(config, name))
+
+
+def _scheme(config: ModelConfig, module: str) -> Scheme | None:
+    return None if config.quant is None else config.quant.scheme_for(module)

@@ -9,7 +9,12 @@ from typing import Any
 
 from qserve.output_parsing import json_calls, pythonic, qwen3_coder
 from qserve.output_parsing.pieces import BROKEN, CONTENT, NAME, REASONING, Piece, merged
-from qserve.output_parsing.reasoning import REASONING_PARSERS, ReasoningScanner, grammar_prefix
+from qserve.output_parsing.reasoning import (
+    REASONING_PARSERS,
+    ReasoningScanner,
+    ReasoningTokens,
+    grammar_prefix,
+)
 from qserve.output_parsing.tool_scanner import NamedCall, ToolFormat, ToolScanner
 
 # by the name that --tool-call-parser takes
@@ -39,6 +44,11 @@ class ParseSettings:
     prompt_end: str = ""  # the prompt's last characters
 
     @property
+    def is_call(self) -> bool:
+        """Whether the text is calls and nothing else, but for reasoning before them."""
+        return self.is_required or self.named is not None
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """The texts to look for, which have to be seen even if they are special tokens."""
         markers: tuple[str, ...] = ()
@@ -48,6 +58,13 @@ class ParseSettings:
             form = REASONING_PARSERS[self.reasoning_parser]
             markers = (*markers, form.start, form.end)
         return markers
+
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """A counter for one output; None: reasoning is not looked for."""
+        if self.reasoning_parser is None:
+            return None
+        form = REASONING_PARSERS[self.reasoning_parser]
+        return ReasoningTokens(form, prompt_end=self.prompt_end)
 
     def grammar_prefix(self, is_special: Callable[[str], bool]) -> str:
         """Lark of what may come before a text that a grammar holds to a form; empty: nothing.

@@ -65,6 +65,16 @@ class ReasoningScanner:
         self._may_begin = state != CLOSED
         self._is_behind = not self._may_begin  # of reasoning: leading white space is dropped
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes next is reasoning, unless it ends it."""
+        return self._is_open
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether it is not known yet if the text begins with reasoning."""
+        return self._may_begin and not self._is_open
+
     def push(self, text: str) -> tuple[list[Piece], str]:
         """The reasoning and the other text that are known with these characters."""
         reasoning: list[str] = []
@@ -115,6 +125,25 @@ class ReasoningScanner:
             text = text.lstrip()
             self._is_behind = not text
         return text
+
+
+class ReasoningTokens:
+    """Counts the tokens of an output's reasoning, its marks among them, as the text comes."""
+
+    def __init__(self, form: ReasoningFormat, *, prompt_end: str) -> None:
+        self._scanner = ReasoningScanner(form, prompt_end=prompt_end)
+        self._num_waiting = 0  # tokens of which it is not known what they are
+        self.count = 0
+
+    def add(self, text: str, num_tokens: int) -> None:
+        """Text, and the tokens that brought it."""
+        was_open = self._scanner.is_open
+        if not was_open and not self._scanner.may_begin:
+            return
+        self._num_waiting += num_tokens
+        reasoning, _ = self._scanner.push(text)
+        if was_open or self._scanner.is_open or reasoning:
+            self.count, self._num_waiting = self.count + self._num_waiting, 0
 
 
 def _pieces(reasoning: list[str]) -> list[Piece]:

@@ -21,6 +21,7 @@ from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
+from qserve.generation_defaults import load_defaults
 from qserve.log_limit import limit_logging
 from qserve.lora.request import LoRARequest, parse_modules
 from qserve.server import (
@@ -52,7 +53,7 @@ from qserve.server.profile_routes import profile_router
 from qserve.server.rate_limit import LimitRate
 from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
-from qserve.server.sampling import load_defaults
+from qserve.server.root_path import UnderPath
 from qserve.server.service import Client, Service
 from qserve.server.tracing import Tracing, tracing_to
 from qserve.server.worker import WorkerClient
@@ -90,7 +91,6 @@ def build_app(
         version=__version__,
         openapi_url=None,
         redirect_slashes=False,
-        root_path=config.root_path,
     )
     admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
     model_names = config.model_names(tokenizer.folder)
@@ -142,6 +142,8 @@ def build_app(
     app.add_middleware(CheckHead)
     app.add_middleware(NameRequests)
     app.add_middleware(CountResponses, metrics=metrics)
+    if config.root_path:
+        app.add_middleware(UnderPath, root=config.root_path)
     return app
 
 

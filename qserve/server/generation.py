@@ -7,7 +7,7 @@ in the engine.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -35,17 +35,26 @@ class Output:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: list[str] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # of each piece: tokens up to its end
     token_ids: list[int] = field(default_factory=list)  # hidden ones included
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # None: not asked for
     pooled: bytes = b""  # vectors of the prompt, where asked for
     beam: Hypothesis | None = None  # it is one of a beam search
 
+    @property
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """The text piece by piece, each with the number of tokens that brought it."""
+        starts = (0, *self.ends)
+        for text, start, end in zip(self.pieces, starts, self.ends, strict=False):
+            yield text, end - start
+
     def add(self, delta: TextDelta) -> None:
         self.pieces.append(delta.text)
         self.num_tokens += len(delta.token_ids)
         self.num_cached, self.drafts = delta.num_cached, delta.drafts
         self.token_ids += delta.token_ids
+        self.ends.append(len(self.token_ids))
         self.logprobs += delta.logprobs
         self.pooled, self.beam = delta.pooled, delta.beam
         if delta.prompt_logprobs is not None:

@@ -12,7 +12,7 @@ from qserve.bad_words import with_bad_words
 from qserve.handling import DEFAULT, Handling
 from qserve.output_parsing.output_parser import ParseSettings
 from qserve.sampling_params import SamplingParams
-from qserve.server import beam_fields
+from qserve.server import beam_fields, template_settings
 from qserve.server.errors import ApiError
 from qserve.server.output_form import output_form
 from qserve.server.protocol import (
@@ -148,7 +148,8 @@ def chat_request_job(
     use = tool_use(request, model)
     prompt = chat_tokens(model, request, use)
     job = _job(model, prefix, request, [prompt], [], arrived, use.form())
-    ignored = (*ignored, *beam_fields.ignored(request), *use.ignored(model))
+    of_template = template_settings.ignored(request, model.tokenizer)
+    ignored = (*ignored, *beam_fields.ignored(request), *use.ignored(model), *of_template)
     job = replace(job, ignored=ignored, repeated=repeated or {})
     return _parsed(job, model, use) if is_parsed else job
 
@@ -190,7 +191,7 @@ def chat_tokens(
         "tools": use.for_template,
         "add_generation_prompt": not continues and request.add_generation_prompt is not False,
         "continue_final_message": continues,
-        "template_kwargs": request.chat_template_kwargs,
+        "template_kwargs": template_settings.settings(request, model.tokenizer),
     }
     messages = [message.for_template for message in request.messages]
     if model.chat_special_tokens:

@@ -14,9 +14,11 @@ from qserve.sampling_params import (
     MAX_LOGPROBS,
     MAX_N,
     MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from qserve.server.content_parts import ASSISTANT, INPUT_KINDS, REFUSAL
 from qserve.server.lora_protocol import LoadAdapterRequest, UnloadAdapterRequest
 from qserve.server.pooling_protocol import (
     MAX_INPUTS,
@@ -29,7 +31,6 @@ from qserve.server.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_PROMPTS,
-    MAX_STOP_CHARS,
     MAX_TEMPLATE_SETTINGS,
     REQUEST_ID,
     ROLES,
@@ -37,13 +38,15 @@ from qserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from qserve.server.responses_job import TEXT_PARTS, ResponsesRequest
+from qserve.server.responses_protocol import PASSED_ON, REFUSED, ResponsesRequest
 from qserve.server.token_job import DetokenizeRequest, TokenizeRequest
-from qserve.server.tool_fields import CALL_ID, MAX_CALLS, MAX_TOOLS, NAME
+from qserve.server.tool_fields import ARGUMENTS, CALL_ID, MAX_CALLS, MAX_TOOLS, NAME
 from qserve.server.tool_use import MODES
 from qserve.server.unsupported import TABLES
 
 NULL = {"type": "null"}
+POOLED = "input to pool"  # another form than the input of a response
+_TEXT = {"type": "string", "minLength": 1}
 STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 
 
@@ -59,12 +62,17 @@ def _array(items: dict, low: int, high: int) -> dict:
     return {"type": "array", "items": items, "minItems": low, "maxItems": high}
 
 
-def _parts(kinds: tuple[str, ...]) -> dict:
-    part = {
-        "type": "object",
-        "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    }
+def _parts(kinds: tuple[str, ...], *, with_refusals: bool = False) -> dict:
+    names = [(list(kinds), "text"), *[([REFUSAL], REFUSAL)] * with_refusals]
+    parts = [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": kinds_of_one}, name: {"type": "string"}},
+            "required": ["type", name],
+        }
+        for kinds_of_one, name in names
+    ]
+    part = {"anyOf": parts} if with_refusals else parts[0]
     return {"anyOf": [{"type": "string"}, _array(part, 0, MAX_PARTS)]}
 
 
@@ -89,17 +97,21 @@ def _chat_message() -> dict:
     }
     message["properties"] |= optional | {"tool_calls": NULL}
     call = {"$ref": "#/components/schemas/ToolCall"}
-    calling = {
-        "type": "object",
-        "properties": message["properties"]
-        | {
-            "role": {"const": "assistant"},
-            "content": {"anyOf": [message["properties"]["content"], NULL]},
-            "tool_calls": _array(call, 1, MAX_CALLS),
-        },
-        "required": ["role", "tool_calls"],
+    parts = _parts(("text",), with_refusals=True)
+    own = message["properties"] | {
+        "role": {"const": ASSISTANT},
+        "content": {"anyOf": [parts, NULL]},
     }
-    return {"anyOf": [message, calling]}
+    further = (
+        ("content", parts),
+        ("refusal", {"type": "string"}),
+        ("tool_calls", _array(call, 1, MAX_CALLS)),
+    )
+    answers = [
+        {"type": "object", "properties": own | {name: form}, "required": ["role", name]}
+        for name, form in further
+    ]
+    return {"anyOf": [message, *answers]}
 
 
 def _tool_choice() -> dict:
@@ -115,11 +127,14 @@ def _tool_choice() -> dict:
 
 def _response_item() -> dict:
     """A message, or a call of a tool and what it said."""
-    text, call_id = {"type": "string"}, {"type": "string", "pattern": f"^{CALL_ID.pattern}$"}
+    call_id = {"type": "string", "pattern": f"^{CALL_ID.pattern}$"}
     called = {"call_id": call_id, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}}
-    called |= {"arguments": text | {"description": "The JSON text of an object."}}
-    output = {"call_id": call_id, "output": _parts(TEXT_PARTS)}
-    items = [_message(TEXT_PARTS)]
+    called |= {"arguments": ARGUMENTS}
+    output = {"call_id": call_id, "output": _parts(INPUT_KINDS)}
+    answer = _message(INPUT_KINDS)
+    parts = _parts(INPUT_KINDS, with_refusals=True)
+    answer["properties"] |= {"role": {"const": ASSISTANT}, "content": parts}
+    items = [_message(INPUT_KINDS), answer]
     for kind, fields in (("function_call", called), ("function_call_output", output)):
         properties = {"type": {"const": kind}} | fields
         items.append({"type": "object", "properties": properties, "required": [*properties]})
@@ -138,6 +153,7 @@ def _response_tool_choice() -> dict:
 def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     """What a field holds, beyond what its type says; null is allowed beside, but of REQUIRED."""
     tokens = {"type": "array", "items": _integer(0, vocab_size - 1)}
+    to_pool = {"anyOf": [_TEXT, tokens | {"minItems": 1}]}
     return {
         "add_special_tokens": {"type": "boolean"},
         "chat_template_kwargs": {
@@ -147,6 +163,7 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
             "description": "What the model's chat template reads, such as enable_thinking.",
         },
         "frequency_penalty": _number(-2, 2),
+        POOLED: {"anyOf": [*to_pool["anyOf"], _array(to_pool, 1, MAX_INPUTS)]},
         "input": {"anyOf": [{"type": "string"}, _array(_response_item(), 1, MAX_MESSAGES)]},
         "logit_bias": {
             "type": "object",
@@ -189,20 +206,15 @@ def _forms(max_model_len: int, vocab_size: int) -> dict[str, dict]:
     }
 
 
-_TEXT = {"type": "string", "minLength": 1}
 _DOCUMENT = {
     "anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]
 }
 _TEXTS = {"anyOf": [_TEXT, _array(_DOCUMENT, 1, MAX_INPUTS)]}
-_IDS = {"type": "array", "items": _integer(0), "minItems": 1}
-_INPUT = {"anyOf": [_TEXT, _IDS, _array({"anyOf": [_TEXT, _IDS]}, 1, MAX_INPUTS)]}
 
 # forms that differ on one route
 FORMS_OF: dict[tuple[type[Body], str], dict] = {
     (EmbeddingRequest, "dimensions"): _integer(1),
-    (EmbeddingRequest, "input"): _INPUT,
     (PoolingRequest, "dimensions"): _integer(1),
-    (PoolingRequest, "input"): _INPUT,
     (RerankRequest, "documents"): _TEXTS,
     (RerankRequest, "query"): _DOCUMENT,
     (RerankRequest, "top_n"): _integer(0),
@@ -216,6 +228,8 @@ FORMS_OF: dict[tuple[type[Body], str], dict] = {
     ),
     (TokenizeRequest, "prompt"): {"type": "string"},
 }
+# fields of a body, by its route, that may only have values that change nothing
+NEUTRAL = TABLES | {ResponsesRequest.route: REFUSED}
 # of these fields one must be there, and be no null
 ALTERNATIVES: dict[type[Body], dict] = {
     TokenizeRequest: {
@@ -258,6 +272,22 @@ STATUSES = {
     503: "The server is busy or stopping; Retry-After says when to come again.",
 }
 OF_BODIES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+MODELS = {
+    "type": "object",
+    "properties": {
+        "object": {"const": "list"},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"id": {"type": "string"}, "max_model_len": {"type": "integer"}},
+                "required": ["id", "max_model_len"],
+            },
+        },
+    },
+    "required": ["object", "data"],
+}
+FIRST_MODEL = {"parameters": {"name": "$response.body#/data/0/id"}}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 ANY = {"application/json": {"schema": {"type": "object"}}}
 
@@ -334,7 +364,7 @@ def document(max_model_len: int, vocab_size: int) -> dict:
     for (path, method), (summary, body, streams, errors) in ROUTES.items():
         operation: dict[str, Any] = {
             "summary": summary,
-            "operationId": f"{method}{path.replace('/', '_')}",
+            "operationId": _operation(method, path),
             "responses": {"200": _answer(path, streams)} | {str(c): _error(c) for c in errors},
         }
         if path in OPEN_ROUTES:
@@ -369,14 +399,18 @@ def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
     found = body.model_json_schema(ref_template="#/components/schemas/{model}")
     properties = {}
     for name, schema in found["properties"].items():
-        form = FORMS_OF.get((body, name)) or forms.get(name)
+        named = POOLED if name == "input" and body in (EmbeddingRequest, PoolingRequest) else name
+        form = FORMS_OF.get((body, name)) or forms.get(named)
         if form is not None:
             is_required = name in REQUIRED and name in found.get("required", ())
             schema = form if is_required else {"anyOf": [form, NULL]}
         properties[name] = {key: value for key, value in schema.items() if key != "title"}
     # Fields that are known and not done may only have the values that change nothing.
-    for name, neutral in TABLES.get(getattr(body, "route", ""), {}).items():
+    for name, neutral in NEUTRAL.get(getattr(body, "route", ""), {}).items():
         properties.setdefault(name, {"enum": [*neutral, None]})
+    if body is ResponsesRequest:
+        of_chat = _schemas(ChatCompletionRequest, forms)["ChatCompletionRequest"]["properties"]
+        properties |= {name: of_chat[name] for name in PASSED_ON}
     schema = {
         "type": "object",
         "description": body.__doc__,
@@ -393,9 +427,17 @@ def _schemas(body: type[Body], forms: dict[str, dict]) -> dict[str, dict]:
     return schemas
 
 
+def _operation(method: str, path: str) -> str:
+    return method + path.replace("/", "_")
+
+
 def _answer(path: str, streams: bool) -> dict:
     if path in EMPTY_ROUTES:
         return {"description": "Yes."}
+    if path == "/v1/models":
+        links = {"model": {"operationId": _operation("get", "/v1/models/{name}")} | FIRST_MODEL}
+        content = {"application/json": {"schema": MODELS}}
+        return {"description": "The models.", "content": content, "links": links}
     if path in TEXT_ROUTES:
         return {"description": "The page.", "content": {"text/plain": {}}}
     return {"description": "The answer.", "content": ANY | (STREAM if streams else {})}

@@ -44,7 +44,7 @@ async def _answer(
     prefix: str,
     reply: Callable[[Job, str, list[Output]], dict[str, Any]],
 ) -> Response:
-    service, client, job, headers = await job_of(request, route, prefix)
+    service, client, job, headers = await job_of(request, route, f"{prefix}-")
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: the numbers of many vectors take a while to write.
     return await service.preparation.run(

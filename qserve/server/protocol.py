@@ -14,33 +14,58 @@ from pydantic import (
     ConfigDict,
     FailFast,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic import ValidationError as PydanticError
 from pydantic_core import PydanticCustomError
 
+from qserve.parameter_types import (
+    A_FLAG,
+    A_LIST,
+    A_NUMBER,
+    A_TEXT,
+    AN_INTEGER,
+    AN_OBJECT,
+    wrong_type,
+)
 from qserve.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
 from qserve.server import unsupported
+from qserve.server.content_parts import ASSISTANT, TextPart, refusal_fits
 from qserve.server.errors import ApiError
 from qserve.server.tool_fields import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
-MAX_STOP_CHARS = 1024  # of one stop string: text is held back and searched for it
 MAX_NAME_CHARS = 256
 MAX_TEMPLATE_SETTINGS = 64
 # A client's name of its request. It goes into logs and headers.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+EFFORT = "reasoning_effort"
+# OpenAI's; a template that reads one gets it as it is.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # A role goes into the template as it is, so it is one of these.
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 WHOLE_FLOAT = re.compile(rb"[0-9](?:\.0|[eE])")
 ONE_ERROR = FailFast()  # a list of a million wrong items makes one error, not a million
+# pydantic's names of what is wrong with a type
+EXPECTED = {
+    "bool_type": A_FLAG,
+    "dict_type": AN_OBJECT,
+    "float_type": A_NUMBER,
+    "int_from_float": AN_INTEGER,
+    "int_type": AN_INTEGER,
+    "list_type": A_LIST,
+    "model_type": AN_OBJECT,
+    "string_type": A_TEXT,
+}
 CONTENT_FORMS = "text, or a list of parts of type text"
 PROMPT_FORMS = "text, token ids, or a list of either"
 
@@ -104,14 +129,6 @@ def _as_parts(value: Any) -> Any:
     return value
 
 
-def _text_only(kind: str) -> str:
-    if kind != "text":
-        raise PydanticCustomError(
-            "part", "expected a part of type text; this model reads text only"
-        )
-    return kind
-
-
 def check_role(role: str) -> str:
     if role not in ROLES:
         raise PydanticCustomError("role", f"expected one of {', '.join(ROLES)}")
@@ -149,14 +166,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class TextPart(Body):
-    type: Annotated[str, AfterValidator(_text_only)]
-    text: str
-
-
 class Message(Body):
     role: Annotated[str, AfterValidator(check_role)]
-    # Only a message with tool calls may have none.
+    # Only a message with tool calls, or with a refusal, may have none.
     content: Annotated[
         list[TextPart] | None, ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
     ] = None
@@ -164,15 +176,31 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall] | None, ONE_ERROR, at_most(MAX_CALLS, "calls")] = None
     tool_call_id: CallId | None = None  # of the call that a message of role tool answers
     reasoning_content: str | None = None  # of an earlier answer, for templates that read it
+    reasoning: str | None = None  # vLLM's newer name of it
+    refusal: str | None = None  # the text of an earlier answer, in place of its content
+
+    @model_validator(mode="after")
+    def _check_refusal(self) -> "Message":
+        refusal_fits(self.role, self.content)
+        return self
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether `refusal` is the message's text; another's than the assistant's means nothing."""
+        return self.refusal is not None and self.role == ASSISTANT
 
     @property
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates read; parts are joined by newlines, as in vLLM."""
         texts = [part.text for part in self.content or ()]
+        texts += [self.refusal] * self.is_refusal
         fields: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 fields[name] = value
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            fields["reasoning_content"] = reasoning
         if self.tool_calls:
             fields["tool_calls"] = [call.for_template for call in self.tool_calls]
         return fields
@@ -201,7 +229,7 @@ class GenerationRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None  # SamplingParams checks its length
+    logit_bias: dict[str, Any] | None = None  # SamplingParams checks it
     response_format: dict[str, Any] | None = None  # output_form.py reads it, and the next
     structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
@@ -283,6 +311,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None  # template_settings.py reads it, and the next
     # numbers, texts and flags alone: a template's own loops are then all that takes time
     chat_template_kwargs: Annotated[
         dict[str, TemplateSetting] | None, at_most(MAX_TEMPLATE_SETTINGS, "settings")
@@ -294,7 +323,10 @@ class ChatCompletionRequest(GenerationRequest):
         of_messages = {
             name: None
             for message in self.messages
-            for name in unsupported.unknown(message.model_extra, unsupported.MESSAGE)
+            for name in (
+                *unsupported.unknown(message.model_extra, unsupported.MESSAGE),
+                *["refusal"] * (message.refusal is not None and not message.is_refusal),
+            )
         }
         return super().ignored + [f"messages.{name}" for name in of_messages]
 
@@ -362,10 +394,10 @@ def _check(request: GenerationRequest) -> None:
         raise ApiError(400, "messages: expected at least one message.", "messages")
     for index, message in enumerate(request.messages):
         unsupported.refuse(message.model_extra, unsupported.MESSAGE, f"messages.{index}.")
-        if message.tool_calls and message.role != "assistant":
+        if message.tool_calls and message.role != ASSISTANT:
             name = f"messages.{index}.tool_calls"
             raise ApiError(400, f"{name}: expected in messages of role assistant alone.", name)
-        if message.content is None and not message.tool_calls:
+        if message.content is None and not message.tool_calls and not message.is_refusal:
             name = f"messages.{index}.content"
             raise ApiError(400, f"{name}: expected {CONTENT_FORMS}.", name)
     if request.continue_final_message and request.add_generation_prompt:
@@ -377,7 +409,10 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _api_error(error: PydanticError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
-    message = first["msg"] if param is None else f"{param}: {first['msg']}"
+    problem = first["msg"]
+    if first["type"] in EXPECTED:
+        problem = wrong_type(EXPECTED[first["type"]], first["input"])
+    message = problem if param is None else f"{param}: {problem}"
     return ApiError(400, message, param)

@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from qserve.engine.request import TokenLogprobs
-from qserve.output_parsing.output_parser import Message, OutputParser
+from qserve.output_parsing.output_parser import Message, OutputParser, ParseSettings
+from qserve.output_parsing.reasoning import ReasoningTokens
 from qserve.server.chat_message import delta_fields, message_fields
 from qserve.server.generation import Output
 from qserve.server.job import Job
@@ -25,11 +26,19 @@ def usage(
     num_completion_tokens: int,
     num_cached: int,
     drafts: Collection[tuple[int, int]] = (),
+    num_reasoning: int | None = None,
 ) -> dict:
-    """`drafts`: of each choice, those that became output, and those that did not."""
+    """`drafts`: of each choice, those that became output, and those that did not.
+
+    `num_reasoning`: tokens of reasoning; None: it is not looked for.
+    """
     accepted, rejected = (sum(each) for each in zip((0, 0), *drafts, strict=True))
-    found = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-    details = {"completion_tokens_details": found} if accepted or rejected else {}
+    found = {}
+    if num_reasoning is not None:
+        found["reasoning_tokens"] = num_reasoning
+    if accepted or rejected:
+        found |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    details = {"completion_tokens_details": found} if found else {}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
@@ -55,11 +64,30 @@ def model_card(name: str, created: int, max_model_len: int, parent: str | None =
 class Counts:
     """The tokens of all choices so far."""
 
+    parsing: ParseSettings | None = None
     num_tokens: int = 0  # generated
     cached: dict[int, int] = field(default_factory=dict)  # of the prompt, by the choice's index
     drafts: dict[int, tuple[int, int]] = field(default_factory=dict)  # accepted, rejected
+    reasoning: dict[int, ReasoningTokens | None] = field(default_factory=dict)
+
+    @property
+    def num_reasoning(self) -> int | None:
+        """None: no choice's reasoning is looked for."""
+        if self.parsing is None or self.parsing.reasoning_parser is None:
+            return None
+        return sum(each.count for each in self.reasoning.values() if each is not None)
+
+    def add_reasoning(self, index: int, text: str, num_tokens: int) -> None:
+        """A part of a choice's text, and the tokens that brought it."""
+        if self.parsing is None:
+            return
+        if index not in self.reasoning:
+            self.reasoning[index] = self.parsing.reasoning_tokens()
+        if (counter := self.reasoning[index]) is not None:
+            counter.add(text, num_tokens)
 
     def add(self, index: int, delta: TextDelta) -> None:
+        self.add_reasoning(index, delta.text, len(delta.token_ids))
         self.num_tokens += len(delta.token_ids)
         self.cached[index], self.drafts[index] = delta.num_cached, delta.drafts
 
@@ -96,10 +124,14 @@ class Reply:
             for index, output in enumerate(outputs)
         ]
         counts = Counts(
+            parsing=self.job.parsing,
             num_tokens=sum(output.num_tokens for output in outputs),
             cached={index: output.num_cached for index, output in enumerate(outputs)},
             drafts={index: output.drafts for index, output in enumerate(outputs)},
         )
+        for index, output in enumerate(outputs):
+            for text, num_tokens in output.parts:
+                counts.add_reasoning(index, text, num_tokens)
         reply = self._envelope(self.whole_object, choices) | {"usage": self._usage(counts)}
         return reply | self._of_prompt(outputs)
 
@@ -121,7 +153,8 @@ class Reply:
     def _usage(self, counts: Counts) -> dict:
         num_cached = self.job.num_cached(counts.cached)
         drafts = counts.drafts.values()
-        return usage(self.job.num_prompt_tokens, counts.num_tokens, num_cached, drafts)
+        num_prompt = self.job.num_prompt_tokens
+        return usage(num_prompt, counts.num_tokens, num_cached, drafts, counts.num_reasoning)
 
     def _chunk(self, index: int, fields: dict, delta: TextDelta, so_far: Counts) -> dict:
         logprobs = self._logprobs(index, delta)
@@ -192,7 +225,7 @@ class Reply:
 
 
 class CompletionReply(Reply):
-    prefix = "cmpl"
+    prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
     def _whole(self, index: int, output: Output) -> dict:
@@ -234,7 +267,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def _whole(self, index: int, output: Output) -> dict:
@@ -247,7 +280,10 @@ class ChatReply(Reply):
         return {"message": message | message_fields(found, parsing)}
 
     def _opening(self, index: int) -> dict | None:
-        return {"delta": {"role": "assistant", "content": ""}}
+        parsing = self.job.parsing
+        # As in a whole answer, which has no content beside calls that have to be.
+        is_call = parsing is not None and parsing.is_call
+        return {"delta": {"role": "assistant", "content": None if is_call else ""}}
 
     def _delta(self, index: int, delta: TextDelta) -> dict:
         if self.job.parsing is not None:
@@ -265,7 +301,8 @@ class ChatReply(Reply):
         fields = delta_fields(pieces, self.job.parsing)
         if "tool_calls" in fields:
             self.called.add(index)
-        return fields or ({} if delta.finish_reason is not None else {"content": ""})
+        # Empty where it is not known yet what the text will be: an empty content would be content.
+        return fields
 
     def _ending(self, fields: dict, index: int, part: Output | TextDelta) -> dict:
         ending = super()._ending(fields, index, part)

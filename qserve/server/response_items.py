@@ -1,16 +1,17 @@
 """The items of a response: messages, reasoning, calls of tools; whole, and as a stream's events."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from qserve.output_parsing.output_parser import Message
 from qserve.output_parsing.pieces import ARGUMENTS, BROKEN, CONTENT, NAME, REASONING, Piece
 from qserve.server.chat_message import new_call_id
+from qserve.server.response_logprobs import without_bytes
 
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 MESSAGE, CALL = "message", "function_call"
-PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+PREFIXES = {MESSAGE: "msg_", REASONING: "rs_", CALL: "fc_"}
 # of the items that hold text: the type of their part, and their events' names
 TEXTS = {MESSAGE: "output_text", REASONING: "reasoning_text"}
 KINDS = {CONTENT: MESSAGE, REASONING: REASONING}
@@ -25,11 +26,12 @@ class Item:
     name: str = ""  # of a called tool
     call_id: str = ""
     text: str = ""  # of a call, its arguments
+    logprobs: list[dict] = field(default_factory=list)  # of a message, where asked for
     status: str = IN_PROGRESS
 
     def fields(self, key: str) -> dict[str, Any]:
         """The item as it is now. `key` makes its id unique."""
-        common = {"id": f"{PREFIXES[self.kind]}-{key}", "type": self.kind, "status": self.status}
+        common = {"id": PREFIXES[self.kind] + key, "type": self.kind, "status": self.status}
         if self.number:
             common["id"] += f"-{self.number}"
         if self.kind == CALL:
@@ -41,7 +43,9 @@ class Item:
 
     def part(self, text: str) -> dict[str, Any]:
         part: dict[str, Any] = {"type": TEXTS[self.kind], "text": text}
-        return part if self.kind == REASONING else part | {"annotations": [], "logprobs": []}
+        if self.kind == REASONING:
+            return part
+        return part | {"annotations": [], "logprobs": self.logprobs if text else []}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,13 +61,18 @@ class Items:
     def fields(self) -> list[dict[str, Any]]:
         return [item.fields(self.key) for item in self.done]
 
-    def add_whole(self, found: Message, status: str) -> None:
-        """The items of a whole text; `status`: how the last of them ended."""
+    def add_whole(self, found: Message, status: str, logprobs: list[dict]) -> None:
+        """The items of a whole text; `status`: how the last of them ended.
+
+        `logprobs` are its message's.
+        """
         parts = [(REASONING, found.reasoning)] if found.reasoning else []
         if found.content or not found.calls:
             parts.append((MESSAGE, found.content))
         for kind, text in parts:
-            self.done.append(Item(kind=kind, number=len(self.done), text=text, status=COMPLETED))
+            item = Item(kind=kind, number=len(self.done), text=text, status=COMPLETED)
+            item.logprobs = logprobs if kind == MESSAGE else []
+            self.done.append(item)
         for name, arguments in found.calls:
             self._open_item(CALL, name)
             self._open.text, self._open.status = arguments, COMPLETED
@@ -71,8 +80,10 @@ class Items:
         self._open = None
         self.done[-1].status = status
 
-    def take(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events of a piece: their names and fields."""
+    def take(
+        self, piece: Piece, logprobs: Sequence[dict] = ()
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events of a piece: their names and fields. `logprobs` are those of its tokens."""
         kind, text, _ = piece
         if kind == NAME:
             yield from self.close()
@@ -86,7 +97,7 @@ class Items:
             if self._open is None or self._open.kind != kind:
                 yield from self.close()
                 yield from self._begin(kind)
-            yield from self._add(text, f"{TEXTS[kind]}.delta")
+            yield from self._add(text, f"{TEXTS[kind]}.delta", logprobs)
 
     def end(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The events after the last piece; a response has one item at least."""
@@ -108,7 +119,7 @@ class Items:
                 {**place, "name": item.name, "arguments": item.text},
             )
         else:
-            more = {} if item.kind == REASONING else {"logprobs": []}
+            more = {} if item.kind == REASONING else {"logprobs": without_bytes(item.logprobs)}
             yield f"{TEXTS[item.kind]}.done", {**place, "text": item.text, **more}
             yield "content_part.done", {**place, "part": item.part(item.text)}
         fields = {"output_index": item.number, "item": item.fields(self.key)}
@@ -127,10 +138,13 @@ class Items:
         self._open = Item(kind=kind, number=number, name=name, call_id=call_id)
         return self._open
 
-    def _add(self, text: str, event: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _add(
+        self, text: str, event: str, logprobs: Sequence[dict] = ()
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         item = self._open
         item.text += text
-        more = {"logprobs": []} if item.kind == MESSAGE else {}
+        item.logprobs += logprobs
+        more = {"logprobs": without_bytes(logprobs)} if item.kind == MESSAGE else {}
         yield event, {**self._place(item), "delta": text, **more}
 
     def _place(self, item: Item) -> dict[str, Any]:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qserve.output_parsing.output_parser import Message, OutputParser
-from qserve.output_parsing.pieces import CONTENT, Piece
+from qserve.output_parsing.pieces import CONTENT
 from qserve.server.generation import Deltas, Output
 from qserve.server.job import Job
+from qserve.server.replies import Counts
 from qserve.server.response_items import COMPLETED, IN_PROGRESS, INCOMPLETE, Items
+from qserve.server.response_logprobs import TokenPieces, entries
+from qserve.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +21,10 @@ class ResponseReply:
 
     job: Job
     model: str
+    tokenizer: Tokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    prefix = "resp"
+    prefix = "resp_"  # as OpenAI writes it: clients look for it
 
     def whole(self, outputs: list[Output]) -> dict:
         """The reply that is not streamed."""
@@ -30,14 +34,30 @@ class ResponseReply:
         if parsing is not None:
             pieces = OutputParser(parsing).parse(output.text)
             found = Message.of(pieces, is_cut=output.finish_reason == "length")
-        items.add_whole(found, _status(output))
+        items.add_whole(found, _status(output), self._logprobs(output))
         return self._response(output, items.fields)
+
+    def _logprobs(self, output: Output) -> list[dict]:
+        """Of a whole output's message, piece by piece as it came."""
+        tokens = list(zip(output.token_ids, output.logprobs, strict=False))
+        if not tokens:
+            return []
+        pieces, told, start = self._pieces(), [], 0
+        for index, (text, num_tokens) in enumerate(output.parts, start=1):
+            end, is_end = start + num_tokens, index == len(output.pieces)
+            for piece, found in pieces.push(text, tokens[start:end], is_end=is_end):
+                told += found if piece.kind == CONTENT else ()
+            start = end
+        return entries(self.tokenizer, told)
+
+    def _pieces(self) -> TokenPieces:
+        parsing = self.job.parsing
+        return TokenPieces(self.tokenizer, None if parsing is None else OutputParser(parsing))
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[dict, None]:
         """The stream's events; `type` names each."""
-        output, number, parsing = Output(), 0, self.job.parsing
-        items = self._items()
-        parser = None if parsing is None else OutputParser(parsing)
+        output, number = Output(), 0
+        items, pieces = self._items(), self._pieces()
 
         def event(kind: str, fields: dict[str, Any]) -> dict:
             nonlocal number
@@ -51,11 +71,10 @@ class ResponseReply:
                     yield event(kind, {"response": self._response(None, [])})
             has_begun = True
             output.add(delta)
-            pieces = [Piece(CONTENT, delta.text)] if parser is None else parser.push(delta.text)
-            if parser is not None and delta.finish_reason is not None:
-                pieces += parser.finish()
-            for piece in pieces:
-                for kind, fields in items.take(piece):
+            tokens = zip(delta.token_ids, delta.logprobs, strict=False)
+            is_end = delta.finish_reason is not None
+            for piece, found in pieces.push(delta.text, tokens, is_end=is_end):
+                for kind, fields in items.take(piece, entries(self.tokenizer, found)):
                     yield event(kind, fields)
         status = _status(output)
         for kind, fields in items.end(status):
@@ -63,9 +82,7 @@ class ResponseReply:
         yield event(status, {"response": self._response(output, items.fields)})
 
     def _items(self) -> Items:
-        return Items(
-            key=self.job.request_id.removeprefix(f"{self.prefix}-"), call_ids=self.job.parsing
-        )
+        return Items(key=self.job.request_id.removeprefix(self.prefix), call_ids=self.job.parsing)
 
     def _response(self, output: Output | None, items: list[dict]) -> dict:
         """The response object; without an output, as it is before the first token."""
@@ -84,7 +101,6 @@ class ResponseReply:
             "output": items,
             "parallel_tool_calls": True,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
@@ -97,12 +113,15 @@ class ResponseReply:
         }
 
     def _usage(self, output: Output) -> dict:
-        num_prompt = self.job.num_prompt_tokens
+        num_prompt, counts = self.job.num_prompt_tokens, Counts(parsing=self.job.parsing)
+        for text, num_tokens in output.parts:
+            counts.add_reasoning(0, text, num_tokens)
         return {
             "input_tokens": num_prompt,
-            "input_tokens_details": {"cached_tokens": output.num_cached},
+            # OpenAI counts writes that a client asks for; here pages are kept without that.
+            "input_tokens_details": {"cached_tokens": output.num_cached, "cache_write_tokens": 0},
             "output_tokens": output.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": counts.num_reasoning or 0},
             "total_tokens": num_prompt + output.num_tokens,
         }
 

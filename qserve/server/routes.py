@@ -34,12 +34,11 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/responses")
 async def responses(request: Request) -> Response:
     service, client, job, headers = await job_of(request, "responses", ResponseReply.prefix)
-    reply = ResponseReply(job=job, model=service.name_for(job))
+    reply = ResponseReply(job=job, model=service.name_for(job), tokenizer=service.tokenizer)
     if job.streams:
         events = _events(service, client, job, reply)
         return EventStream(events, headers, are_named=True)
-    outputs = await while_connected(request.receive, generation.run(service, client, job))
-    return json_response(reply.whole(outputs), headers=headers)
+    return await _whole(request, service, client, job, reply, headers)
 
 
 @router.post("/reset_prefix_cache")
@@ -59,6 +58,17 @@ async def _answer(request: Request, route: str, kind: type[Reply]) -> Response:
     reply = kind(job=job, model=service.name_for(job), tokenizer=service.tokenizer)
     if job.streams:
         return EventStream(_chunks(service, client, job, reply), headers)
+    return await _whole(request, service, client, job, reply, headers)
+
+
+async def _whole(
+    request: Request,
+    service: Service,
+    client: str,
+    job: Job,
+    reply: Reply | ResponseReply,
+    headers: dict[str, str],
+) -> Response:
     outputs = await while_connected(request.receive, generation.run(service, client, job))
     # In a thread: with log probabilities of many outputs it takes seconds.
     return await service.preparation.run(
@@ -76,7 +86,7 @@ async def job_of(
         job = replace(job, handling=salted_by_key(job.handling, request.headers))
     name = request_id.settle(request.state, job.asked_id)
     timeout = deadline.seconds(request.headers, service.request_timeout)
-    job = replace(job, request_id=f"{prefix}-{name}", timeout=timeout)
+    job = replace(job, request_id=prefix + name, timeout=timeout)
     if service.tracing.is_on:
         job = replace(job, trace_headers=trace_headers(request.headers))
     headers = ignored_fields.headers(job, priority_counts=service.priority_counts)
@@ -87,7 +97,7 @@ async def _chunks(
     service: Service, client: str, job: Job, reply: Reply
 ) -> AsyncGenerator[dict, None]:
     opened: set[int] = set()
-    counts = Counts()
+    counts = Counts(parsing=job.parsing)
     async with aclosing(generation.deltas(service, client, job)) as deltas:
         async for index, delta in deltas:
             if index not in opened:

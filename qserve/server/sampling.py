@@ -1,38 +1,13 @@
 """A request's fields become SamplingParams: the request's, else the model's, else OpenAI's."""
 
-import json
-from pathlib import Path
-
-from formats.errors import InputError, one_line
 from qserve.errors import ParameterError
+from qserve.generation_defaults import DEFAULTED
 from qserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from qserve.server.beam_fields import WITHOUT_EFFECT
 from qserve.server.protocol import ChatCompletionRequest, GenerationRequest
 from qserve.structured.params import StructuredOutputsParams
 
-FILE = "generation_config.json"
-# the fields that the file may set
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 COMPLETION_MAX_TOKENS = 16  # of OpenAI's completions route; a chat gets all the room
-
-
-def load_defaults(folder: str | Path) -> dict[str, float]:
-    """The sampling fields of the model's generation_config.json; none if there is no such file."""
-    path = Path(folder) / FILE
-    try:
-        found = json.loads(path.read_text())
-        defaults = {name: found[name] for name in DEFAULTED if found.get(name) is not None}
-        SamplingParams(**defaults)
-    except FileNotFoundError:
-        return {}
-    except ParameterError as error:
-        raise InputError(str(path), str(error), "correct the file") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(
-            str(path), f"cannot be used: {one_line(error)}", "correct the file"
-        ) from error
-    return defaults
 
 
 def sampling_params(

@@ -96,9 +96,16 @@ class Tool(Part):
         return {"type": self.type, "function": function}
 
 
+ARGUMENTS = {
+    "type": "string",
+    "contentMediaType": "application/json",
+    "description": "The JSON text of an object.",
+}
+
+
 class CalledFunction(Part):
     name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments), WithJsonSchema(ARGUMENTS)]
 
 
 class ToolCall(Part):

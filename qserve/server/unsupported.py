@@ -71,7 +71,6 @@ CHAT = COMMON | {
     "modalities": (["text"],),
     "prediction": (),
     "prompt": (),
-    "reasoning_effort": ("none",),
     "return_prompt_text": (False,),
     "suffix": ("",),
     "verbosity": ("medium",),

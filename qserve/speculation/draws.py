@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from qkernels import ops
-from qkernels.sampling.settings import (
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import (
     BIAS_END,
     BIAS_START,
     HISTORY_ROW,
     MASK_START,
     NUM_LOGPROBS,
     POSITION,
-    SampleSettings,
 )
 from qserve.speculation.rejection import DRAFT_SALT, probabilities, salted
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from qkernels.sampling.settings import NUM_WORDS, Samples, SampleSettings
+from qkernels.sampling.settings import Samples, SampleSettings
+from qkernels.sampling.words import NUM_WORDS
 from qserve.engine.batch import Batch
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_buffers import GraphKey

@@ -22,13 +22,8 @@ from qkernels.sampling.reference import (
     gumbel_noise,
     row_logprobs,
 )
-from qkernels.sampling.settings import (
-    HISTORY_ROW,
-    INVALID_TOKEN,
-    SEED,
-    Samples,
-    SampleSettings,
-)
+from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.words import HISTORY_ROW, SEED
 from qserve.speculation import typical
 from qserve.speculation.acceptance import Verify
 from qserve.speculation.config import SpeculativeConfig

@@ -63,15 +63,25 @@ class Speculation:
             count = len(request.drafts)
         else:
             count = max(0, min(most, request.num_drafts))
-        table, wanted = request.block_table, num_tokens + count
-        # A device drafter also writes keys of what it proposes for the step after.
-        with_next = min(wanted + self._drafting.num_drafts, self._max_model_len)
-        for length in (with_next, wanted):
-            if pool.can_grow(table, length):
-                pool.grow_(table, length)
-                return 1 + count
+        wanted = num_tokens + count
+        if self.take_pages_ahead(request, wanted, pool):
+            return 1 + count
+        if pool.can_grow(request.block_table, wanted):
+            pool.grow_(request.block_table, wanted)
+            return 1 + count
         request.drafts = ()
         return 1
+
+    def take_pages_ahead(self, request: Request, num_tokens: int, pool: PagePool) -> bool:
+        """Own pages for keys that a device drafter writes behind the step, of what it proposes.
+
+        `num_tokens`: that the request has by then. Returns False where too few pages are free.
+        """
+        length = min(num_tokens + self._drafting.num_drafts, self._max_model_len)
+        if not pool.can_grow(request.block_table, length):
+            return False
+        pool.grow_(request.block_table, length)
+        return True
 
     def end_step(self, chunks: Iterable[Chunk]) -> Drafting:
         """What the planned step does for the next. Notes which requests have drafts then."""

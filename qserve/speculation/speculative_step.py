@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 
 from qkernels.attention.cache import PagedKv
-from qkernels.sampling.settings import HISTORY_ROW, POSITION, Samples, SampleSettings
+from qkernels.sampling.settings import Samples, SampleSettings
+from qkernels.sampling.words import HISTORY_ROW, POSITION
 from qserve.engine.batch import Batch
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_outputs import StepOutputs

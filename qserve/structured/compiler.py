@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from formats.errors import InputError, one_line
+from qserve.load_tokenizer import load_tokenizer
 from qserve.structured.backend import library, limits
 from qserve.structured.constraint import Constraint, num_mask_words
 from qserve.structured.grammar import grammar_text, refusal
@@ -106,10 +107,7 @@ def _tokenizer_text(folder: str) -> str:
     path = Path(folder) / "tokenizer.json"
     if path.exists():
         return path.read_text(encoding="utf-8")
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    backend = getattr(loaded, "backend_tokenizer", None)
+    backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
     if backend is None:
         raise InputError(FIELD, "the model's tokenizer is none of the library tokenizers")
     return backend.to_str()

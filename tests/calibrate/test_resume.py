@@ -210,6 +210,39 @@ def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where
         assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
 
 
+def test_file_that_does_not_read_back_costs_no_solved_layer(docs_5m, tmp_path, monkeypatch, caplog):
+    target, seal = tmp_path / "out", CheckpointWriter.seal
+
+    def damaged(self, *arguments, **options):
+        """A disk that gives back other codes than it was given."""
+        staged = seal(self, *arguments, **options)
+        entry = CheckpointReader(staged).entries["model.layers.2.mlp.up_proj.qweight"]
+        with entry.file.open("r+b") as file:
+            file.seek(entry.offset)
+            byte = file.read(1)
+            file.seek(entry.offset)
+            file.write(bytes([byte[0] ^ 1]))
+        return staged
+
+    monkeypatch.setattr(CheckpointWriter, "seal", damaged)
+    with pytest.raises(CheckpointError, match="up_proj: its codes differ .*same command again"):
+        quantize_checkpoint(docs_5m, target, recipe="gptq", **OPTIONS)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == [unfinished(target).name]
+    assert f"{unfinished(target)} keeps the finished layers: the same command" in caplog.text
+
+    def solve(*arguments):
+        raise AssertionError("all layers were solved")
+
+    monkeypatch.setitem(RECIPES, "gptq", replace(RECIPES["gptq"], solver=solve))
+    quantize_checkpoint(docs_5m, target, recipe="gptq", **OPTIONS)
+    monkeypatch.undo()
+    assert not unfinished(target).exists()
+    quantize_checkpoint(docs_5m, tmp_path / "whole", recipe="gptq", **OPTIONS)
+    for path in target.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+
+
 def test_disk_that_is_full_from_the_start_leaves_nothing(docs_5m, tmp_path, monkeypatch):
     def write_bytes(self, content):
         self.touch()

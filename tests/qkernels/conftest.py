@@ -12,7 +12,9 @@ own, and they are not collected here.
 """
 
 import os
+import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, dtypes in (("half", half), ("dtype", [*half, torch.float32])):
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, dtypes, ids=[str(d).removeprefix("torch.") for d in dtypes])
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def patched_once():
+    """A third of the interpreter's time goes into looking for what is left to replace.
+
+    It replaces the functions of triton.language for a launch, and looks again through all of them
+    at each call of a function that is not inlined.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch_language = interpreter._patch_lang
+
+    @cache
+    def seen_in(module: str) -> list:
+        values = list(vars(sys.modules[module]).values())
+        return [lang for lang in (language, language.core) if any(v is lang for v in values)]
+
+    def patch_where_needed(fn):
+        if any(language.core.is_builtin(lang.load) for lang in seen_in(fn.__module__)):
+            return patch_language(fn)
+        return interpreter._LangPatchScope()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(interpreter, "_LangPatchScope"):
+            patch.setattr(interpreter, "_patch_lang", patch_where_needed)
+        yield
 
 
 @pytest.fixture

@@ -21,6 +21,11 @@ def journal(monkeypatch, tmp_path):
     return lambda: (tmp_path / "journal").read_text().splitlines()
 
 
+def has(lines, start):
+    """Whether the engine was told this; its names of requests end with a number."""
+    return any(line.rpartition("-")[0] == start for line in lines)
+
+
 async def last_of(outputs):
     return [output async for output in outputs][-1]
 
@@ -34,6 +39,7 @@ def test_a_life(docs_5m, journal):
             await side_by_side(llm)
             await grows(llm)
             await leaves_early(llm)
+            await a_name_comes_again(llm)
             await is_aborted(llm)
             await a_search_is_dropped(llm)
             await is_refused(llm)
@@ -59,7 +65,16 @@ def test_a_life(docs_5m, journal):
         async for output in llm.generate([7, 8], SamplingParams(max_tokens=10_000), "leaver"):
             if output.outputs[0].token_ids:
                 break
-        await until(lambda: "abort leaver-0" in journal())
+        await until(lambda: has(journal(), "abort leaver"))
+
+    async def a_name_comes_again(llm):
+        """At once, while tokens of the request that had it are on their way."""
+        for start in range(200, 230):
+            async for output in llm.generate([start], SamplingParams(max_tokens=1000), "again"):
+                if output.outputs[0].token_ids:
+                    break
+            last = await last_of(llm.generate([7000], SamplingParams(max_tokens=5), "again"))
+            assert last.outputs[0].token_ids == list(range(7001, 7006))
 
     async def is_aborted(llm):
         seen = []
@@ -74,14 +89,14 @@ def test_a_life(docs_5m, journal):
         await llm.abort("nobody")
         await task
         assert not seen[-1].finished
-        await until(lambda: "abort dropped-0" in journal())
+        await until(lambda: has(journal(), "abort dropped"))
 
     async def a_search_is_dropped(llm):
         """By its name, and by the end of who waits for it."""
         params = BeamSearchParams(beam_width=2, max_tokens=10**5)
         for drop in ("abort", "cancel"):
             task = asyncio.create_task(llm.beam_search([7, 8], params, f"search-{drop}"))
-            await until(lambda drop=drop: f"add search-{drop}" in journal())
+            await until(lambda drop=drop: has(journal(), f"add search-{drop}"))
             with pytest.raises(InputError, match="is running already"):
                 await llm.beam_search([7], params, f"search-{drop}")
             if drop == "abort":
@@ -91,7 +106,7 @@ def test_a_life(docs_5m, journal):
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            await until(lambda drop=drop: f"abort search-{drop}" in journal())
+            await until(lambda drop=drop: has(journal(), f"abort search-{drop}"))
         with pytest.raises(InputError, match="can never run"):
             await llm.beam_search([REFUSED], params)
 
@@ -146,6 +161,18 @@ def test_beams_are_those_of_the_offline_class(docs_5m):
             assert (ours.tokens, ours.text) == (theirs.tokens, theirs.text)
             assert ours.score == pytest.approx(theirs.score, rel=1e-4)
             assert len(ours.logprobs) == 6
+
+
+def test_settings_may_be_dicts_as_they_may_for_the_offline_class(docs_5m):
+    made = AsyncLLM(
+        docs_5m,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+        kv_transfer_config={"kv_connector": "folder", "kv_connector_extra_config": {"path": "x"}},
+    )
+    assert made.config.speculation.num_speculative_tokens == 2
+    assert made.config.kv_transfer.extra == {"path": "x"}
+    with pytest.raises(InputError, match=r"AsyncLLM\(max_seqs\): no such setting"):
+        AsyncLLM(docs_5m, max_seqs=3)
 
 
 def test_a_model_that_cannot_be_loaded(docs_5m, journal, monkeypatch):

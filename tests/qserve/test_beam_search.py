@@ -157,10 +157,10 @@ def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, mode, steps_in_f
         EngineConfig(model=str(tiny_model("llama")), **settings), steps_in_flight=steps_in_flight
     )
     preempted = []
-    preempt = engine.scheduler._preempt
+    preempt = engine.scheduler.places.preempt
     monkeypatch.setattr(
-        engine.scheduler,
-        "_preempt",
+        engine.scheduler.places,
+        "preempt",
         lambda request, step: (preempted.append(request), preempt(request, step)),
     )
     params = params_of(case, ends)
@@ -238,6 +238,7 @@ def test_an_abort_frees_all_rows(tiny_model):
     ("settings", "sampling", "words"),
     [
         ({"beam_width": 16, "stop_token_ids": (1, 3, 5, 7)}, {}, "at most 15"),
+        ({"beam_width": 2, "stop_token_ids": tuple(range(9, 40))}, {}, "fewer than 20 tokens.*32"),
         ({"beam_width": 9}, {}, "--max-num-seqs"),
         ({"beam_width": 8, "max_tokens": 50}, {}, "KV pages for 8 x 53 tokens"),
         ({"beam_width": 2}, {"presence_penalty": 1.0}, "no penalties"),

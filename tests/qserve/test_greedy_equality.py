@@ -60,8 +60,17 @@ def references(quantized_5m, tiny_model, transformers_model):
     return make
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        # where many are right at once, one alone is
+        pytest.param(family, mode, marks=pytest.mark.exhaustive)
+        if mode == "alone" and family not in ("docs-5m", "llama")
+        else (family, mode)
+        for family in FAMILIES
+        for mode in MODES
+    ],
+)
 def test_tokens_equal_transformers(family, mode, references, monkeypatch):
     folder, prompts, expected = references(family)
     settings, at_once, in_flight = MODES[mode]

@@ -135,6 +135,19 @@ def test_end_tokens_that_no_model_can_draw_are_no_end_tokens(docs_5m, tmp_path):
         LLM(tmp_path / "model", device="cpu")
 
 
+def test_the_models_own_parameters_are_the_default(llm, monkeypatch, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+    monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, model=str(tmp_path)))
+    seen = []
+    add = llm.llm_engine.add_request
+    monkeypatch.setattr(
+        llm.llm_engine, "add_request", lambda *a, **k: seen.append(a[2]) or add(*a, **k)
+    )
+    llm.generate("The", use_tqdm=False)
+    llm.generate("The", SamplingParams(), use_tqdm=False)
+    assert seen == [SamplingParams(temperature=0.5, top_k=3), SamplingParams()]
+
+
 def test_request_larger_than_the_pool_is_refused(quantized_5m):
     llm = LLM(quantized_5m, device="cpu", num_gpu_blocks_override=4)
     with pytest.raises(InputError, match="needs 5 KV pages for 66 tokens, and there are 4"):

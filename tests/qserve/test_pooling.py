@@ -111,7 +111,7 @@ def test_a_request_that_gives_its_pages_back_counts_no_row_twice(qwen, tiny_mode
     victim = engine._requests["long"]
     assert 16 < victim.num_computed < 77
     # what a lack of pages does to it
-    engine.scheduler._preempt(victim, OpenStep(budget=0, most_admitted=0))
+    engine.scheduler.places.preempt(victim, OpenStep(budget=0, most_admitted=0))
     greedy = SamplingParams(temperature=0, max_tokens=9)
     engine.add_request("other", PROMPTS[1], greedy)
     engine.add_request("short", PROMPTS[0], greedy, handling=handling)

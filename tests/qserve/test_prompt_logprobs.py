@@ -132,12 +132,12 @@ def test_rows_are_taken_once_though_the_prompt_is_computed_again():
 
 
 def test_steps_are_not_searched_for_prompts_that_nobody_asks_of(tiny_model, monkeypatch):
-    from qserve.engine import engine as engine_module
+    from qserve.engine import flights
 
     searched = []
-    plan = engine_module.plan_prompt_rows
+    plan = flights.plan_prompt_rows
     monkeypatch.setattr(
-        engine_module, "plan_prompt_rows", lambda step: (searched.append(step), plan(step))[1]
+        flights, "plan_prompt_rows", lambda step: (searched.append(step), plan(step))[1]
     )
     llm = LLM(str(tiny_model("llama")), device="cpu", max_model_len=64)
     quiet = SamplingParams(max_tokens=4, temperature=0)

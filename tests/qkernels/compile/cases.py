@@ -21,7 +21,8 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials, split_heads
 from qkernels.rowwise.branch import PLAIN
-from qkernels.sampling.settings import SampleRow, SampleSettings
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import SampleRow
 from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty

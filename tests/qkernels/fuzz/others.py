@@ -10,7 +10,8 @@ from qkernels.rowwise import reference as rowwise_reference
 from qkernels.rowwise.branch import Branch
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
-from qkernels.sampling.settings import SampleRow, SampleSettings
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import SampleRow
 from tests.qkernels.flat_attention import paged_kv
 from tests.qkernels.fuzz.fuzzer import FuzzedOp
 from tests.qkernels.fuzz.values import (

@@ -16,7 +16,7 @@ FILES = sorted(
     for path in (*HERE.glob("test_*.py"), TESTS / "fuzz" / "test_kernels.py")
     if path != Path(__file__)
 )
-NUM_PROCESSES = 4  # each takes some seconds to start
+NUM_PROCESSES = 2  # each takes some seconds to start
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel tests run compiled here")

@@ -8,13 +8,8 @@ import torch
 
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
-from qkernels.sampling.settings import (
-    INVALID_TOKEN,
-    MASK_BITS,
-    MASK_START,
-    SampleRow,
-    SampleSettings,
-)
+from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
+from qkernels.sampling.words import MASK_BITS, MASK_START, SampleRow
 
 exhaustive = pytest.mark.exhaustive
 ON_GPU = torch.cuda.is_available()

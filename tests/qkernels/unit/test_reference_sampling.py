@@ -10,7 +10,8 @@ import torch
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.sampling.reference import adjust, filter_logits, gumbel_noise
-from qkernels.sampling.settings import INVALID_TOKEN, SampleRow, SampleSettings
+from qkernels.sampling.settings import INVALID_TOKEN, SampleSettings
+from qkernels.sampling.words import SampleRow
 
 
 def sample(logits, rows, history=None):

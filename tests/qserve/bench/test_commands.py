@@ -8,6 +8,7 @@ from formats.errors import InputError
 from qserve.bench.commands import BENCH_COMMANDS
 from qserve.bench.step_case import CaseRequests, StepCase
 from qserve.cli import build_parser, main
+from qserve.llm import LLM
 
 MODEL = "examples/models/docs-5m"
 ENGINE = ["--device", "cpu", "--cpu-kv-cache-memory", "0.02", "--max-num-seqs", "8"]
@@ -41,6 +42,14 @@ def test_latency(tmp_path, capsys):
     assert 0 < found["avg_first_token_latency"] < found["avg_latency"]
     names = {each["name"] for each in _events(tmp_path / "latency.trace.json.gz")}
     assert "layer 0" in names and "step 0 decode=0 chunk=12" in names
+
+
+def test_latency_of_too_long_an_input_loads_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("it was loaded"))
+    flags = ["--input-len", "90", "--output-len", "11", "--max-model-len", "100"]
+    assert main(["bench", "latency", MODEL, *ENGINE, *flags]) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "--input-len 90: expected at most 89 tokens" in said
 
 
 def _events(path):

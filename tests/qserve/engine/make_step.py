@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qkernels.sampling.settings import NUM_WORDS, SampleRow, pack_row
+from qkernels.sampling.words import NUM_WORDS, SampleRow, pack_row
 from qserve.engine.step_input import StepInput
 
 PER_TOKEN = ("token_ids_T", "positions_T", "slots_T")

@@ -7,6 +7,8 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.engine import Engine
+from qserve.engine.model_runner import ModelRunner
+from qserve.engine.rank_link import RankDiedError
 from qserve.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 
@@ -146,8 +148,22 @@ def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
     assert {key.is_chunk for key in replayed} == {True, False}
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_a_step_without_memory_ends_its_requests_and_no_others(make_engine, monkeypatch, in_flight):
+ON_THE_CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
+ON_THE_CPU += " memory: you tried to allocate 819200000000 bytes."
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "error"),
+    [
+        (0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
+        (1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
+        (0, RuntimeError(ON_THE_CPU)),
+        (1, RuntimeError("Triton Error [CUDA]: out of memory")),
+    ],
+)
+def test_a_step_without_memory_ends_its_requests_and_no_others(
+    make_engine, monkeypatch, in_flight, error
+):
     engine = make_engine(steps_in_flight=in_flight, max_num_seqs=2)
     engine.add_request("alone", [5, 6, 7], GREEDY)
     want = tokens(run_out(engine)["alone"])
@@ -158,7 +174,7 @@ def test_a_step_without_memory_ends_its_requests_and_no_others(make_engine, monk
 
     def fails_once(step):
         monkeypatch.setattr(engine.workers, "launch", launch)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     monkeypatch.setattr(engine.workers, "launch", fails_once)
     found = run_out(engine)
@@ -170,6 +186,34 @@ def test_a_step_without_memory_ends_its_requests_and_no_others(make_engine, monk
     engine.scheduler.check_integrity()
     assert engine.scheduler.pool.num_free == 50
     assert not engine._requests
+
+
+def test_another_error_in_a_step_is_no_lack_of_memory(make_engine, monkeypatch):
+    """Nor is the death of a rank, whatever it died of: the engine ends."""
+    for error in (RuntimeError("a kernel failed"), RankDiedError("1: CUDA error: out of memory")):
+        engine = make_engine()
+        engine.add_request("a", [5, 6, 7], GREEDY)
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(engine.workers, "launch", lambda step, e=error: (_ for _ in ()).throw(e))
+            engine.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "knob"),
+    [
+        ({}, "--num-gpu-blocks-override"),
+        ({"num_gpu_blocks_override": None}, "--cpu-kv-cache-memory"),
+        ({"num_gpu_blocks_override": None, "kv_cache_memory": 0.01}, "--kv-cache-memory"),
+    ],
+)
+def test_a_start_without_memory_for_pages_names_the_knob(docs_5m, monkeypatch, settings, knob):
+    def fails(runner, num_pages):
+        raise RuntimeError(ON_THE_CPU)
+
+    monkeypatch.setattr(ModelRunner, "allocate_pages", fails)
+    config = {"model": str(docs_5m), "device": "cpu", "num_gpu_blocks_override": 50} | settings
+    with pytest.raises(InputError, match=f"^memory: ran out while making.*lower {knob}"):
+        Engine(EngineConfig(**config))
 
 
 def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatch):

@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
-from qserve.engine import scheduler as scheduler_module
-from qserve.engine.scheduler import PATIENCE
+from qserve.engine import admission
+from qserve.engine.admission import PATIENCE
 from qserve.engine.waiting_queue import MAX_BYPASSES
 from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
 
@@ -95,7 +95,7 @@ def test_who_lost_its_pages_is_passed_over_so_often_and_no_more():
     scheduler.waiting.push_front(lost)
     for number in range(3 * MAX_BYPASSES):
         scheduler.add(make_request(f"s{number}", 1, 1, group=f"g{number}"))
-    with mock.patch.object(scheduler_module, "PATIENCE", 0):
+    with mock.patch.object(admission, "PATIENCE", 0):
         simulation.run_until(lambda: lost not in scheduler.waiting)
     assert "r0" in simulation.done
     small = [request for request in simulation.admitted if request.request_id != "r0"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_pages import NULL_PAGE, PagePool
 
 
 def test_pool_detects_a_page_owned_twice():
@@ -23,3 +23,22 @@ def test_the_page_that_was_freed_last_is_handed_out_last():
     pool.release_(first)
     pool.grow_(third, 8)
     assert third == [3, 2, 1, 0]
+
+
+def test_a_page_that_was_given_back_is_withdrawn_from_nobody():
+    """NULL_PAGE is -1: as an index it would be the last page, which another may hold."""
+    pool = PagePool(3, 2)
+    table, other = [], []
+    pool.grow_(table, 4)
+    pool.grow_(other, 2)
+    for page, key in zip([*table, *other], (b"a", b"b", b"c"), strict=True):
+        pool.publish(page, key)
+    pool.give_back_(table, first_visible=2)
+    assert table == [NULL_PAGE, 1] and other == [2]
+    pool.withdraw(table)
+    assert pool.match([b"c"]) == [2] and not pool.match([b"b"])
+    pool.release_(other)
+    pool.check_integrity([table])
+    pool.release_(table)
+    pool.grow_(table, 6)
+    assert sorted(table) == [0, 1, 2]

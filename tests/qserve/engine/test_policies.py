@@ -4,7 +4,14 @@ import pytest
 
 from formats.errors import InputError
 from qserve.engine.kv_pages import PagePool
-from qserve.engine.policies import MAX_PASSES, POLICIES, Phase, Policy, make_policy
+from qserve.engine.policies import (
+    MAX_PASSES,
+    MAX_PROMPT_STEPS,
+    POLICIES,
+    Phase,
+    Policy,
+    make_policy,
+)
 from qserve.engine.request import Status
 from qserve.engine.victims import cheapest_victim
 from qserve.engine.waiting_queue import MAX_BYPASSES
@@ -55,6 +62,55 @@ def test_under_every_policy_everybody_comes_to_the_end(name, depth):
     simulation.run_out()
     assert len(simulation.done) == 9
     assert simulation.scheduler.pool.num_free == 14
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_under_every_policy_who_runs_gets_its_tokens(name):
+    """Beside prompts without end that need no decode, as those that are pooled."""
+    simulation = simulate(name, budget=16)
+    running = make_request("running", max_tokens=5)
+    simulation.scheduler.add(running)
+    simulation.step()
+    for number in range(5 * (MAX_PROMPT_STEPS + 1)):
+        if running.status is Status.FINISHED:
+            break
+        for each in range(3):
+            prompt = make_request(f"p{number} {each}", 8, max_tokens=1, group=f"{number} {each}")
+            simulation.scheduler.add(prompt)
+        known = running.num_known
+        simulation.step()
+        assert name in ("prefill-first", "controlled") or running.num_known > known
+    assert running.status is Status.FINISHED
+
+
+class NewestFirst(Policy):
+    """One that would keep the old waiting for ever, if it could."""
+
+    def level(self, request):
+        return request.priority
+
+    def turn(self, request):
+        return request.client, request.request_id
+
+    def order(self, candidates, num_cached):
+        return sorted(candidates, key=lambda request: -request.num_steps_at_arrival)
+
+
+@pytest.mark.parametrize(("priority", "least", "most"), [(0, 6, 9), (9, 64, 66)])
+def test_no_policy_of_the_users_own_keeps_anybody_waiting_for_ever(priority, least, most):
+    """Passed over 8 times within its level, and 64 times by lower ones, beside two places."""
+    scheduler = make_scheduler(num_pages=200, max_num_seqs=2, budget=64, policy=NewestFirst())
+    simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
+    for name in ("first", "second"):
+        scheduler.add(make_request(name, max_tokens=3))
+    simulation.step()
+    oldest = make_request("oldest", max_tokens=9, priority=priority)
+    scheduler.add(oldest)
+    simulation.step()
+    flood = Flood(simulation, width=4)
+    while oldest.status is Status.WAITING and flood.num_admitted <= most:
+        flood.step()
+    assert least <= flood.num_admitted <= most
 
 
 def test_a_class_of_the_users_own():

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import InputError
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.prefix_keys import extend_keys, root_key
 from qserve.engine.request import Status
+from qserve.lora.adapter import Adapter
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
 
 PAGE = 4
@@ -52,6 +53,19 @@ def test_a_whole_prompt_that_is_cached_computes_its_last_token(length):
     simulation.scheduler.add(again)
     cached = (length - 1) // PAGE * PAGE
     assert counts(simulation.scheduler.schedule()) == {"again": (cached, length - cached)}
+
+
+def test_an_adapter_that_was_read_again_finds_nothing_of_its_old_numbers():
+    """Nor when its prompt is that of the request before, whose keys need not be made again."""
+    simulation, adapter = simulate(), Adapter(name="a", path="/a", generation="old")
+    found = {}
+    for generation in ("old", "old", "new", "new", "old"):
+        adapter.generation = generation
+        request = make_request(f"{len(found)} {generation}", [*PREFIX, 1])
+        request.adapter = adapter
+        run(simulation, request)
+        found[request.request_id] = request.num_cached
+    assert list(found.values()) == [0, len(PREFIX), 0, len(PREFIX), len(PREFIX)]
 
 
 def test_output_tokens_are_found_by_the_next_turn_of_a_chat():
@@ -257,6 +271,34 @@ def test_pages_of_a_failed_request_are_found_by_nobody():
     again = make_request("again", [*PREFIX, 1])
     scheduler.add(again)
     scheduler.schedule()
+    assert again.num_cached == 0
+
+
+@pytest.mark.parametrize("num_slots", [0, 8])
+def test_nor_those_that_left_its_window_before(num_slots):
+    """They lie in the cache, or on the host; and pages of others are still found."""
+    num_pages = 5 if num_slots else 8
+    simulation = simulate(num_pages=num_pages, budget=PAGE, window=PAGE, num_slots=num_slots)
+    scheduler, pool = simulation.scheduler, simulation.scheduler.pool
+    run(simulation, other := make_request("other", 2 * PAGE + 1, max_tokens=1))
+    failed = make_request("failed", [*PREFIX, 1], max_tokens=3)
+    scheduler.add(failed)
+    while failed.num_computed < len(PREFIX):
+        simulation.step()
+    assert failed.block_table[:2] == [NULL_PAGE] * 2
+    assert len(pool.match(failed.page_keys)) == 4
+    if num_slots:  # another takes those that it has given back
+        pool.grow_(taken := [], 2 * PAGE)
+        pool.release_(taken)
+        assert pool.host.match(failed.page_keys) == 2
+
+    def is_found(key):
+        return bool(pool.match([key]) or (pool.host and pool.host.match([key])))
+
+    scheduler.fail(failed, "its logits are NaN")
+    scheduler.check_integrity()
+    assert not any(map(is_found, failed.page_keys)) and all(map(is_found, other.page_keys))
+    run(simulation, again := make_request("again", [*PREFIX, 1], max_tokens=3))
     assert again.num_cached == 0
 
 

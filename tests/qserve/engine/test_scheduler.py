@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import InputError
-from qserve.engine import scheduler as scheduler_module
+from qserve.engine import admission
 from qserve.engine.kv_pages import NULL_PAGE
 from qserve.engine.request import Status
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
@@ -18,7 +18,7 @@ from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_s
 @given(data=st.data())
 def test_random_schedules_keep_every_promise(data):
     # short enough that it runs out in schedules of this size
-    with mock.patch.object(scheduler_module, "PATIENCE", data.draw(st.integers(0, 4))):
+    with mock.patch.object(admission, "PATIENCE", data.draw(st.integers(0, 4))):
         check_random_schedule(data.draw)
 
 
@@ -27,9 +27,12 @@ def check_random_schedule(draw):
     num_pages = draw(st.integers(2, 24))
     max_num_seqs = draw(st.integers(1, 6))
     scheduler = make_scheduler(
-        num_pages, page_size, max_num_seqs, budget=max_num_seqs + draw(st.integers(0, 20))
+        num_pages,
+        page_size,
+        max_num_seqs,
+        budget=max_num_seqs + draw(st.integers(0, 20)),
+        window=draw(st.sampled_from([None, 1, 3, 16])),
     )
-    scheduler.window = draw(st.sampled_from([None, 1, 3, 16]))
     random = draw(st.randoms(use_true_random=False))
     tokens = iter(lambda: random.choice([1, 2, 3, 4, 5, 6, EOS]), None)
     simulation = Simulation(scheduler, depth=draw(st.sampled_from([0, 1])), tokens=tokens)
@@ -177,8 +180,7 @@ def test_a_chunk_may_sample_several_tokens():
 
 def test_pages_that_left_the_window_are_given_back():
     """Of 40 tokens in pages of 4, a query sees 6: it and the next one need 3 pages at most."""
-    scheduler = make_scheduler(10, 4, 2, budget=8)
-    scheduler.window = 6
+    scheduler = make_scheduler(10, 4, 2, budget=8, window=6)
     request = make_request("r0", prompt=16, max_tokens=24)
     scheduler.add(request)
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
@@ -193,8 +195,7 @@ def test_pages_that_left_the_window_are_given_back():
 
 def test_pages_of_a_window_are_no_ransom():
     """Who gives way gives what it still holds, not what it has given back."""
-    scheduler = make_scheduler(10, 4, 2, budget=8)
-    scheduler.window = 4
+    scheduler = make_scheduler(10, 4, 2, budget=8, window=4)
     request = make_request("r0", prompt=24, max_tokens=12)
     scheduler.add(request)
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))

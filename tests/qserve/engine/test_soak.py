@@ -51,7 +51,7 @@ class Soak:
         self.vocab_size = self.engine.vocab_size
         num_slots = 0 if host is None else host.num_slots
         self.device = HashDevice(PAGES, PAGE, num_slots, self.vocab_size)
-        self.engine.workers = self.device
+        self.engine._flights.workers = self.device
         self.systems = [self.tokens(length) for length in (9, 30, 64, 64)]
         self.chats = []  # conversations so far
         self.open = {}  # name -> (prompt, params)

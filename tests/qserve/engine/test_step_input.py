@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from qkernels.sampling.settings import BIAS_END, BIAS_START, SampleRow, SampleSettings
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import BIAS_END, BIAS_START, SampleRow
 from qserve.engine.kv_pages import PagePool
 from qserve.engine.request import Request, Status
 from qserve.engine.request_rows import RequestRows

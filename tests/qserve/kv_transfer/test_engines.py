@@ -269,6 +269,32 @@ def test_aborted_while_it_waits(make_engine, shelf):
     assert run(engine, [PROMPT])[1] == [24]
 
 
+@pytest.mark.parametrize("awaits", ["match", "load"])
+def test_who_waits_for_an_aborted_ones_pages_gets_them(
+    awaits, make_engine, shelf, cold, monkeypatch
+):
+    """Of the others of its prompt the next one asks, at once and not when patience ends."""
+    monkeypatch.setattr(page_transfers, "PATIENCE_SECONDS", 1e9)
+    run(make_engine(), [PROMPT])
+    engine = make_engine()
+    if awaits == "match":
+        shelf.gate.clear()
+    for index in range(3):
+        engine.add_request(str(index), PROMPT, GREEDY)
+    (first, *_) = engine._transfers._fetches.values()
+    if awaits == "load":
+        first.match.result(60)
+        shelf.gate.clear()
+        engine.step()
+        assert first.loads
+    engine.abort("0")
+    shelf.gate.set()
+    tokens, cached = [[], [], []], [0, 0, 0]
+    finish(engine, tokens, cached)
+    assert tokens == [[], *cold() * 2] and cached == [0, 24, 24]
+    assert engine.scheduler.pool.host._num_reserved == 0
+
+
 def test_a_producer_answers_when_its_pages_are_saved(make_engine, shelf):
     engine = make_engine(role="kv_producer")
     shelf.gate.clear()

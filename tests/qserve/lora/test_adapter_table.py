@@ -190,6 +190,19 @@ def test_replaced_and_removed_adapters_stay_with_who_has_them():
         device.table.find(LoRARequest("a0", 1))
 
 
+def test_requests_on_their_way_while_an_adapter_is_replaced_have_the_new_one():
+    """A server's requests say the folder, for an engine that was started again; this one knows."""
+    table = Device(1).table
+    table.put("a", "/old", Packed("/old", "1"), 4)
+    old = table.find(LoRARequest("a", 4, "/old"))
+    table.put("a", "/new", Packed("/new", "2"), 5)
+    new = table.find(LoRARequest("a", 4, "/old"))
+    assert new is not old and new.path == "/new"
+    assert table.find(LoRARequest("a", 5, "/new")) is new
+    with pytest.raises(InputError, match="expected the folder /new, found /third"):
+        table.find(LoRARequest("a", 6, "/third"))
+
+
 def test_names_ids_and_paths_belong_together():
     table = Device(1).table
     table.find(LoRARequest("a0", 1, "/x"))

@@ -21,7 +21,7 @@ exhaustive = pytest.mark.exhaustive
 
 def count(llm, monkeypatch):
     """What steps do: preemptions, and tokens found in pages."""
-    facts, counts = llm.engine._step_facts, {"num_preempted": 0, "num_prefix_hits": 0}
+    facts, counts = llm.engine._meter.facts_of, {"num_preempted": 0, "num_prefix_hits": 0}
 
     def counting(plan):
         found = facts(plan)
@@ -29,7 +29,7 @@ def count(llm, monkeypatch):
             counts[name] += found[name]
         return found
 
-    monkeypatch.setattr(llm.engine, "_step_facts", counting)
+    monkeypatch.setattr(llm.engine._meter, "facts_of", counting)
     return counts
 
 

@@ -11,10 +11,13 @@ from formats.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.config import EngineConfig
+from qserve.engine import engine_parts
+from qserve.engine.engine import Engine
 from qserve.engine.model_runner import ModelRunner
 from qserve.engine.step_input import StepInput
 from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
 from qserve.model.weight_source import WeightSource
 from qserve.parallel.ranks import Ranks
 from qserve.sampling_params import SamplingParams
@@ -189,6 +192,49 @@ def test_the_doctor_says_what_the_loader_does(scheme, family, written):
         except InputError as error:
             problem = error.problem
         assert bool(problem) == bool(reason), (size, problem, reason)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family", "size"),
+    [
+        (None, "llama", 2),
+        (None, "llama", 3),
+        (None, "gpt_oss", 6),
+        ("w3a16-sym-g32", "qwen3_moe", 2),
+        ("w3a16-sym-g32", "llama", 4),
+    ],
+)
+def test_the_check_before_the_start_says_what_the_loader_does(
+    scheme, family, size, tiny_model, written
+):
+    folder = tiny_model(family) if scheme is None else written(scheme, "gptq", family)
+    found = []
+    for attempt in (
+        lambda: check_ranks(ModelConfig.from_folder(folder), size, 1),
+        lambda: run_ranks(size, lambda communicator: rank_logits(folder, communicator)),
+    ):
+        try:
+            attempt()
+            found.append("")
+        except InputError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+    assert bool(found[0]) == ((family, size) != ("llama", 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3: 4 attention heads of 2 KV heads"),
+        ({"pipeline_parallel_size": 8}, "--pipeline-parallel-size 8: the model has 3 layers"),
+    ],
+)
+def test_what_cannot_be_shared_out_starts_nothing(tiny_model, monkeypatch, settings, message):
+    """No process, no device, no weights."""
+    monkeypatch.setattr(engine_parts, "WorkerGroup", lambda *_: pytest.fail("it was started"))
+    config = EngineConfig(model=str(tiny_model("llama")), device="cpu", **settings)
+    with pytest.raises(InputError, match=message):
+        Engine(config)
 
 
 def test_heads_that_cannot_be_shared_out_are_named(tiny_model):

@@ -8,16 +8,25 @@ class Element {
   constructor() {
     Object.assign(this, {value: "", textContent: "", className: "", children: [], listeners: {}});
   }
-  append(...children) { this.children.push(...children); }
+  append(...children) {
+    for (const each of children) each.parent = this;
+    this.children.push(...children);
+  }
+  get lastChild() { return this.children.at(-1); }
   replaceChildren(...children) { this.children = children; if (children[0]) this.value = children[0].value; }
   addEventListener(name, listener) { this.listeners[name] = listener; }
   scrollIntoView() {}
   requestSubmit() { this.listeners.submit({preventDefault() {}}); }
 }
+class Text {
+  constructor(data) { this.data = data; }
+  before(other) { this.parent.children.splice(this.parent.children.indexOf(this), 0, other); }
+}
 const elements = {};
 globalThis.document = {
   getElementById: (id) => (elements[id] ??= new Element()),
   createElement: () => new Element(),
+  createTextNode: (data) => new Text(data),
 };
 globalThis.Option = class { constructor(value) { this.value = value; } };
 const plain = globalThis.fetch;
@@ -43,7 +52,10 @@ const until = async (holds) => {
     await until(() => !state().running);
   }
   const turns = document.getElementById("talk").children.map((turn) => ({
-    kind: turn.className, text: turn.textContent, facts: turn.children.map((each) => each.textContent),
+    kind: turn.className,
+    text: turn.textContent + turn.children.map((each) => each.data ?? "").join(""),
+    facts: turn.children.filter((each) => each.className == "facts").map((each) => each.textContent),
+    reasoning: turn.children.filter((each) => each.className == "reasoning").map((each) => each.lastChild.data),
   }));
   console.log(JSON.stringify({
     status: document.getElementById("status").textContent, models: document.getElementById("model").children.map((each) => each.value),

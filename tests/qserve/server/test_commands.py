@@ -50,6 +50,20 @@ def test_one_question_with_its_times(server, url, monkeypatch, capsys):
     assert server.client.requests[0][2].max_tokens == 5
 
 
+def test_reasoning_is_for_terminals(make_server, run_live, monkeypatch, capsys):
+    from qserve.config import ServerConfig
+
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
+    server.client.text = "<think>It may be.</think>It is."
+    url = f"http://127.0.0.1:{run_live(server)}/v1"
+    assert talk(monkeypatch, url, "chat", "-q", "Hi") == 0
+    assert capsys.readouterr().out == "It is.\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert talk(monkeypatch, url, "chat", "-q", "Hi") == 0
+    shown = capsys.readouterr().out.replace("\033[0m", "").replace("\033[2m", "")
+    assert shown == "It may be.\nIt is.\n"
+
+
 def test_url_as_the_server_prints_it(url, monkeypatch, capsys):
     assert talk(monkeypatch, url.removesuffix("/v1"), "chat", "-q", "Hi") == 0
     assert capsys.readouterr().out.strip() == TEXT
@@ -106,15 +120,16 @@ def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
     lines = [line(f"r{n}", {"prompt": [n], "max_tokens": n + 1}) for n in range(40)]
     lines += ["", line("chat", chat, "/v1/chat/completions"), line("bad", {"prompt": []})]
     lines.append(line("response", {"input": "Hi", "max_output_tokens": 3}, "/v1/responses"))
+    lines.append(line("vector", {"input": "a"}, "/v1/embeddings"))
     source.write_text("\n".join(lines))
     code = run_batch(
         EngineConfig(model=str(docs_5m), max_num_seqs=2),
         BatchConfig(input=str(source), output=str(target)),
         engine="fake_engine:FakeEngine",
     )
-    assert code == 1 and "43 answers, 1 of them errors" in capsys.readouterr().out
+    assert code == 1 and "44 answers, 2 of them errors" in capsys.readouterr().out
     found = {entry["custom_id"]: entry for entry in map(json.loads, target.open())}
-    assert len(found) == 43 and [*tmp_path.glob("*.partial")] == []
+    assert len(found) == 44 and [*tmp_path.glob("*.partial")] == []
     for n in range(40):
         response = found[f"r{n}"]["response"]
         assert response["status_code"] == 200 and found[f"r{n}"]["error"] is None
@@ -124,6 +139,7 @@ def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
     bad = found["bad"]
     assert bad["response"]["status_code"] == 400 and bad["error"]["code"] == "400"
     assert "prompt" in bad["error"]["message"]
+    assert "embeddings" in found["vector"]["error"]["message"]  # of a language model
 
 
 @pytest.mark.parametrize(
@@ -131,7 +147,7 @@ def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
     [
         ("{", "line 1: expected a JSON object"),
         ("[]", "line 1: expected a JSON object"),
-        (line("a", {}, "/v1/embeddings"), "/v1/embeddings"),
+        (line("a", {}, "/v1/models"), "/v1/models"),
         (line("a", {}, method="GET"), "expected POST"),
         (line("a", {"stream": True}), "without stream"),
         (line("a", []), "an object"),

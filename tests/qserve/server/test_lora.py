@@ -156,7 +156,9 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
         return f"read {path}"
 
     adapters = SimpleNamespace(
-        read=read, put=lambda name, path, packed: table.update({name: packed}), remove=table.pop
+        read=read,
+        put=lambda name, path, packed, number: table.update({name: packed}),
+        remove=table.pop,
     )
     engine = SimpleNamespace(
         adapters=adapters,

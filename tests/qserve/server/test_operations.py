@@ -7,8 +7,10 @@ import socket
 import ssl
 import subprocess
 import threading
+import warnings
 
 import httpx
+import openai
 import pytest
 
 from formats.errors import InputError
@@ -125,10 +127,44 @@ def test_path_of_a_proxy(make_server, error):
         assert server.get(f"{prefix}/health").status_code == 200
         error(server.get(f"{prefix}/v1/models"), 401)
         assert server.get(f"{prefix}/v1/models", headers=key).status_code == 200
-    assert server.get("/openapi.json", headers=key).json()["servers"] == [{"url": "/llm"}]
+        error(server.get(f"{prefix}/nothing", headers=key), 404)
+    error(server.get("/llmhealth"), 401)
+    for path in ("/openapi.json", "/llm/openapi.json"):
+        assert server.get(path, headers=key).json()["servers"] == [{"url": "/llm"}]
     for wrong in ("llm", "/", "/llm/"):
         with pytest.raises(InputError, match="--root-path"):
             ServerConfig(root_path=wrong)
+
+
+@pytest.mark.parametrize("is_stripped", [False, True])
+def test_a_server_behind_a_proxy(make_server, run_live, is_stripped):
+    """Over HTTP, under the prefix alone, as a proxy hands it on; nothing of it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        server = make_server(ServerConfig(root_path="/llm/a", served_model_name=["tiny"]))
+    inner = server.app
+
+    async def proxy(scope, receive, send):
+        assert scope["path"].startswith("/llm/a")
+        if is_stripped:
+            path = scope["path"].removeprefix("/llm/a")
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await inner(scope, receive, send)
+
+    server.app = proxy
+    base = f"http://127.0.0.1:{run_live(server)}/llm/a"
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="-") as client:
+        assert client.models.list().data[0].id == "tiny"
+        assert client.models.retrieve("tiny").id == "tiny"
+        reply = client.completions.create(model="tiny", prompt="Hi")
+        assert reply.choices[0].text == server.client.text
+    with httpx.Client() as http:
+        assert "<html" in http.get(f"{base}/").text
+        if not is_stripped:  # what is left of it is an empty path, or the page's own
+            moved = http.get(base)
+            assert (moved.status_code, moved.headers["location"]) == (307, "/llm/a/")
+        counted = http.get(f"{base}/metrics").text
+    assert 'handler="/v1/completions",status="200"' in counted
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,19 @@ def test_conversation_with_parameters(server, live):
     assert (params.temperature, params.max_tokens) == (0.5, 100)
 
 
+def test_reasoning_is_shown_and_not_said_again(make_server, run_live):
+    config = ServerConfig(reasoning_parser="deepseek_r1", served_model_name=["tiny"])
+    server = make_server(config)
+    server.client.text = "<think>It may be so.</think>It is so."
+    shown = run(run_live(server), "one", "two")
+    for turn in shown["turns"][1::2]:
+        assert turn["reasoning"] == ["It may be so."] and turn["text"] == "It is so."
+        assert "first after" in turn["facts"][0]
+    said = [("user", "one"), ("assistant", "It is so."), ("user", "two")]
+    prompt = server.tokenizer.decode(server.client.requests[1][1], False)
+    assert prompt == server.tokenizer.render_chat([{"role": r, "content": c} for r, c in said])
+
+
 def test_errors_are_shown_and_not_said_again(server, live):
     server.client.fails_at = 2
     shown = run(live, "--max_tokens=9", "one")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qserve.config import ServerConfig
 from tests.qserve.server.chromium import Chromium, find
 
 pytestmark = pytest.mark.skipif(find() is None, reason="needs Chromium")
@@ -58,6 +59,26 @@ def test_a_chat_is_typed_streamed_and_counted(server, live, chromium):
     # What came last is seen, though the page is longer than the window.
     assert is_in_view(chromium, "[...document.querySelectorAll('.facts')].at(-1)")
     assert is_in_view(chromium, "document.getElementById('send')")
+    assert chromium.problems == []
+
+
+def test_reasoning_stands_before_the_answer(make_server, run_live, chromium):
+    config = ServerConfig(reasoning_parser="deepseek_r1", served_model_name=["tiny"])
+    server = make_server(config)
+    server.client.text = f"<think>{TEXT}</think>It is a set of methods."
+    chromium.problems.clear()
+    chromium.set_size(1000, 600)
+    chromium.open(f"http://127.0.0.1:{run_live(server)}/")
+    chromium.wait(LOADED)
+    say(chromium, "What is a trait?")
+    chromium.wait("document.querySelectorAll('.facts').length == 1")
+    keep(chromium, "reasoning")
+    thought, rest = chromium.run(
+        "[document.querySelector('.reasoning').innerText,"
+        " document.querySelector('.turn.assistant').innerText]"
+    )
+    assert TEXT.split()[-1] in thought and "a set of methods." in rest.removeprefix(thought)
+    assert is_in_view(chromium, "document.querySelector('.reasoning')")
     assert chromium.problems == []
 
 

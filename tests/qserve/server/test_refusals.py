@@ -6,9 +6,9 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
+from qserve.generation_defaults import load_defaults
 from qserve.server.app import build_app
 from qserve.server.errors import ApiError
-from qserve.server.sampling import load_defaults
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

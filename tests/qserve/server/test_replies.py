@@ -303,7 +303,7 @@ def test_all_sampling_fields_reach_the_engine(server):
 
 
 def test_models_own_defaults_stand_between_request_and_openai(tokenizer, tmp_path, server):
-    from qserve.server.sampling import load_defaults
+    from qserve.generation_defaults import load_defaults
 
     path = tmp_path / "generation_config.json"
     path.write_text(

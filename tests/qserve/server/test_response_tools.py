@@ -142,5 +142,12 @@ def test_what_is_refused(hermes, error, fields, param):
     assert error(ask(hermes, **fields), 400)["param"] == param
 
 
+def test_a_reference_says_how_clients_send_items(server, error):
+    """As Vercel's AI SDK sends an earlier answer unless it is told store: false."""
+    items = [*ASKED, {"type": "item_reference", "id": "msg_1"}, *ASKED]
+    found = error(server.post("/v1/responses", {"input": items}), 400)
+    assert found["param"] == "input.1" and "store: false" in found["message"]
+
+
 def test_auto_needs_a_parser(server, error):
     assert "--tool-call-parser" in error(ask(server), 400)["message"]

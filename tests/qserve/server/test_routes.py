@@ -127,7 +127,7 @@ def responses(server, **fields):
 
 def test_response_object(server):
     reply = responses(server, instructions="Be kind.", metadata={"a": "b"}).json()
-    assert reply["id"].startswith("resp-") and reply["object"] == "response"
+    assert reply["id"].startswith("resp_") and reply["object"] == "response"
     assert (reply["status"], reply["error"], reply["store"]) == ("completed", None, False)
     assert (reply["instructions"], reply["metadata"]) == ("Be kind.", {"a": "b"})
     (item,) = reply["output"]

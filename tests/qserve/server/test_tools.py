@@ -51,7 +51,7 @@ def joined(chunks):
         for choice in chunk["choices"]:
             ending = choice["finish_reason"] or ending
             for key, value in choice["delta"].items():
-                if key != "tool_calls":
+                if key != "tool_calls" and value is not None:
                     message[key] = message.get(key, "") + value
             for part in choice["delta"].get("tool_calls", ()):
                 call = calls.setdefault(part["index"], {"arguments": ""})
@@ -153,6 +153,30 @@ def test_a_named_call(server, chunks, stream):
         "tool_calls",
     )
     assert json.loads(server.client.requests[0][2].structured_outputs.json) == WEATHER
+
+
+@pytest.mark.parametrize("choice", ["required", named("get_weather"), "auto"])
+def test_a_client_sees_no_content_beside_calls(hermes, run_live, chunks, choice):
+    """A chunk for each token, also where nothing is known yet; none of them has content."""
+    call = {"name": "get_weather", "parameters": {"city": "Oslo"}}
+    hermes.client.text = {"required": json.dumps([call]), "auto": CALL}.get(
+        str(choice), json.dumps(call["parameters"])
+    )
+    asked = {"tools": TOOLS, "tool_choice": choice}
+    opening, *found = chunks(hermes.chat(**asked, stream=True, max_tokens=99))
+    assert len(found) == len(hermes.tokenizer.encode(hermes.client.text)) + 1  # the end token
+    assert all("content" not in each["choices"][0]["delta"] for each in found)
+    # Where the model chooses, it may still say something.
+    assert opening["choices"][0]["delta"]["content"] == ("" if choice == "auto" else None)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{run_live(hermes)}/v1", api_key="-")
+    messages = [{"role": "user", "content": "Hi"}]
+    asked |= {"model": hermes.app.state.service.model_name, "messages": messages}
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = [event.type for event in stream if event.type != "chunk"]
+        message = stream.get_final_completion().choices[0].message
+    assert kinds.count("content.delta") == (choice == "auto")
+    assert message.tool_calls[0].function.name == "get_weather"
+    assert message.content == ("" if choice == "auto" else None)
 
 
 def test_references_of_tools_stay_within_the_tool(server):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from formats.errors import InputError
+from qserve.sampling_params import SamplingParams
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.ngram import NgramDrafter
 from qserve.speculation.suffix import PLACES, SuffixDrafter
@@ -85,3 +86,27 @@ def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
     path.unlink()
     with pytest.raises(InputError, match="has no tokenizer.json"):
         make_engine(docs_5m, speculative_config=config)
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_no_draft_behind_a_prompt_is_lost_at_the_end_of_a_page(docs_5m, steps_in_flight):
+    """The model drafts for itself, so that all drafts come true where it sees all keys."""
+    count, page_size = 5, 16
+    config = {"method": "draft_model", "model": str(docs_5m), "adaptive": False}
+    engine = make_engine(
+        docs_5m,
+        steps_in_flight=steps_in_flight,
+        block_size=page_size,
+        max_num_batched_tokens=64,
+        speculative_config=json.dumps(config | {"num_speculative_tokens": count}),
+    )
+    found = {}
+    for length in range(2 * page_size - count, 2 * page_size + 2):
+        params = SamplingParams(max_tokens=1 + 1 + count, temperature=0, ignore_eos=True)
+        prompt = [(37 * place + length) % 900 + 5 for place in range(length)]
+        engine.add_request(str(length), prompt, params)
+        (request,) = engine._requests.values()
+        while engine.has_work():
+            engine.step()
+        found[length] = request.num_accepted, request.num_rejected
+    assert found == dict.fromkeys(found, (count, 0))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qkernels.sampling.reference import gumbel_noise
-from qkernels.sampling.settings import SampleRow, SampleSettings
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import SampleRow
 from qserve.speculation import drafter as drafters
 from qserve.speculation import rejection
 from qserve.speculation.acceptance import Verify

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from formats.errors import InputError
-from qkernels.sampling.settings import SampleRow, SampleSettings
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import SampleRow
 from qserve.config import EngineConfig
 from qserve.speculation import drafter as drafters
 from qserve.speculation import rejection, typical

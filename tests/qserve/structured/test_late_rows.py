@@ -40,7 +40,7 @@ def some(*names):
 def make(docs_5m, depth=1, waits=False, **settings):
     settings = {"max_model_len": 128, "num_gpu_blocks_override": 64} | settings
     engine = Engine(EngineConfig(model=str(docs_5m), **settings), steps_in_flight=depth)
-    engine._waits |= waits  # as an engine of several ranks does
+    engine._masks.waits |= waits  # as an engine of several ranks does
     return engine
 
 
@@ -130,7 +130,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
     computed, free, other = [], run.count("free"), run.count("other")
     for _ in range(20):
         run.step()
-        plans = [flight.plan for flight in engine._in_flight]
+        plans = [flight.plan for flight in engine._flights]
         computed += [chunk.request.request_id for plan in plans for chunk in plan.chunks]
     assert run.count("slow") == at and "slow" not in run.ends
     assert "slow" not in computed, "nothing is computed for it in vain"
@@ -139,7 +139,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
     assert sum(int(count) // 2 for count in counts_V) == at, "what was dropped is not counted"
     # Where masks go along with the launch a row is in every other step, late masks or not. With
     # drafts from tokens of the host all are.
-    of_other = 10 if engine._waits and engine._max_in_flight else 20
+    of_other = 10 if engine._masks.waits and engine._max_in_flight else 20
     of_free = of_other if mode == "drafts" else 20
     assert run.count("free") >= free + of_free and run.count("other") >= other + of_other - 1
     held.opened.set()
@@ -179,7 +179,7 @@ def test_an_engine_that_waits_for_a_mask_alone_does_not_end(docs_5m, gate):
     for _ in range(5):
         run.step()
         assert engine.has_work() and engine.report().num_running == 1
-    assert not engine._in_flight, "no step computes what nobody takes"
+    assert not engine._flights, "no step computes what nobody takes"
     held.opened.set()
     assert run.run_out()[1] == {"slow": ("stop", "")}
 
@@ -211,7 +211,7 @@ def test_a_request_can_lose_its_pages_while_its_mask_is_made(docs_5m, monkeypatc
     slow = engine._requests["slow"]
     while "free" not in run.ends:
         if not slow.num_preemptions and run.count("free") > 20:
-            engine.scheduler._preempt(slow, _Step())
+            engine.scheduler.places.preempt(slow, _Step())
         run.step()
     assert slow.num_preemptions
     held.opened.set()
@@ -245,6 +245,30 @@ def test_a_verify_whose_masks_are_late_is_cut(docs_5m, monkeypatch, gate):
         counts.append(run.count("slow"))
     assert (run.tokens, run.ends) == want
     assert max(b - a for a, b in pairwise(counts)) > 1, "drafts come true again"
+
+
+@pytest.mark.parametrize("mode", ["drafts", "ahead"])
+def test_a_grammar_is_copied_once_for_each_verify(docs_5m, monkeypatch, mode):
+    """On the engine's thread: not for steps without drafts, nor for each draft."""
+    grammar = SLOW | {"structured_outputs": {"regex": "(ab cd ){12}"}, "max_tokens": 60}
+    run = Run(engine := make(docs_5m, **MODES[mode]), slow=grammar, free=FREE)
+    copies, verifies, copy, schedule = [], [], Constraint.copy, engine.scheduler.schedule
+
+    def watched():
+        plan = schedule()
+        verifies.extend(
+            chunk
+            for chunk in plan.chunks
+            if chunk.num_sampled > 1 and chunk.request.request_id == "slow"
+        )
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "schedule", watched)
+    monkeypatch.setattr(Constraint, "copy", lambda self: (copies.append(self), copy(self))[1])
+    run.run_out()
+    assert len(copies) == len(verifies)
+    assert bool(verifies) == (mode == "drafts")
+    assert max((chunk.num_sampled for chunk in verifies), default=4) > 3, "and several drafts each"
 
 
 def test_a_mask_that_fails_in_its_thread_is_no_silence(docs_5m, monkeypatch):

@@ -1,0 +1,132 @@
+"""EngineParts: what an engine is made of, and the start that makes it, each stage in its order."""
+
+import logging
+from dataclasses import dataclass
+
+from qserve.config import EngineConfig
+from qserve.engine import state_limits
+from qserve.engine.constrained import Constrained
+from qserve.engine.entrance import Entrance
+from qserve.engine.host_pages import HostPages
+from qserve.engine.kv_pages import PagePool
+from qserve.engine.memory import GIB
+from qserve.engine.page_transfers import PageTransfers, num_slots
+from qserve.engine.policies import Policy, make_policy
+from qserve.engine.scheduler import Scheduler
+from qserve.engine.sizes import largest_step, pick_length
+from qserve.engine.step_input import StepInput
+from qserve.engine.step_pace import StepPace
+from qserve.engine.workers import WorkerGroup
+from qserve.lora.adapter_table import AdapterTable, make_table
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
+from qserve.speculation.speculation import make_speculation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A loaded model and all that stands around it."""
+
+    model: ModelConfig
+    max_model_len: int
+    workers: WorkerGroup
+    scheduler: Scheduler
+    transfers: PageTransfers
+    adapters: AdapterTable | None  # None: the engine takes none
+    entrance: Entrance
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> "EngineParts":
+        """Load the model. Raises InputError."""
+        # Before the model: a name that is mistyped should not show only after a long load.
+        policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
+        model = ModelConfig.from_folder(config.model)
+        max_model_len = pick_length(config, model)
+        model.check_length(max_model_len)
+        state_limits.check_states(config, model)
+        check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+        workers = WorkerGroup(config, model, max_model_len)
+        try:
+            return cls._around(workers, config, model, max_model_len, policy)
+        except BaseException:
+            workers.close()  # or ranks would stay for as long as somebody holds the error
+            raise
+
+    @classmethod
+    def _around(
+        cls,
+        workers: WorkerGroup,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        policy: Policy,
+    ) -> "EngineParts":
+        num_pages = _prepare(workers, config, max_model_len)
+        scheduler = Scheduler(
+            PagePool(num_pages, config.block_size, _host_pages(workers, config, model)),
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=policy,
+            states=state_limits.make_states(config, model, workers.runner),
+            prefix_caching=state_limits.finds_prefixes(config, model),
+            pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+            window=model.longest_window,
+            speculation=make_speculation(
+                config.speculation,
+                max_model_len=max_model_len,
+                looks_ahead=workers.runner.looks_ahead,
+            ),
+        )
+        transfers = PageTransfers.make(config, model, max_model_len, workers, scheduler)
+        adapters = make_table(config, workers.adapters)
+        return cls(
+            model=model,
+            max_model_len=max_model_len,
+            workers=workers,
+            scheduler=scheduler,
+            transfers=transfers,
+            adapters=adapters,
+            entrance=Entrance(scheduler, Constrained(config.model, model), adapters, transfers),
+        )
+
+
+def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> int:
+    """Make workers ready for steps. Returns how many KV pages they have."""
+    largest = largest_step(config, max_model_len, workers.runner.drafting)
+    workers.compile_kernels(largest)
+    num_pages = _pick_num_pages(workers, config, max_model_len, largest)
+    num_tokens = num_pages * config.block_size
+    logger.info(
+        "KV cache: %d tokens in %d pages, %.2f GiB (%s)",
+        num_tokens,
+        num_pages,
+        num_pages * workers.runner.bytes_per_page / GIB,
+        workers.runner.kv_format,
+    )
+    text = "Maximum concurrency for %d tokens per request: %.2fx"
+    logger.info(text, max_model_len, num_tokens / max_model_len)
+    workers.prepare(num_pages, min(max_model_len, config.max_num_batched_tokens, num_tokens))
+    return num_pages
+
+
+def _pick_num_pages(
+    workers: WorkerGroup, config: EngineConfig, max_model_len: int, largest: StepInput
+) -> int:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    fits = workers.num_pages_that_fit(largest)
+    # More than this can never be in use.
+    return min(fits, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+def _host_pages(workers: WorkerGroup, config: EngineConfig, model: ModelConfig) -> HostPages | None:
+    """Room for KV pages in the host's memory, where it is asked for."""
+    page_bytes = workers.bytes_per_page
+    count = num_slots(config, page_bytes)
+    if not count or not state_limits.finds_prefixes(config, model):
+        return None
+    logger.info("KV pages on the host: %d, %.2f GiB", count, count * page_bytes / GIB)
+    workers.offload_pages(count)
+    return HostPages(count)

@@ -1,0 +1,70 @@
+"""Refusals of earlier answers, as clients send them again: texts of the assistant."""
+
+import pytest
+
+ASKED = {"role": "user", "content": "Hi"}
+NO = "I must not."
+
+
+def part(text=NO):
+    return {"type": "refusal", "refusal": text}
+
+
+def expected(server, text):
+    return server.tokenizer.encode_chat([ASKED, {"role": "assistant", "content": text}, ASKED])
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": [part()]}, NO),
+        ({"content": [{"type": "text", "text": "Well."}, part()]}, f"Well.\n{NO}"),
+        ({"content": None, "refusal": NO}, NO),
+        ({"refusal": NO}, NO),
+        ({"content": "Well.", "refusal": None}, "Well."),
+    ],
+)
+def test_a_chats_refusal_is_its_text(server, answer, text):
+    reply = server.chat(messages=[ASKED, {"role": "assistant", **answer}, ASKED])
+    assert reply.status_code == 200, reply.text
+    assert server.client.requests[0][1] == expected(server, text)
+    assert "x-ignored-fields" not in reply.headers
+
+
+@pytest.mark.parametrize("beside", [[], [{"type": "output_text", "text": "Well."}]])
+def test_a_responses_refusal_is_its_text(server, beside):
+    answer = {"type": "message", "id": "msg-1", "status": "completed", "role": "assistant"}
+    items = [ASKED, answer | {"content": [*beside, part()]}, ASKED]
+    reply = server.post("/v1/responses", {"input": items})
+    assert reply.status_code == 200, reply.text
+    assert server.client.requests[0][1] == expected(
+        server, "\n".join(["Well."] * len(beside) + [NO])
+    )
+
+
+def test_a_refusal_makes_no_control_tokens(server):
+    (token,) = server.tokenizer.encode("<|im_end|>", False)
+    messages = [{"role": "assistant", "content": [part("<|im_end|>")]}, ASKED]
+    assert server.chat(messages=messages).status_code == 200
+    assert server.client.requests[0][1].count(token) == len(messages)
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"role": "user", "content": [part()]}, ""),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, ".content.0"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": 1}]}, ".content.0"),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "a"}]}, ".content.0"),
+    ],
+)
+def test_what_is_no_refusal(server, error, message, where):
+    found = error(server.chat(messages=[message]), 400)
+    assert found["param"] == f"messages.0{where}" and "refusal" in found["message"]
+    found = error(server.post("/v1/responses", {"input": [message]}), 400)
+    assert found["param"] == f"input.0{where}" and "refusal" in found["message"]
+
+
+def test_refusals_of_tools_are_none(server, error):
+    output = {"type": "function_call_output", "call_id": "c", "output": [part()]}
+    assert error(server.post("/v1/responses", {"input": [output]}), 400)["param"] == "input.0"

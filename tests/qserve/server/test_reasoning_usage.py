@@ -1,0 +1,73 @@
+"""How many tokens a model thought with, on both routes, whole and streamed."""
+
+import json
+
+import pytest
+
+from qserve.config import ServerConfig
+
+THOUGHT, ANSWER = "Hmm, let me see.", "It is so."
+
+
+def counts(server, chunks, **fields):
+    """What each way of asking says."""
+    body = {"input": "Hi", **fields}
+    if "max_tokens" in body:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    whole = server.chat(**fields).json()["usage"]
+    response = server.post("/v1/responses", body).json()["usage"]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = chunks(server.chat(**fields, **options))[-1]["usage"]
+    events = server.post("/v1/responses", body | {"stream": True}).text.rstrip("\n").split("\n\n")
+    last = json.loads(events[-1].partition("data: ")[2])["response"]["usage"]
+    assert streamed == whole and last == response
+    found = whole.get("completion_tokens_details", {}).get("reasoning_tokens")
+    assert response["output_tokens_details"]["reasoning_tokens"] == (found or 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("deepseek_r1", f"<think>{THOUGHT}</think>"),
+        ("deepseek_r1", f"{THOUGHT}</think>"),
+        ("qwen3", f"\n<think>\n{THOUGHT}\n</think>"),
+        ("qwen3", ""),
+        (None, f"<think>{THOUGHT}</think>"),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(make_server, chunks, parser, text):
+    server = make_server(ServerConfig(reasoning_parser=parser))
+    server.client.text = text + ANSWER
+    found = counts(server, chunks)
+    if parser is None:
+        assert found is None
+        return
+    tokens = server.tokenizer.encode(server.client.text)
+    # A token that holds the end of the mark and the first of the answer counts once, as reasoning.
+    lengths = [len(server.tokenizer.decode(tokens[:count])) for count in range(len(tokens) + 1)]
+    expected = next(count for count, length in enumerate(lengths) if length >= len(text))
+    assert found == expected
+
+
+def test_what_is_cut_in_its_thoughts_is_all_reasoning(make_server, chunks):
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
+    server.client.text = THOUGHT * 5
+    assert counts(server, chunks, max_tokens=7) == 7
+
+
+def test_outputs_add_up(make_server):
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1"))
+    server.client.text = f"{THOUGHT}</think>{ANSWER}"
+    one, two = (server.chat(n=n).json()["usage"]["completion_tokens_details"] for n in (1, 2))
+    assert two["reasoning_tokens"] == 2 * one["reasoning_tokens"] > 0
+
+
+def test_reasoning_comes_back_under_either_name(server, monkeypatch):
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(server.tokenizer._tokenizer, "chat_template", template)
+    for fields in ({"reasoning": "Hm."}, {"reasoning_content": "Hm."}):
+        reply = server.chat(messages=[{"role": "assistant", "content": "a", **fields}])
+        assert "x-ignored-fields" not in reply.headers
+    texts = [server.tokenizer.decode(request[1]) for request in server.client.requests]
+    assert texts == ["[Hm.]a"] * 2

@@ -1,0 +1,151 @@
+"""Log probabilities on /v1/responses: in OpenAI's forms, of a message's tokens and no others."""
+
+import json
+
+import openai
+import pytest
+from openai.types.responses import (
+    Response,
+    ResponseOutputText,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+)
+
+from qserve.config import ServerConfig
+from tests.qserve.server.test_tools import CALL, tool
+
+LOGPROBS = "message.output_text.logprobs"
+ASKED = {"include": [LOGPROBS], "top_logprobs": 2}
+
+
+def ask(server, **fields):
+    reply = server.post("/v1/responses", {"input": "Hi", **fields})
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def events_of(reply):
+    blocks = reply.text.rstrip("\n").split("\n\n")
+    return [json.loads(block.partition("data: ")[2]) for block in blocks]
+
+
+def texts(logprobs):
+    return [each["token"] for each in logprobs]
+
+
+def test_each_token_of_the_message_is_told(server):
+    reply = ask(server, **ASKED).json()
+    Response.model_validate(reply, strict=True)
+    (part,) = reply["output"][0]["content"]
+    ResponseOutputText.model_validate(part, strict=True)
+    assert "".join(texts(part["logprobs"])) == part["text"] == server.client.text
+    for told in part["logprobs"]:
+        assert bytes(told["bytes"]).decode() == told["token"] and told["logprob"] == -1.25
+        assert len(told["top_logprobs"]) == 2 and told["top_logprobs"][1]["token"] == told["token"]
+    assert reply["top_logprobs"] == 2
+    params = server.client.requests[0][2]
+    assert params.logprobs == 2
+
+
+def test_without_a_number_the_chosen_token_alone_is_told(server):
+    reply = ask(server, include=[LOGPROBS]).json()
+    assert all(not each["top_logprobs"] for each in reply["output"][0]["content"][0]["logprobs"])
+    assert ask(server, top_logprobs=0).json()["output"][0]["content"][0]["logprobs"] == []
+    assert server.client.requests[1][2].logprobs is None
+
+
+def test_events_tell_what_the_whole_tells(server):
+    server.client.text = "Grüße, 世界!"  # tokens that are parts of a character
+    found = events_of(ask(server, stream=True, **ASKED))
+    whole = ask(server, **ASKED).json()["output"][0]["content"][0]
+    deltas = [each for each in found if each["type"] == "response.output_text.delta"]
+    (done,) = (each for each in found if each["type"] == "response.output_text.done")
+    for kind, each in [(ResponseTextDeltaEvent, each) for each in deltas] + [
+        (ResponseTextDoneEvent, done)
+    ]:
+        kind.model_validate(each, strict=True)
+        assert all({"token", "logprob", "top_logprobs"} == told.keys() for told in each["logprobs"])
+    told = [each for delta in deltas for each in delta["logprobs"]]
+    assert told == done["logprobs"] and texts(told) == texts(whole["logprobs"])
+    assert len(told) == len(server.tokenizer.encode(server.client.text))
+    assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == whole["logprobs"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"Let me look.{CALL}", "Let me look."),
+        ("<think>Hmm, well.</think>Yes, we can.", "Yes, we can."),
+        (f"<think>Hm.</think>1 < 2, so <b>\n{CALL}", "1 < 2, so <b>"),
+        (f"<think>Hm.</think>{CALL}", ""),
+    ],
+)
+def test_tokens_of_reasoning_and_calls_are_no_messages(make_server, stream, text, content):
+    config = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    server = make_server(ServerConfig(reasoning_parser="deepseek_r1", **config))
+    if "<think>" not in text:
+        text = "Hm.</think>" + text
+    server.client.text = text
+    tools = [{"type": "function"} | tool()["function"]]
+    reply = ask(server, tools=tools, stream=stream, **ASKED)
+    answer = events_of(reply)[-1]["response"] if stream else reply.json()
+    messages = [item for item in answer["output"] if item["type"] == "message"]
+    told = [each for item in messages for each in item["content"][0]["logprobs"]]
+    if not content:
+        assert not told
+        return
+    joined = "".join(texts(told))
+    # The first and last token may reach into the marks beside the text.
+    assert content in joined
+    assert len(joined) - len(content) < len(texts(told)[0]) + len(texts(told)[-1])
+
+
+def test_tokens_that_are_held_back_are_told_with_the_end(server):
+    server.client.text = "One stop, two st"
+    fields = {"stop": "stopping", **ASKED}
+    whole = ask(server, **fields).json()["output"][0]["content"][0]
+    found = events_of(ask(server, stream=True, **fields))[-1]["response"]["output"][0]
+    assert found["content"][0]["logprobs"] == whole["logprobs"]
+    assert "".join(texts(whole["logprobs"])) == whole["text"]
+
+
+def test_openais_client_reads_them(server, run_live):
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{run_live(server)}/v1", api_key="-")
+    with client.responses.stream(model="tiny", input="Hi", **ASKED) as stream:
+        deltas = [each for each in stream if each.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    told = final.output[0].content[0].logprobs
+    assert "".join(each.token for each in told) == final.output_text == server.client.text
+    assert [each.logprobs[0].token for each in deltas if each.logprobs] == [t.token for t in told]
+
+
+def test_what_else_can_be_included_is_named(server, error):
+    include = ["reasoning.encrypted_content", "file_search_call.results", LOGPROBS]
+    reply = ask(server, include=include)
+    assert reply.headers["x-ignored-fields"] == (
+        "include.reasoning.encrypted_content, include.file_search_call.results"
+    )
+    assert "x-ignored-fields" not in ask(server, include=[]).headers
+    for fields, param in (
+        ({"include": ["everything"]}, "include.0"),
+        ({"include": "everything"}, "include"),
+        ({"include": [LOGPROBS] * 9}, "include"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs"),
+        ({"top_logprobs": -1, "include": [LOGPROBS]}, "top_logprobs"),
+        ({"logprobs": True}, "logprobs"),
+    ):
+        found = error(server.post("/v1/responses", {"input": "Hi", **fields}), 400)
+        assert found["param"] == param
+    assert LOGPROBS in found["message"]
+
+
+def test_every_value_that_openai_knows_is_known():
+    from typing import get_args
+
+    from openai.types.responses import ResponseIncludable
+
+    from qserve.server.responses_protocol import INCLUDABLE
+
+    assert {*INCLUDABLE} == {*get_args(ResponseIncludable)}
