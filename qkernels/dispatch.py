@@ -51,6 +51,8 @@ class Kernel:
 
 
 class Choice(NamedTuple):
+    """One line of an explanation: a row or a variant, whether it is taken, and why."""
+
     name: str
     taken: bool
     reason: str
@@ -109,7 +111,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.sm90",
         priority=30,
         supports=w8a8.sm90_w8a8,
-        note=functools.partial(w8a8.note_int8, tile=W8A8Sm90Config),
+        note=functools.partial(w8a8.note_measured, config=W8A8Sm90Config),
         variants=("sm90",),
     ),
     Kernel(
@@ -118,7 +120,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.triton_gemm",
         priority=30,
         supports=w8a8.triton_w8a8,
-        note=functools.partial(w8a8.note_int8, tile=W8A8TritonConfig),
+        note=functools.partial(w8a8.note_measured, config=W8A8TritonConfig),
         variants=("triton",),
     ),
     *(

@@ -145,7 +145,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_configs(monkeypatch,
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     rows = "up to 4 rows, up to 128 rows" if sm_90 else "up to 1024 rows"
-    assert reason(out_features=64) == f"supported; tiles measured on this GPU: {rows}"
+    assert reason(out_features=64) == f"supported; configs measured on this GPU: {rows}"
     assert reason() == reason("w8a8-fp8", out_features=64) == "supported"
     assert reason("w8a8-fp8-block") == "supported"
 
