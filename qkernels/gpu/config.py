@@ -48,7 +48,7 @@ def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int
 
 
 def split_fault(split: int, steps: int, tiles: int, outputs: int) -> str | None:
-    """Why K cannot be split so often over `steps`, for `tiles` with M * N `outputs`; None: it can."""
+    """Why K cannot be split so often, of so many K steps, tiles and outputs M * N; None: it can."""
     if not 1 <= split <= steps:
         return f"split must be 1 to {steps}, the number of K steps, found {split}"
     if split > 1 and split * outputs > WORKSPACE_FLOATS:
