@@ -47,6 +47,7 @@ class Shards:
 
 
 def read_shards(folder: Path, findings: Findings) -> Shards:
+    """The headers of a folder's shards, compared with its index. Damage becomes a finding."""
     shards = Shards()
     weight_map, total_size = _read_index(folder, findings)
     on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
