@@ -124,18 +124,20 @@ def test_error_on_one_device_ends_the_others_and_is_told_once(tiny_model, tmp_pa
     def solve(weight, stats, spec, name):
         if "layers.1." not in name:
             return gptq.solve(weight, stats, spec, name)
-        if "down_proj" in name:
+        if "o_proj" in name:  # its device has nothing else
             raise KeyboardInterrupt if interrupted else InputError(name, "is hopeless")
-        wait.wait(0.2)
+        wait.wait(0.2)  # six of these are longer than a failure takes to be noticed
         solved.append(name)
         return gptq.solve(weight, stats, spec, name)
 
     error = KeyboardInterrupt if interrupted else InputError
-    with pytest.raises(error, match=None if interrupted else "layers.1.mlp.down_proj: is hopeless"):
+    with pytest.raises(
+        error, match=None if interrupted else "layers.1.self_attn.o_proj: is hopeless"
+    ):
         quantize(
             tiny_model("qwen3"), tmp_path / "out", TWO, recipe=Recipe(name="mine", solver=solve)
         )
-    assert len(solved) == 1
+    assert len(solved) < 6, "the other device had six to solve"
     left = [path.name for path in tmp_path.iterdir()]
     assert left == ([".out.unfinished"] if interrupted else [])
 
