@@ -19,6 +19,8 @@ LARGEST = {"int": 127.0, "float": FP8_MAX}
 
 
 class HasActivation(Protocol):
+    """A weight that says how its input is rounded."""
+
     activation: ActivationSpec | None
     input_scale: torch.Tensor | None
 
@@ -49,6 +51,7 @@ def same_activation(left: HasActivation, right: HasActivation) -> bool:
 
 
 def describe_scale(weight: HasActivation) -> str:
+    """For an error: the static scale of the input, or how it is rounded without one."""
     if weight.input_scale is None:
         return str(weight.activation)
     return f"scaled by {float(weight.input_scale):.6g}"

@@ -56,6 +56,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(config: ConfigFields) -> dict[str, Any]:
+    """The block of config.json."""
     spec = config.scheme.weight
     block = {
         "quant_method": "awq",

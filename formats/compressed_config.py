@@ -94,6 +94,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(config: ConfigFields) -> dict[str, Any]:
+    """The block of config.json."""
     others = dict.fromkeys(rule.scheme for rule in config.rules if rule.scheme is not None)
     targets = {config.scheme: ["Linear"]}
     for scheme in others:

@@ -172,4 +172,5 @@ def _to_bytes(places_NK: torch.Tensor) -> torch.Tensor:
 
 
 def is_fp4(spec: QuantSpec) -> bool:
+    """Whether its numbers are 4-bit floating point."""
     return spec.type in FP4_TYPES

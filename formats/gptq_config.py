@@ -62,6 +62,7 @@ def read(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(config: ConfigFields) -> dict[str, Any]:
+    """The block of config.json."""
     spec = config.scheme.weight
     label = next(label for label, zeros in LABELS.items() if zeros == config.zeros)
     block = {

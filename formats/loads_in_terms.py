@@ -19,6 +19,7 @@ OWN_SOURCE = "this project's own source"
 def row(
     name: str, programs: tuple[str, ...] | str, answer: str, reason, evidence: str, *methods: str
 ) -> Rule:
+    """A rule of one or more programs; `reason` takes Facts and gives "" where it does not hold."""
     programs = (programs,) if isinstance(programs, str) else programs
     return Rule(
         name=name,
@@ -31,10 +32,12 @@ def row(
 
 
 def when(condition, reason: str):
+    """The reason, where the condition of the facts holds."""
     return lambda facts: reason if condition(facts) else ""
 
 
 def trait(name: str, reason: str):
+    """The reason, where a linear has the trait (LinearSummary)."""
     return when(lambda facts: name in facts.traits, reason)
 
 
@@ -44,6 +47,7 @@ def any_scheme(condition, reason: str):
 
 
 def gptq_bits(facts: Facts) -> str:
+    """Why GPTQ kernels of servers do not take the bits; "": they do."""
     for spec in (scheme.weight for scheme in facts.schemes):
         if (spec.bits, spec.symmetric) not in SERVED_GPTQ:
             kind = "symmetric" if spec.symmetric else "asymmetric"
@@ -52,6 +56,8 @@ def gptq_bits(facts: Facts) -> str:
 
 
 def groups(text: str):
+    """The text, with the size in it, where Marlin's kernels do not take a group."""
+
     def reason(facts: Facts) -> str:
         for spec in (scheme.weight for scheme in facts.schemes):
             if spec.type == "int" and spec.group_size not in MARLIN_GROUPS:
@@ -67,6 +73,7 @@ def _fits_marlin(linear: LinearSummary) -> bool:
 
 
 def small_shape(facts: Facts) -> str:
+    """Which linear is too small for Marlin's tiles; "": none."""
     for linear in facts.linears:
         if "float" not in linear.traits and not _fits_marlin(linear):
             return f"the shape of {linear.name} does not fit the fast kernel"
@@ -78,10 +85,12 @@ def _is_packed_asymmetric(scheme: Scheme) -> bool:
 
 
 def packed_asymmetric(facts: Facts) -> bool:
+    """Whether some codes with zero points are packed, for 16-bit inputs."""
     return any(_is_packed_asymmetric(scheme) for scheme in facts.schemes)
 
 
 def is_w4a8(scheme: Scheme, kind: str) -> bool:
+    """Whether weights of fewer than 8 bits meet 8-bit inputs of a kind, "int" or "float"."""
     activation = scheme.activation
     return scheme.weight.bits < 8 and activation is not None and activation.type == kind
 

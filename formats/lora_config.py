@@ -62,7 +62,6 @@ class LoraConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     rslora: bool
-    base_model: str  # that it was trained on, as its writer called it
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "LoraConfig":
@@ -94,7 +93,6 @@ class LoraConfig:
             rank_pattern=_pattern(source, "rank_pattern", config, _rank),
             alpha_pattern=_pattern(source, "alpha_pattern", config, _number),
             rslora=_flag(source, "use_rslora", config),
-            base_model=str(config.get("base_model_name_or_path") or ""),
         )
 
     def rank_of(self, module: str) -> int:

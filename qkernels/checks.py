@@ -14,13 +14,14 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
+    """The shape. Raises KernelError unless it has so many dims."""
     if tensor.ndim != ndim:
         raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
     return tensor.shape
 
 
 def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:
-    """`parts`: the operation adds parts of K itself."""
+    """Raise KernelError unless it is a float tensor, or (`parts`) split-K partials of one."""
     if isinstance(tensor, SplitKPartials) and not parts:
         raise KernelError(
             name, "expected a tensor, found parts of one to be added", "take its total()"

@@ -51,6 +51,8 @@ class Kernel:
 
 
 class Choice(NamedTuple):
+    """One line of an explanation: a row or a variant, whether it is taken, and why."""
+
     name: str
     taken: bool
     reason: str
@@ -109,7 +111,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.sm90",
         priority=30,
         supports=w8a8.sm90_w8a8,
-        note=functools.partial(w8a8.note_int8, tile=W8A8Sm90Config),
+        note=functools.partial(w8a8.note_measured, config=W8A8Sm90Config),
         variants=("sm90",),
     ),
     Kernel(
@@ -118,7 +120,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="w8a8.triton_gemm",
         priority=30,
         supports=w8a8.triton_w8a8,
-        note=functools.partial(w8a8.note_int8, tile=W8A8TritonConfig),
+        note=functools.partial(w8a8.note_measured, config=W8A8TritonConfig),
         variants=("triton",),
     ),
     *(
@@ -243,17 +245,19 @@ def choose(op: str, problem: Problem) -> Kernel:
     if unknown:
         names = ", ".join(dict.fromkeys(n for row in candidates for n in (row.name, *row.variants)))
         raise KernelError(f"kernel {unknown[0]!r}", f"unknown to {op}", f"known: {names}")
-    refused = None
+    refused: dict[str, str] = {}  # reason -> the first row that gives it
     for row in candidates:
         if row.passed_over(problem) is None:
             reason = row.supports(problem)
             if reason is None:
                 return row
-            refused = refused or (row.name, reason)
-    if choice.only is None or refused is None:
+            refused.setdefault(reason, row.name)
+    if choice.only is None or not refused:
         never = ", ".join(sorted(choice.never))
         raise KernelError(f"operation {op!r}", f"nothing else can do it: {never} was forbidden")
-    raise KernelError(f"kernel {refused[0]!r}", refused[1], "ask for no kernel by name")
+    reasons = [f"{name} {reason}" for reason, name in refused.items()]
+    text = next(iter(refused)) if len(refused) == 1 else "; ".join(reasons)
+    raise KernelError(f"kernel {choice.only!r}", text, "ask for no kernel by name")
 
 
 @functools.lru_cache(maxsize=4096)

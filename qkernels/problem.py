@@ -31,16 +31,18 @@ class Problem:
     soft_cap: bool = False  # scores are bent into a range
     sinks: bool = False  # each head gives some of its weight to no key
     chunk: bool = False  # more query rows than a decode step has
-    tma_pages: bool = True  # the copy engine takes their address and strides
+    tma_pages: bool = True  # TMA takes their address and strides
     alike: str | None = None  # why weights, of experts, cannot stand in one; None: they can
 
 
 @functools.cache
 def has_triton() -> bool:
+    """Whether triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def needs_triton(problem: Problem) -> str | None:
+    """Why no Triton kernel can run here; None: one can."""
     if not has_triton():
         return "triton is not installed"
     # TRITON_INTERPRET is triton's own switch: the same kernel then runs on a CPU, very slowly
@@ -51,6 +53,7 @@ def needs_triton(problem: Problem) -> str | None:
 
 
 def needs_triton_on_gpu(problem: Problem) -> str | None:
+    """As needs_triton, of a kernel that takes any float dtype."""
     reason = needs_triton(problem)
     if reason is None and problem.dtype not in FLOAT_DTYPES:
         return f"takes float16, bfloat16 and float32, not {problem.dtype}"
@@ -68,8 +71,10 @@ def refuses_activation(activation: ActivationSpec) -> str | None:
 
 @functools.cache
 def has_float8_products() -> bool:
+    """Whether the GPU multiplies float8 (sm_89 or later). True without one: `explain` asks, too."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def anything(problem: Problem) -> str | None:
+    """Of a row that can do every problem."""
     return None

@@ -12,6 +12,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def check_dense_heads(name: str, pages: torch.Tensor) -> None:
+    """Raise KernelError unless the numbers of a head stand side by side."""
     if pages.stride(-1) != 1:
         raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")
 
@@ -36,6 +37,7 @@ def check_rope(
     positions_T: torch.Tensor,
     parts: bool = False,
 ) -> None:
+    """Raise KernelError unless q, k, table and positions fit; `parts`: split-K partials too."""
     check_float(f"{op} q", q_THD, parts)
     tokens, _, head_dim = expect_ndim(f"{op} q", q_THD, 3)
     check_tensor(f"{op} k", k_TJD, (tokens, None, head_dim), (q_THD.dtype,), q_THD)
@@ -55,6 +57,7 @@ def check_kv_write(
     slots_T: torch.Tensor,
     parts: bool = False,
 ) -> None:
+    """Raise KernelError unless k, v, pages and slots fit; `parts`: split-K partials too."""
     check_float(f"{op} k", k_TJD, parts)
     tokens, heads, head_dim = expect_ndim(f"{op} k", k_TJD, 3)
     check_tensor(f"{op} v", v_TJD, (tokens, heads, head_dim), (k_TJD.dtype,), k_TJD)

@@ -38,19 +38,6 @@ class PeerMemory:
         return len(self.addresses)
 
 
-def virtual_ranks(ranks: int, num_bytes: int, device: torch.device) -> list[PeerMemory]:
-    """Ranks that are one process on one device; on a CPU also processes that it forks later."""
-    sized = {"dtype": torch.uint8, "device": device}
-    buffers = [torch.full((num_bytes,), 255, **sized) for _ in range(ranks)]
-    if device.type == "cpu":
-        buffers = [buffer.share_memory_() for buffer in buffers]
-    addresses = tuple(buffer.data_ptr() for buffer in buffers)
-    return [
-        PeerMemory(rank=rank, own=own, addresses=addresses, keeps=buffers)
-        for rank, own in enumerate(buffers)
-    ]
-
-
 def shared_files(rank: int, num_bytes: int, folder: Path, exchange: Exchange) -> PeerMemory:
     """Ranks that are processes on a CPU, over files that all of them map."""
     paths = [Path(each.decode()) for each in exchange(str(folder / f"rank{rank}").encode())]

@@ -10,6 +10,8 @@ from qkernels.problem import HALF_DTYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvConfig:
+    """One launch of causal_conv_."""
+
     channels: int  # of a program, which takes all rows of one request
     rows: int  # at once
     warps: int
@@ -17,6 +19,8 @@ class ConvConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaConfig:
+    """One launch of delta_rule_."""
+
     keys: int  # K, as a power of two
     columns: int  # of a head's state in one program: of its values
     rows: int  # of a chunk; 1: a request has no more, and nothing is multiplied by tiles

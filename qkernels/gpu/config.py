@@ -23,6 +23,7 @@ class CompileTimeConfig:
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -36,6 +37,7 @@ WARPGROUP_ROWS = 64  # of operand A of one wgmma
 
 
 def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int) -> str | None:
+    """Why a launch cannot have these numbers, block_m from `least` to `most`; None: it can."""
     if not is_power(block_m, least, most):
         return f"a block must be a power of two from {least} to {most}, found {block_m}"
     if warps not in (1, 2, 4, 8, 16):
@@ -46,6 +48,7 @@ def launch_fault(block_m: int, warps: int, stages: int, *, least: int, most: int
 
 
 def split_fault(split: int, steps: int, tiles: int, outputs: int) -> str | None:
+    """Why K cannot be split so often, of so many K steps, tiles and outputs M * N; None: it can."""
     if not 1 <= split <= steps:
         return f"split must be 1 to {steps}, the number of K steps, found {split}"
     if split > 1 and split * outputs > WORKSPACE_FLOATS:

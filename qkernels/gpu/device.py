@@ -19,6 +19,7 @@ INTERPRETER_SHARED_BYTES = 227 * 1024
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
+    """SMs of a GPU; a small number where kernels are interpreted."""
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count

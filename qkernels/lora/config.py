@@ -18,6 +18,8 @@ BLOCKS_WANTED = 128  # of shrink: about one for each SM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShrinkConfig:
+    """One launch of lora_shrink."""
+
     rows: int  # of a tile
     inputs: int  # of one product
     parts: int  # of K, each in a block of its own; a power of two
@@ -27,6 +29,8 @@ class ShrinkConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandConfig:
+    """One launch of lora_expand_."""
+
     rows: int
     outputs: int
     by_row: bool
@@ -39,6 +43,7 @@ def tile_rows(T: int) -> int:
 
 
 def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
+    """For T rows of K inputs, S linears beside each other, so many slots."""
     rows = tile_rows(T)
     inputs = 256 if rows == 16 else 64
     # Expand holds all parts of a tile in registers.
@@ -51,6 +56,7 @@ def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
 
 
 def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
+    """For T rows of N outputs, so many slots."""
     rows = tile_rows(T)
     outputs = 64 if rows == 16 and N <= 8192 else 128
     return ExpandConfig(rows=rows, outputs=outputs, by_row=num_slots > rows, warps=4)

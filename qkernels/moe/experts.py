@@ -92,6 +92,7 @@ class PreparedExperts:
 
 
 def spec_of(matrix: ExpertMatrix) -> QuantSpec | None:
+    """Its numerics; None: a float matrix."""
     return None if isinstance(matrix, torch.Tensor) else matrix.spec
 
 
@@ -103,4 +104,5 @@ def shape_of(matrix: ExpertMatrix) -> tuple[int, int]:
 
 
 def is_packed(matrix: ExpertMatrix) -> bool:
+    """Whether it is integer codes, packed into words."""
     return isinstance(matrix, PackedWeight)

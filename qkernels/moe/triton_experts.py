@@ -66,6 +66,7 @@ def prepare_experts(
 
 
 def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
+    """How M tokens run on the problem's GPU."""
     return plan_experts(
         M=M,
         top_k=problem.top_k,

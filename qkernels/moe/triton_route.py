@@ -162,6 +162,7 @@ class RoutingRule:
 
 
 def rule_of(routing: Routing) -> RoutingRule:
+    """The routing as the kernel's constant, with its sizes as powers of two."""
     E, G = routing.num_experts, routing.num_groups
     return RoutingRule(
         scores=routing.scores,

@@ -34,6 +34,7 @@ def reduce_warps(block: int) -> int:
 
 
 def contiguous(x: LinearOutput) -> LinearOutput:
+    """The tensor, or the partials, without gaps."""
     if isinstance(x, SplitKPartials):
         return replace(x, parts=x.parts.contiguous())
     return x.contiguous()

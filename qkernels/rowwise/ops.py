@@ -251,6 +251,7 @@ def check_quantized(
     scale: torch.Tensor | None,
     parts: bool = False,
 ) -> None:
+    """Raise KernelError unless x [M, C] can be rounded so: a scale [] if static, else None."""
     check_float(f"{op} x", x, parts)
     expect_ndim(f"{op} x", x, 2)
     if (scale is None) != activation.dynamic:

@@ -17,8 +17,8 @@ from qkernels.tuning.op import bucket
 from qkernels.w8a8.tuned import TUNED
 
 
-def note_int8(problem: Problem, tile: type) -> str:
-    """For how many rows this GPU has measured tiles of the kernel's own kind; "" for none."""
+def note_measured(problem: Problem, config: type) -> str:
+    """For how many rows this GPU has measured configs of the kernel's own kind; "" for none."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return ""
     if problem.activation.per == "group":  # no table is for blocks
@@ -29,9 +29,9 @@ def note_int8(problem: Problem, tile: type) -> str:
         K=problem.in_features,
         integers=problem.activation.type == "int",
     )
-    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, tile))
+    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, config))
     found = ", ".join(f"up to {each} rows" for each in most)
-    return f"tiles measured on this GPU: {found}" if most else ""
+    return f"configs measured on this GPU: {found}" if most else ""
 
 
 def triton_w8a8(problem: Problem) -> str | None:

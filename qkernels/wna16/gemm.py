@@ -94,6 +94,7 @@ def run(
 
 @functools.cache
 def shape_of(problem: GemmProblem) -> Shape:
+    """The weight's shape, and what its GPU has."""
     return Shape.on(
         problem.device,
         N=problem.out_features,

@@ -20,4 +20,5 @@ def k_step(group: int) -> int:
 
 
 def padded_n(N: int) -> int:
+    """Outputs that are stored: whole tiles."""
     return ceil_div(N, TILE_N) * TILE_N

@@ -106,6 +106,7 @@ class WeightNumerics:
 
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
+    """Of a prepacked weight, and of the bias that is added."""
     return WeightNumerics(
         bits=weight.spec.bits,
         steps_per_group=weight.spec.group_length(weight.in_features) // K_STEP,

@@ -44,10 +44,6 @@ class TokenText:
         self._plain_ids = np.array([each for each in range(size) if each not in special])
         self.vocab_size = size
 
-    @property
-    def makes_text(self) -> bool:
-        return self._tokenizer is not None
-
     def random_ids(self, count: int, random: np.random.Generator) -> list[int]:
         """Token ids that are no control tokens, as far as that is known."""
         if self._plain_ids is not None:

@@ -139,6 +139,7 @@ def test_every_writable_pair_reads_back_equal(written, source, scheme, output_fo
 )
 def test_every_chain_returns_to_the_same_bytes(written, tmp_path, scheme, first):
     start = written(scheme, first)
+    weights = weights_of(start)
     others = [name for name in WRITABLE[scheme] if name != first]
     for number, second in enumerate([*others, first]):
         for third in [name for name in others if name != second] or [second]:
@@ -148,10 +149,11 @@ def test_every_chain_returns_to_the_same_bytes(written, tmp_path, scheme, first)
                 target = tmp_path / f"{number}-{third}-{step}-{name}"
                 convert_checkpoint(folder, target, name)
                 folder = target
-                for module, weight in weights_of(start).items():
-                    other = weights_of(target)[module]
-                    assert torch.equal(weight.dequantize(), other.dequantize())
-                    assert same_weight(weight, other) is None
+                found = weights_of(target)
+                assert found.keys() == weights.keys()
+                for module, weight in weights.items():
+                    assert torch.equal(weight.dequantize(), found[module].dequantize())
+                    assert same_weight(weight, found[module]) is None
             assert files(folder) == files(start), chain
 
 

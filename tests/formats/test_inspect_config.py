@@ -101,9 +101,13 @@ def test_an_activation_that_only_transformers_has(inspect_config):
     assert answers["vLLM"].reason == "computes silu, not gelu"
 
 
-def test_a_rotary_embedding_that_only_we_lack(inspect_config):
+@pytest.mark.parametrize("of_types", [False, True])
+def test_a_rotary_embedding_that_only_we_lack(inspect_config, of_types):
+    """Also where one kind of layer has it, behind one that has a rotation that we compute."""
     rope = {"rope_type": "proportional"}
-    answers = {v.program: v for v in inspect_config(rope_scaling=rope).loads_in}
+    if of_types:
+        rope = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
+    answers = {v.program: v for v in inspect_config(rope_parameters=rope).loads_in}
     assert [name for name, v in answers.items() if v.answer == "no"] == ["this project"]
     assert "proportional" in answers["this project"].reason
 

@@ -82,6 +82,24 @@ def test_numpy_and_layers_and_weights_mix(source, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").problems == ()
 
 
+@pytest.mark.parametrize(("largest", "bits"), [(15, 4), (16, 8), (3, 2), (4, 3), (255, 8)])
+def test_the_largest_code_says_how_many_bits(source, tmp_path, largest, bits):
+    given = {name: (c.clamp(max=largest), s, z) for name, (c, s, z) in codes_of(source).items()}
+    for codes, _, _ in given.values():
+        codes[0, 0] = largest
+    saved = save_quantized(tmp_path / "out", source, given, readers=())
+    assert set(saved.schemes.values()) == {f"w{bits}a16-sym-g32"}
+
+
+def test_a_stored_copy_of_a_tied_head_is_left_out(tmp_path, float_model, write_folder):
+    tensors, config = float_model
+    tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    source = write_folder(tied, {**config, "tie_word_embeddings": True})
+    save_quantized(tmp_path / "out", source, codes_of(source))
+    assert "lm_head.weight" in CheckpointReader(source).entries
+    assert "lm_head.weight" not in CheckpointReader(tmp_path / "out").entries
+
+
 def test_what_is_not_given_stays_in_float_and_is_listed(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
     saved = save_quantized(tmp_path / "out", source, given, format="compressed-tensors")

@@ -8,8 +8,8 @@ import torch
 
 from qkernels.collective.channels import PeerLayout, Peers
 from qkernels.collective.config import KIB, Limits
-from qkernels.collective.peer_memory import virtual_ranks
 from tests.qkernels.conftest import ON_GPU
+from tests.qkernels.virtual_ranks import virtual_ranks
 
 LIMITS = Limits(one_shot=64 * KIB, two_shot=128 * KIB, rows=8)
 CHANNELS = 2176  # 3 blocks share a row, the last has 128 channels

@@ -35,3 +35,23 @@ def check_product(
     assert ((got.double() - want).abs() <= bound).all(), "an element is off"
     again = multiply(x, weight, bias, tile=tile)
     assert torch.equal(got, again), "equal inputs, equal bits"
+
+
+def check_two_in_a_graph(packed: list[PackedWeight], x: torch.Tensor) -> None:
+    """The second weight times the first one's product, in a graph that is replayed with new x."""
+    weights = [ops.prepare_weight(each, x.dtype) for each in packed]
+
+    def both():
+        hidden = ops.linear(x, weights[0])
+        return hidden, ops.linear(hidden, weights[1])
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden, y = both()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        for result, given, each in ((hidden, x, packed[0]), (y, hidden, packed[1])):
+            want = given.double() @ each.dequantize(torch.float64).t()
+            assert float((result.double() - want).norm() / want.norm()) < 4e-3

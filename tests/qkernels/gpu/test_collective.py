@@ -53,7 +53,7 @@ def test_a_lost_rank_ends_the_wait():
     from qkernels.collective import ops
     from qkernels.collective.channels import PeerLayout, PeerLostError, Peers
     from qkernels.collective.config import KIB, Limits
-    from qkernels.collective.peer_memory import virtual_ranks
+    from tests.qkernels.virtual_ranks import virtual_ranks
 
     device = torch.device("cuda", 0)
     layout = PeerLayout.of_model(2, 1024, Limits(one_shot=64 * KIB, two_shot=64 * KIB, rows=8))

@@ -6,7 +6,7 @@ import torch
 from qkernels import ops
 from qkernels.operands.limbs import LIMBS_MAX_ROWS
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig, default_gemv_config
-from tests.qkernels.gpu.products import check_product, random_x
+from tests.qkernels.gpu.products import check_product, check_two_in_a_graph, random_x
 from tests.qkernels.plans import multiply
 
 w4a16 = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
@@ -74,20 +74,4 @@ def test_chosen_and_captured_among_others(make_weight, half):
     N, K = 1024, 4096
     assert default_gemv_config(2, N, K, 128, 4, 132) is not None
     packed = [make_weight(N, K, 128), make_weight(K, N, 128, symmetric=False)]
-    weights = [ops.prepare_weight(each, half) for each in packed]
-    x = random_x(2, K, half)
-
-    def both():
-        hidden = ops.linear(x, weights[0])
-        return hidden, ops.linear(hidden, weights[1])
-
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hidden, y = both()
-    for _ in range(3):
-        x.normal_()
-        graph.replay()
-        for result, given, each in ((hidden, x, packed[0]), (y, hidden, packed[1])):
-            want = given.double() @ each.dequantize(torch.float64).t()
-            assert float((result.double() - want).norm() / want.norm()) < 4e-3
+    check_two_in_a_graph(packed, random_x(2, K, half))

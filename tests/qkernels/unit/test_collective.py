@@ -27,12 +27,12 @@ from qkernels.collective.peer_memory import (
     agreed,
     exchange_by,
     shared_files,
-    virtual_ranks,
 )
 from qkernels.errors import KernelError
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.split_k import SplitKPartials
 from qkernels.warm_up import sum_boundaries
+from tests.qkernels.virtual_ranks import virtual_ranks
 
 SMALL = Limits(one_shot=64 * KIB, two_shot=128 * KIB, rows=8)
 CPU = torch.device("cpu")

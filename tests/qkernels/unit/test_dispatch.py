@@ -9,8 +9,10 @@ from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from qkernels import dispatch, explain
 from qkernels import problem as problem_module
 from qkernels.attention import supports as attention_supports
+from qkernels.errors import KernelError
 from qkernels.gpu import device
 from qkernels.gpu import device as gpu_device
+from qkernels.problem import Problem
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.table import TuningRow
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig
@@ -143,7 +145,7 @@ def test_explain_says_for_how_many_rows_8_bit_products_have_configs(monkeypatch,
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     rows = "up to 4 rows, up to 128 rows" if sm_90 else "up to 1024 rows"
-    assert reason(out_features=64) == f"supported; tiles measured on this GPU: {rows}"
+    assert reason(out_features=64) == f"supported; configs measured on this GPU: {rows}"
     assert reason() == reason("w8a8-fp8", out_features=64) == "supported"
     assert reason("w8a8-fp8-block") == "supported"
 
@@ -324,3 +326,13 @@ def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     reason = next(choice.reason for choice in explanation if choice.name == "triton")
     assert taken(explanation) == ["reference"] and "sm_89" in reason
     assert taken(explain(op, **problem | {"pages_dtype": torch.int8})) == ["triton"]
+
+
+def test_a_variant_that_nothing_can_run_is_called_as_it_was_asked_for():
+    """Of several rows that have such a variant, each that refuses for its own reason is named."""
+    asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
+    message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"
+    with pytest.raises(KernelError, match=message):
+        dispatch.choose("linear", Problem(**asked))
+    with pytest.raises(KernelError, match="kernel 'triton': runs on cuda, not on cpu .ask"):
+        dispatch.choose("linear", Problem(**asked | {"requested": "triton"}))

@@ -13,10 +13,11 @@ from qkernels import ops
 from qkernels.collective import cuda_ipc, symmetric_memory
 from qkernels.collective import ops as collective
 from qkernels.collective.channels import PeerLayout
-from qkernels.collective.peer_memory import PeerAccessError, virtual_ranks
+from qkernels.collective.peer_memory import PeerAccessError
 from qkernels.operands.codes import InputRounding
 from qserve.parallel.peer_communicator import PeerCommunicator, over_peer_memory
 from qserve.parallel.torch_communicator import TorchCommunicator
+from tests.qkernels.virtual_ranks import virtual_ranks
 
 CPU = torch.device("cpu")
 HIDDEN = 64
