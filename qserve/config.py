@@ -95,6 +95,13 @@ class EngineConfig:
         " core, of which `serve` leaves one to HTTP",
         low=1,
     )
+    num_state_snapshots: int = setting(
+        32,
+        "of models whose layers have states: copies of states on the device, which requests with"
+        " the same start begin from; 0: none are reused",
+        low=0,
+        high=2**20,
+    )
     enable_prefix_caching: bool = setting(
         True, "keep KV pages of finished requests for others that begin with the same tokens"
     )

@@ -4,15 +4,13 @@ The server's bodies and SamplingParams say it alike. Knows no parameter by name.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from qserve.errors import ParameterError
 
 MAX_SHOWN = 60  # characters of a wrong value
-LISTS = list | tuple | set | frozenset
-
 AN_INTEGER, A_NUMBER, A_FLAG, A_TEXT = "an integer", "a number", "true or false", "a text"
 A_LIST, AN_OBJECT = "a list", "an object"
 
@@ -34,9 +32,14 @@ def shown(value: object) -> str:
         return repr(value[:MAX_SHOWN])
     if isinstance(value, int | float):
         return f"{value!r:.{MAX_SHOWN}}"
-    if isinstance(value, LISTS):
-        return A_LIST
-    return AN_OBJECT if isinstance(value, Mapping) else type(value).__name__
+    if isinstance(value, Mapping):
+        return AN_OBJECT
+    return A_LIST if isinstance(value, Collection) else type(value).__name__
+
+
+def _is_list(value: object) -> bool:
+    """Anything with items counts: ranges, sets and arrays, too."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
 
 
 def integer(name: str, value: Any) -> int:
@@ -98,7 +101,7 @@ def biases(limit: int) -> Check:
     """Numbers by token id, which may be written as texts; as pairs, or pairs already."""
 
     def check(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-        if isinstance(value, LISTS):
+        if _is_list(value):
             value = dict(value)
         if not isinstance(value, Mapping):
             raise ParameterError(name, wrong_type(AN_OBJECT, value))
@@ -120,7 +123,7 @@ def _token(name: str, key: Any) -> int:
 
 
 def _items(name: str, value: Any, limit: int, what: str) -> Any:
-    if not isinstance(value, LISTS):
+    if not _is_list(value):
         raise ParameterError(name, wrong_type(A_LIST, value))
     if len(value) > limit:
         raise ParameterError(name, f"expected at most {limit} {what}, found {len(value)}")

@@ -131,8 +131,7 @@ class Admission:
         """
         if self._waiting.first_queue.must_take_first:
             return False
-        cache = self._places.cache
-        return any(
-            each.num_uncomputed > 1 and cache.will_share(request, each)
-            for each in self._places.begun
-        )
+        cache, begun = self._places.cache, self._places.begun
+        if cache.snapshots is None:
+            begun = [each for each in begun if each.num_uncomputed > 1]
+        return any(cache.will_share(request, each) for each in begun)

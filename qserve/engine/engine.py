@@ -22,6 +22,7 @@ from qserve.engine.request import Request, RequestEvent, Status
 from qserve.engine.request_maker import RequestMaker
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_meter import StepMeter
+from qserve.engine.step_ranges import StepRanges
 from qserve.handling import DEFAULT, Handling
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
@@ -71,7 +72,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
-        self.profiler = ProfileControl(Recorder(self.runner, self._flights.ranges))
+        self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))
         self._max_in_flight = steps_in_flight
         if steps_in_flight is None:
             ahead = config.async_scheduling and not self.workers.computes_in_launch
@@ -80,6 +81,11 @@ class Engine:
     @property
     def runner(self) -> ModelRunner:
         return self.workers.runner
+
+    @property
+    def step_ranges(self) -> StepRanges:
+        """What steps are called in a profile."""
+        return self._flights.ranges
 
     @property
     def vocab_size(self) -> int:

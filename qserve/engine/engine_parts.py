@@ -70,6 +70,7 @@ class EngineParts:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=policy,
             states=state_limits.make_states(config, model, workers.runner),
+            snapshots=state_limits.make_snapshots(config, model, workers.runner),
             prefix_caching=state_limits.finds_prefixes(config, model),
             pace=StepPace(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=model.longest_window,

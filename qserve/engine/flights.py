@@ -14,7 +14,7 @@ from qserve.engine.memory import ran_out
 from qserve.engine.model_runner import StepHandle
 from qserve.engine.pooling import PoolPlan, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
-from qserve.engine.request import Request, RequestEvent, Status
+from qserve.engine.request import Request, RequestEvent
 from qserve.engine.request_rows import RequestRows
 from qserve.engine.scheduler import Scheduler
 from qserve.engine.step_input import StepInput
@@ -137,8 +137,4 @@ class Flights:
             " --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization"
         )
         logger.error("%s: %s", reason, str(error).partition("\n")[0])
-        return [
-            self._scheduler.fail(request, reason)
-            for request in {chunk.request: None for chunk in plan.chunks}
-            if request.status is not Status.FINISHED
-        ]
+        return self._scheduler.fail_step(plan, reason)

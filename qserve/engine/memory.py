@@ -35,9 +35,9 @@ def num_pages_in(memory: float, runner: ModelRunner, flag: str) -> int:
     if room < 0:
         raise InputError(
             flag,
-            f"{memory} GiB do not hold the states of {runner.num_state_slots} requests,"
-            f" {runner.bytes_of_states / GIB:.3g} GiB",
-            "raise it, or lower --max-num-seqs",
+            f"{memory} GiB do not hold the states of {runner.num_state_slots} requests and"
+            f" {runner.num_snapshots} snapshots, {runner.bytes_of_states / GIB:.3g} GiB",
+            "raise it, or lower --max-num-seqs or --num-state-snapshots",
         )
     num_pages = int(room) // runner.bytes_per_page
     if num_pages < 1:

@@ -21,6 +21,7 @@ from qserve.engine.pooling import PoolHandle, launch_pooling
 from qserve.engine.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.request import TokenLogprobs
 from qserve.engine.sampler import TokenHistory
+from qserve.engine.state_copies import copy_states
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_outputs import StepOutputs
@@ -109,8 +110,9 @@ class ModelRunner:
         self._ranks = ranks
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
         self.caches: list[Cache] = []
-        # One for each request that a step may have.
+        # One for each request that a step may have; then those that keep copies.
         self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.num_snapshots = config.num_state_snapshots if config.enable_prefix_caching else 0
         self._under_way: _Forward | None = None  # a step that has not sampled yet
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
@@ -142,8 +144,9 @@ class ModelRunner:
 
     @property
     def bytes_of_states(self) -> int:
-        """Of all slots, all layers."""
-        return self.num_state_slots * sum(net.bytes_per_slot for net in self._delta_nets)
+        """Of all slots, those of copies included, and all layers."""
+        num_slots = self.num_state_slots + self.num_snapshots
+        return num_slots * sum(net.bytes_per_slot for net in self._delta_nets)
 
     @property
     def _delta_nets(self) -> list[DeltaNet]:
@@ -164,7 +167,7 @@ class ModelRunner:
         shape = (num_pages, page_size, model.num_kv_heads, model.head_dim)
         mixers = [layer.attention for layer in self.decoder.layers]
         self.caches = [
-            mixer.new_states(self.num_state_slots)
+            mixer.new_states(self.num_state_slots + self.num_snapshots)
             if isinstance(mixer, DeltaNet)
             else new_cache(mixer, self.kv_format, shape, self.device)
             for mixer in mixers
@@ -328,6 +331,8 @@ class ModelRunner:
         self.page_copies = PageCopies([*self.caches, *drafter], num_slots, self.device)
 
     def _move_pages(self, step: StepInput) -> None:
+        if step.state_moves is not None:
+            copy_states(self.caches, step.state_moves, self.device)
         moves = step.page_moves
         if moves is None:
             return

@@ -15,11 +15,21 @@ import numpy as np
 from qserve.config import EngineConfig
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.host_pages import PageMoves
+from qserve.engine.state_snapshots import StateMoves
 from qserve.engine.step_input import HistoryFill, PoolRows, PromptRows, StepInput
 
 KNOWN = {
     each.__name__: each
-    for each in (StepInput, HistoryFill, PromptRows, PoolRows, DraftRows, PageMoves, EngineConfig)
+    for each in (
+        StepInput,
+        HistoryFill,
+        PromptRows,
+        PoolRows,
+        DraftRows,
+        PageMoves,
+        StateMoves,
+        EngineConfig,
+    )
 }
 FIELDS = {each: tuple(field.name for field in fields(each)) for each in KNOWN.values()}
 ALIGNMENT = 8

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.prefix_keys import extend_keys, root_key
 from qserve.engine.request import Request
+from qserve.engine.state_snapshots import StateSnapshots
 
 
 class Export(NamedTuple):
@@ -25,9 +26,20 @@ class Export(NamedTuple):
 class PrefixCache:
     """Which pages a request can take over, and which of its own others can."""
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True, looks_ahead: bool = False) -> None:
-        """`looks_ahead`: what a page holds also follows from the token behind it."""
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        enabled: bool = True,
+        looks_ahead: bool = False,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
+        """`looks_ahead`: what a page holds also follows from the token behind it.
+
+        `snapshots`: of models with states, without which pages are of no use.
+        """
         self.pool = pool
+        self.snapshots = snapshots
         self.enabled = enabled
         self._num_unsure = int(looks_ahead)  # last pages of what is found: the next may be another
         # of an engine that exchanges pages with others; page_transfers.py fills them
@@ -57,9 +69,7 @@ class PrefixCache:
     def num_cached(self, request: Request) -> int:
         """Tokens of a waiting request that need not be computed now."""
         keys = self._wanted(request)
-        pages = self.pool.match(keys)
-        num_found = len(pages) + self._num_on_host(keys, len(pages))
-        return max(0, num_found - self._num_unsure) * self.pool.page_size
+        return self._num_usable(keys, self.pool.match(keys)) * self.pool.page_size
 
     def num_pages_needed(self, request: Request, num_free: int) -> int:
         """Free pages that a waiting request takes: of those that it finds, only what nobody holds.
@@ -71,12 +81,22 @@ class PrefixCache:
             return needed
         keys = self._wanted(request)
         pages = self.pool.match(keys)
-        num_found = len(pages) + self._num_on_host(keys, len(pages))
-        return needed - self.pool.num_held(pages[: max(0, num_found - self._num_unsure)])
+        return needed - self.pool.num_held(pages[: self._num_usable(keys, pages)])
 
     def will_share(self, request: Request, other: Request) -> bool:
-        """Whether the next page that `other` computes is one that `request` could then take."""
+        """Whether the next page that `other` computes is one that `request` could then take.
+
+        With states, the next one behind which a copy of its state is kept.
+        """
         index = other.num_published
+        if self.snapshots is not None:
+            # also in the step that computes up to there: the copy is made after it
+            stops = [end for end in other.snapshots_at if end >= other.num_computed]
+            index = (stops or [0])[0] // self.pool.page_size - 1
+            if not 0 <= index < len(other.page_keys):
+                return False
+            if self.snapshots.has(other.page_keys[index]):
+                return False
         keys = request.page_keys
         return (
             self.enabled
@@ -88,16 +108,17 @@ class PrefixCache:
     def take_(self, request: Request) -> None:
         """Give a request its pages, for all of its tokens; those that hold them already first."""
         pool, table, keys = self.pool, request.block_table, self._wanted(request)
-        pages = pool.match(keys)
-        num_found = len(pages) + self._num_on_host(keys, len(pages))
-        num_found = max(0, num_found - self._num_unsure)
-        pages = pages[:num_found]
+        there = pool.match(keys)
+        num_found = self._num_usable(keys, there)
+        pages = there[:num_found]
         pool.share_(table, pages)
         if num_found > len(pages):
             pool.load_(table, keys[len(pages) : num_found])
         pool.grow_(table, request.num_tokens)
         request.num_published = num_found
         request.num_computed = num_found * pool.page_size
+        if self.snapshots is not None:
+            self.snapshots.begin_(request, len(there))
         if self.enabled and not request.num_preemptions:
             request.num_cached = request.num_computed
             self._num_queries += request.num_tokens
@@ -153,6 +174,8 @@ class PrefixCache:
         self.pool.withdraw(table)
         known = zip(table, request.page_keys, strict=False)
         self.pool.withdraw_keys([key for page, key in known if page == NULL_PAGE])
+        if self.snapshots is not None:
+            self.snapshots.withdraw(request)
         self.keep_private(request)
 
     def keep_private(self, request: Request) -> None:
@@ -166,6 +189,8 @@ class PrefixCache:
         what they compute is not for others; preempted ones begin anew.
         """
         self.pool.withdraw_all()
+        if self.snapshots is not None:
+            self.snapshots.drop_all()
         # No other engine comes to the same: its weights need not have changed as these have.
         self._generation = secrets.token_hex(16) if self.model else int(self._generation) + 1
         self._last = None
@@ -194,6 +219,12 @@ class PrefixCache:
             generation=self._generation,
             model=self.model,
         )
+
+    def _num_usable(self, keys: list[bytes], pages: list[int]) -> int:
+        """How many of the pages with these keys need not be computed; `pages`: those found here."""
+        if self.snapshots is not None:
+            return self.snapshots.deepest(keys[: len(pages)])
+        return max(0, len(pages) + self._num_on_host(keys, len(pages)) - self._num_unsure)
 
     def _num_on_host(self, keys: list[bytes], start: int) -> int:
         return 0 if self.pool.host is None else self.pool.host.match(keys[start:])

@@ -42,7 +42,8 @@ class PromptChunks:
             if request is None:
                 break
             if request.num_uncomputed > step.budget:
-                self._plan_shorter(request, begun, step)
+                for each in self._plan_shorter(request, begun, step):
+                    begun.remove(each)  # one chunk of each request: this may not fill the budget
             self._take(request, min(request.num_uncomputed, step.budget), step)
 
     def _limit(self, step: OpenStep, begun: Collection[Request]) -> None:
@@ -55,10 +56,13 @@ class PromptChunks:
         load = load_of(step.chunks)
         step.budget = self._pace.max_prompt_tokens(load, first.num_computed, step.budget)
 
-    def _plan_shorter(self, longest: Request, begun: Collection[Request], step: OpenStep) -> None:
+    def _plan_shorter(
+        self, longest: Request, begun: Collection[Request], step: OpenStep
+    ) -> list[Request]:
         """Give half of the budget to what is shorter than the oldest prompt that is not done.
 
-        The oldest gets the other half at least, so it is not kept from its end.
+        The oldest gets the other half at least, so it is not kept from its end. Returns those of
+        `begun` that got tokens.
         """
         begun = sorted(begun, key=attrgetter("num_uncomputed"))
         share = step.budget // 2
@@ -69,9 +73,14 @@ class PromptChunks:
             if request is None:
                 break
             share -= self._take(request, min(request.num_uncomputed, share), step)
+        served = []
         for request in begun:
-            if share > 0:
-                share -= self._take(request, min(request.num_uncomputed, share), step)
+            if share > 0 and (
+                taken := self._take(request, min(request.num_uncomputed, share), step)
+            ):
+                share -= taken
+                served.append(request)
+        return served
 
     def _take(self, request: Request, count: int, step: OpenStep) -> int:
         """Add the next `count` tokens of a request to the step. Returns how many it got."""
@@ -80,6 +89,9 @@ class PromptChunks:
             count -= 1  # the last of them would sample
             if not count:
                 return 0
+        snapshots = self._places.cache.snapshots
+        if snapshots is not None:
+            count = snapshots.shorter(request, start, count)
         if self._window is not None:
             # A step in flight may still read these pages: who gets them writes after it.
             first_visible = max(0, start - self._window + 1)
@@ -91,6 +103,8 @@ class PromptChunks:
             # without them drafts at a page's end would be proposed without the keys before them
             self._speculation.take_pages_ahead(request, start + count, self._places.pool)
         step.chunks.append(Chunk(request, start, count, num_sampled))
+        if snapshots is not None:
+            snapshots.note(request, start + count)
         step.budget -= count
         # From here on: a layer writes all keys of a step before any of them is read.
         self._places.cache.publish(request)

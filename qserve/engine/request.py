@@ -131,6 +131,9 @@ class Request:
     num_cached: int = 0  # tokens that were in the cache when it was first admitted
     is_exported: bool = False  # the pages of its prompt were noted for other engines
     state_slot: int = -1  # where its states are (state_slots.py); -1: nowhere
+    snapshots_at: tuple[int, ...] = ()  # tokens after which its state is kept (state_snapshots.py)
+    last_snapshot: int = 0  # tokens of the newest copy of its state, or of what it began from
+    snapshot_key: bytes = b""  # of the copy that its next one takes the place of
     row: int = -1  # of the step arrays (request_rows.py); -1: none
     num_prompt_rows: int = 0  # rows of the prompt whose log probabilities are known or under way
     prompt_logprobs: list[TokenLogprobs] | None = None  # None: not asked for, or told already

@@ -19,6 +19,7 @@ from qserve.engine.prefix_cache import PrefixCache
 from qserve.engine.prompt_chunks import PromptChunks
 from qserve.engine.request import Request, RequestEvent, Status, TokenLogprobs
 from qserve.engine.state_slots import StatePool
+from qserve.engine.state_snapshots import StateSnapshots
 from qserve.engine.step_pace import StepPace
 from qserve.engine.step_plan import Chunk, OpenStep, StepPlan
 from qserve.engine.waiting_levels import WaitingLevels
@@ -40,10 +41,12 @@ class Scheduler:
         pace: StepPace | None = None,
         speculation: Speculation | None = None,
         states: StatePool | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """`window`: keys that a query sees, itself included, in the layer where it sees most.
 
-        `pace` limits prompts beside decodes, `speculation` adds drafts to them, `states` has slots.
+        `pace` limits prompts beside decodes, `speculation` adds drafts to them, `states` has slots,
+        `snapshots` copies of them.
 
         Raises InputError where a step could not hold one token of every request.
         """
@@ -57,7 +60,10 @@ class Scheduler:
         self.states = states or StatePool(None)
         self.policy = policy or Policy()
         looks_ahead = speculation is not None and speculation.looks_ahead
-        self.cache = PrefixCache(pool, enabled=prefix_caching, looks_ahead=looks_ahead)
+        self.cache = PrefixCache(
+            pool, enabled=prefix_caching, looks_ahead=looks_ahead, snapshots=snapshots
+        )
+        self.snapshots = snapshots
         self.pace = pace
         self.speculation = speculation
         self.max_num_seqs = max_num_seqs
@@ -107,6 +113,8 @@ class Scheduler:
         """Plan the next step: mark its tokens as computed and own the pages they need."""
         self._num_steps += 1
         self.places.begin_step()
+        if self.snapshots is not None:
+            self.snapshots.settle(self.cache.publish)
         counts = Counts(
             num_waiting=len(self.waiting),
             num_running=len(self.running),
@@ -137,6 +145,9 @@ class Scheduler:
             preempted=tuple(step.preempted),
             admitted=tuple(step.admitted),
             moves=self.pool.take_moves() if step.chunks else None,
+            state_moves=self.snapshots.take_moves()
+            if self.snapshots is not None and step.chunks
+            else None,
             drafting=speculation and speculation.end_step(step.chunks),
         )
 
@@ -209,6 +220,22 @@ class Scheduler:
         self.finish(request)
         return RequestEvent.failure(request.request_id, reason)
 
+    def fail_step(self, plan: StepPlan, reason: str) -> list[RequestEvent]:
+        """End the requests of a step that could not be launched."""
+        requests = {chunk.request: None for chunk in plan.chunks}
+        if self.snapshots is not None:
+            # Nobody knows which of the copies before it were made.
+            self.snapshots.drop_all()
+        if plan.state_moves is not None:
+            slots = set(plan.state_moves.restored_to.tolist())
+            requests |= {each: None for each in self.running if each.state_slot in slots}
+        # one event of a beam search, whose rows all end with the first
+        return [
+            self.fail(request, reason)
+            for request in requests
+            if request.status is not Status.FINISHED
+        ]
+
     def reset_prefix_cache(self) -> None:
         """Forget what all pages hold: requests that come find none. Running ones go on."""
         self.cache.reset((*self.running, *self.waiting))
@@ -217,12 +244,14 @@ class Scheduler:
         """Assert that pages and states agree."""
         self.places.check_integrity()
         self.waiting.check_integrity()
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
 
     def _plan_decodes(self, step: OpenStep) -> None:
         # A step has a token for each running request, so there is budget for all. This loop and
         # `update` are what a step of many requests costs in Python: they call as little as can be.
         page_size, chunks = self.pool.page_size, step.chunks
-        speculation, count = self.speculation, 1
+        speculation, snapshots, count = self.speculation, self.snapshots, 1
         publish = self.cache.publish if self.cache.enabled else None
         for index, request in enumerate(self.running):
             num_known = len(request.token_ids)
@@ -248,6 +277,8 @@ class Scheduler:
             request.num_computed = start + count
             request.num_pending += count
             chunks.append(Chunk(request, start, count, count))
+            if snapshots is not None and not end % page_size:
+                snapshots.note(request, end)
             if publish is not None and num_known >= (request.num_published + 1) * page_size:
                 publish(request)
         num_tokens = len(chunks) if speculation is None else sum([chunk.count for chunk in chunks])

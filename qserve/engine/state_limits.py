@@ -13,6 +13,7 @@ from qserve.config import EngineConfig
 from qserve.engine.memory import GIB
 from qserve.engine.model_runner import ModelRunner
 from qserve.engine.state_slots import StatePool
+from qserve.engine.state_snapshots import StateSnapshots
 from qserve.handling import Handling
 from qserve.model.model_config import ModelConfig
 
@@ -85,16 +86,27 @@ def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None
 
 
 def finds_prefixes(config: EngineConfig, model: ModelConfig) -> bool:
-    """A state is known behind a request's last token alone, not where a common start ends."""
-    return config.enable_prefix_caching and not model.has_states
+    """A state is known behind a request's last token alone: a common start needs a copy of it."""
+    return config.enable_prefix_caching and bool(not model.has_states or config.num_state_snapshots)
 
 
 def make_states(config: EngineConfig, model: ModelConfig, runner: ModelRunner) -> StatePool:
     """The slots of a runner's states, said in the log with what they rule out."""
     if not model.has_states:
         return StatePool(None)
-    count = runner.num_state_slots
-    logger.info("States: %d slots, %.2f GiB", count, runner.bytes_of_states / GIB)
-    if config.enable_prefix_caching:
-        logger.info("Prefix cache: off, since layers of this model have states")
+    count, num_snapshots = runner.num_state_slots, runner.num_snapshots
+    size = runner.bytes_of_states / GIB
+    text = "States: %d slots of requests, %d of snapshots (--num-state-snapshots), %.2f GiB"
+    logger.info(text, count, num_snapshots, size)
+    if config.enable_prefix_caching and not num_snapshots:
+        logger.info("Prefix cache: off, since layers of this model have states, and no snapshots")
     return StatePool(count)
+
+
+def make_snapshots(
+    config: EngineConfig, model: ModelConfig, runner: ModelRunner
+) -> StateSnapshots | None:
+    """The slots of copies, which stand behind those of requests; None: there are none."""
+    if not (model.has_states and runner.num_snapshots):
+        return None
+    return StateSnapshots(runner.num_state_slots, runner.num_snapshots, config.block_size)

@@ -15,6 +15,7 @@ from qserve.engine.draft_rows import DraftRows
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request, Status
 from qserve.engine.request_rows import RequestRows, table_width
+from qserve.engine.state_snapshots import StateMoves
 from qserve.engine.step_masks import step_masks
 from qserve.engine.step_plan import Chunk, Drafting, StepPlan
 from qserve.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ class StepInput:
     history_fills: tuple[HistoryFill, ...] = ()
     awaits_masks: bool = False  # rows have masks that `with_masks` adds, before it samples
     page_moves: PageMoves | None = None  # copies of KV pages that come before all else
+    state_moves: StateMoves | None = None  # and of states
     prompt_rows: PromptRows | None = None
     pool_rows: PoolRows | None = None
     adapter_slots_T: np.ndarray | None = None  # int32, -1: none; None: no row has an adapter
@@ -171,6 +173,7 @@ class StepInput:
             history_fills=fills,
             awaits_masks=awaits_masks,
             page_moves=plan.moves,
+            state_moves=plan.state_moves,
             adapter_slots_T=slots_R[chunk_of_T] if slots_R.max() >= 0 else None,
             draft_rows=plan.drafting
             and DraftRows.build(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.request import Request, Status
+from qserve.engine.state_snapshots import StateMoves
 from qserve.engine.step_pace import StepLoad
 
 
@@ -37,6 +38,7 @@ class StepPlan:
     preempted: tuple[Request, ...] = ()  # gave their pages back to make this step possible
     admitted: tuple[Request, ...] = ()  # left the queue for the first time
     moves: PageMoves | None = None  # copies of KV pages that come before
+    state_moves: StateMoves | None = None  # copies of states that come before
     drafting: Drafting | None = None  # None: without speculation
     late: frozenset[Request] = frozenset()  # whose samples nobody takes: their masks were late
 

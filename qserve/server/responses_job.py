@@ -15,8 +15,10 @@ from qserve.server.responses_protocol import (
     ResponsesRequest,
 )
 from qserve.server.served_model import ServedModel
+from qserve.server.tool_use import NAMED_FORM as CHATS_FORM
 
 TAG_OF_ITEM = re.compile(r"^(input\.\d+)\.(message|function_call|function_call_output|reasoning)\b")
+NAMED_FORM = '{"type": "function", "name": ...}'
 
 
 def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
@@ -72,7 +74,7 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -
         )
     except ApiError as error:
         # A chat's tool has a function.
-        texts = error.message, error.param or ""
+        texts = error.message.replace(CHATS_FORM, NAMED_FORM), error.param or ""
         message, param = (text.replace(".function", "", 1) for text in texts)
         raise ApiError(error.status, message, param or None) from None
     named = ("reasoning.effort" if name == EFFORT else name for name in job.ignored)

@@ -269,21 +269,14 @@ class ResponsesRequest(Body):
         """OpenAI writes a tool's name and schema beside its type here."""
         if not self.tools:
             is_neutral = self.tool_choice in (None, "none", "auto")
-            return {} if is_neutral else {"tool_choice": self.tool_choice}
+            return {} if is_neutral else {"tool_choice": _chats_choice(self.tool_choice)}
         tools = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools
         ]
-        choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = _named(choice)
-        elif isinstance(choice, dict) and isinstance(choice.get("tools"), list):
-            names = [_named(each) if isinstance(each, dict) else each for each in choice["tools"]]
-            allowed = {"mode": choice.get("mode"), "tools": names}
-            choice = {"type": choice.get("type"), "allowed_tools": allowed}
         return {
             "tools": tools,
-            "tool_choice": choice,
+            "tool_choice": _chats_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
 
@@ -329,6 +322,17 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         named = {} if is_output else {"role": item.role, "name": item.name}
         messages.append({**whose, **named, "content": content})
     return messages
+
+
+def _chats_choice(choice: Any) -> Any:
+    """The same choice of tools as a chat writes it."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return _named(choice)
+    if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+        names = [_named(each) if isinstance(each, dict) else each for each in choice["tools"]]
+        allowed = {"mode": choice.get("mode"), "tools": names}
+        return {"type": choice.get("type"), "allowed_tools": allowed}
+    return choice
 
 
 def _named(choice: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from qserve.structured.params import StructuredOutputsParams
 
 NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
 CHOICE = "tool_choice"
+NAMED_FORM = '{"type": "function", "function": {"name": ...}}'
 # At most one space: a weak model fills a call with line breaks until its limit.
 WHITESPACE = " "
 MODES = (NONE, AUTO, REQUIRED)
@@ -137,8 +138,7 @@ def _name_in(choice: Any) -> str:
 def _wrong_choice() -> ApiError:
     return ApiError(
         400,
-        "tool_choice: expected none, auto, required, or an object such as"
-        ' {"type": "function", "function": {"name": ...}}.',
+        f"tool_choice: expected none, auto, required, or an object such as {NAMED_FORM}.",
         CHOICE,
     )
 

@@ -39,6 +39,7 @@ ENGINE_FLAGS = {
     "--max-num-batched-tokens",
     "--max-num-seqs",
     "--num-gpu-blocks-override",
+    "--num-state-snapshots",
     "--seed",
     "--enable-prefix-caching",
     "--no-enable-prefix-caching",

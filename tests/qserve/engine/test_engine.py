@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from formats.errors import InputError
+from qserve.beam_outputs import sampling_params
+from qserve.beam_search_params import BeamSearchParams
 from qserve.config import EngineConfig
 from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.engine import Engine
 from qserve.engine.model_runner import ModelRunner
 from qserve.engine.rank_link import RankDiedError
+from qserve.handling import Handling
 from qserve.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 
@@ -186,6 +189,22 @@ def test_a_step_without_memory_ends_its_requests_and_no_others(
     engine.scheduler.check_integrity()
     assert engine.scheduler.pool.num_free == 50
     assert not engine._requests
+
+
+def test_a_beam_search_without_memory_ends_once(make_engine, monkeypatch):
+    engine, params = make_engine(), BeamSearchParams(beam_width=3, max_tokens=6)
+    handling = Handling(beam_search=params)
+    engine.add_request("beams", [5, 6, 7], sampling_params(params), handling=handling)
+    engine.step()
+    engine.step()
+
+    def fails(step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine.workers, "launch", fails)
+    (event,) = engine.step()
+    assert (event.request_id, event.finish_reason) == ("beams", "error")
+    assert not engine.has_work() and engine.scheduler.pool.num_free == 50
 
 
 def test_another_error_in_a_step_is_no_lack_of_memory(make_engine, monkeypatch):

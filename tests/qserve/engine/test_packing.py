@@ -11,6 +11,7 @@ import pytest
 from qserve.config import EngineConfig
 from qserve.engine.host_pages import PageMoves
 from qserve.engine.packing import HEADER, KNOWN, pack, unpack
+from qserve.engine.state_snapshots import StateMoves
 from qserve.engine.step_input import HistoryFill, PoolRows, PromptRows, StepInput
 from qserve.sampling_params import SamplingParams
 
@@ -42,6 +43,7 @@ def test_a_step_with_everything():
         page_moves=PageMoves(
             stored_pages=ids, stored_slots=ids, loaded_slots=ids[:1], loaded_pages=ids[:1]
         ),
+        state_moves=StateMoves(saved_from=ids, saved_to=ids),
         prompt_rows=PromptRows(rows=ids, targets=ids, num_alternatives=2),
         pool_rows=PoolRows(rows=ids, counts=ids, logit_rows=ids, logit_tokens=((), (4, 5))),
     )

@@ -180,10 +180,12 @@ def test_a_token_is_never_computed_again(hybrid):
         assert engine._requests["a"].follows_last == waits
 
 
-def test_no_prefix_is_found_and_that_is_said(hybrid, caplog):
+def test_without_snapshots_no_prefix_is_found_and_that_is_said(hybrid, caplog):
     with caplog.at_level("INFO"):
-        llm = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, block_size=8)
-    assert "Prefix cache: off, since layers of this model have states" in caplog.text
+        llm = LLM(
+            hybrid("qwen3_5"), device="cpu", max_model_len=64, block_size=8, num_state_snapshots=0
+        )
+    assert "Prefix cache: off, since layers of this model have states, and no" in caplog.text
     start = TOKENS * 3
     first, second = (greedy(llm, [start])[0].outputs[0].token_ids for _ in range(2))
     assert first == second and not llm.engine.scheduler.pool.num_cached

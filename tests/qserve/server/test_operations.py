@@ -127,7 +127,8 @@ def test_path_of_a_proxy(make_server, error):
         assert server.get(f"{prefix}/health").status_code == 200
         error(server.get(f"{prefix}/v1/models"), 401)
         assert server.get(f"{prefix}/v1/models", headers=key).status_code == 200
-        error(server.get(f"{prefix}/nothing", headers=key), 404)
+        missing = error(server.get(f"{prefix}/nothing", headers=key), 404)
+        assert missing["message"] == "Not Found: GET /llm/nothing"
     error(server.get("/llmhealth"), 401)
     for path in ("/openapi.json", "/llm/openapi.json"):
         assert server.get(path, headers=key).json()["servers"] == [{"url": "/llm"}]

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qserve import SamplingParams
@@ -163,6 +164,27 @@ def test_good_values(server, name):
                 assert getattr(found, name) == getattr(python, name), (route, value)
             else:
                 assert len(server.client.requests) == python.n
+
+
+def test_what_python_alone_can_give():
+    """Other lists and numbers than JSON has."""
+    found = SamplingParams(
+        top_k=np.int64(5),
+        temperature=np.float32(0.5),
+        allowed_token_ids=range(20, 23),
+        stop_token_ids=np.array([7, 8]),
+        stop={"a"},
+        logit_bias=[(5, 1)],
+    )
+    same = SamplingParams(
+        top_k=5,
+        temperature=0.5,
+        allowed_token_ids=[20, 21, 22],
+        stop_token_ids=[7, 8],
+        stop="a",
+        logit_bias={5: 1.0},
+    )
+    assert found == same and {type(each) for each in found.stop_token_ids} == {int}
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -12,6 +12,8 @@ from openai.types.responses import (
 )
 
 from qserve.config import ServerConfig
+from qserve.output_parsing.output_parser import OutputParser, ParseSettings
+from qserve.server.response_logprobs import TokenPieces
 from tests.qserve.server.test_tools import CALL, tool
 
 LOGPROBS = "message.output_text.logprobs"
@@ -99,6 +101,20 @@ def test_tokens_of_reasoning_and_calls_are_no_messages(make_server, stream, text
     # The first and last token may reach into the marks beside the text.
     assert content in joined
     assert len(joined) - len(content) < len(texts(told)[0]) + len(texts(told)[-1])
+
+
+def test_the_same_words_in_reasoning_are_not_the_answers(tokenizer):
+    """Each token is known by its place here, not by its text."""
+    text = "Yes, it is.</think>Yes, it is."
+    settings = ParseSettings(reasoning_parser="deepseek_r1")
+    pieces, told = TokenPieces(tokenizer, OutputParser(settings)), []
+    ids = tokenizer.encode(text)
+    for place, token in enumerate(ids):
+        is_end = place == len(ids) - 1
+        for _, tokens in pieces.push(tokenizer.token_text(token), [(token, place)], is_end=is_end):
+            told += [place for _, place in tokens]
+    count = len(tokenizer.encode("Yes, it is."))
+    assert told == [*range(len(ids) - count, len(ids))]
 
 
 def test_tokens_that_are_held_back_are_told_with_the_end(server):

@@ -131,6 +131,7 @@ def test_reasoning_is_an_item(make_server):
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
         ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": None, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
@@ -140,6 +141,14 @@ def test_reasoning_is_an_item(make_server):
 )
 def test_what_is_refused(hermes, error, fields, param):
     assert error(ask(hermes, **fields), 400)["param"] == param
+
+
+def test_what_tool_choice_is_like_is_said_in_this_routes_form(server, error):
+    message = error(ask(server, tool_choice={"type": "function"}), 400)["message"]
+    assert '{"type": "function", "name": ...}' in message
+    choice = {"type": "function", "name": "f"}
+    message = error(ask(server, tools=None, tool_choice=choice), 400)["message"]
+    assert message == "tool_choice: expected only with tools."
 
 
 def test_a_reference_says_how_clients_send_items(server, error):

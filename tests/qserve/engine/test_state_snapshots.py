@@ -1,0 +1,277 @@
+"""Copies of states: who begins from which, and that none is taken for one of other tokens."""
+
+from itertools import count
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qserve.engine import state_snapshots
+from qserve.engine.request import Status
+from qserve.engine.request_rows import RequestRows
+from qserve.engine.state_slots import StatePool
+from qserve.engine.state_snapshots import StateSnapshots
+from qserve.engine.step_input import StepInput
+from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
+
+PAGE = 4
+PREFIX = list(range(200, 200 + 8 * PAGE))
+
+
+@pytest.fixture(autouse=True)
+def small():
+    """Copies of a few tokens are worth while."""
+    with (
+        mock.patch.object(state_snapshots, "SPACING", 4 * PAGE),
+        mock.patch.object(state_snapshots, "LEAST_GAIN", PAGE),
+    ):
+        yield
+
+
+class States:
+    """What steps leave in slots: of whose tokens, and of how many. Each step is checked."""
+
+    def __init__(self, scheduler):
+        self.left, self.rows = {}, RequestRows(scheduler.max_num_seqs)
+        self.scheduler, self.schedule = scheduler, scheduler.schedule
+        scheduler.schedule = self.checked
+
+    def checked(self):
+        plan = self.schedule()
+        self.scheduler.check_integrity()
+        if plan.chunks:
+            self.take(plan)
+        return plan
+
+    def take(self, plan):
+        step = StepInput.build(plan, page_size=PAGE, rows=self.rows)
+        if step.state_moves is not None:
+            moves = step.state_moves
+            for source, target in (
+                (moves.saved_from, moves.saved_to),
+                (moves.restored_from, moves.restored_to),
+            ):
+                assert len(set(target.tolist())) == len(target), "no order is told"
+                found = [self.left.get(slot) for slot in source.tolist()]
+                self.left.update(zip(target.tolist(), found, strict=True))
+        for chunk, slot in zip(plan.chunks, step.state_slots_R.tolist(), strict=True):
+            tokens = chunk.request.token_ids
+            if chunk.start:
+                theirs, end = self.left[slot]
+                assert end == chunk.start
+                assert theirs is tokens or (len(theirs) >= end and theirs[:end] == tokens[:end])
+            self.left[slot] = tokens, chunk.end
+
+
+def simulate(num_snapshots=8, depth=0, num_seqs=4, **settings):
+    settings = {"num_pages": 64, "page_size": PAGE, "budget": 64} | settings
+    scheduler = make_scheduler(
+        max_num_seqs=num_seqs,
+        states=StatePool(num_seqs),
+        snapshots=StateSnapshots(num_seqs, num_snapshots, PAGE),
+        **settings,
+    )
+    States(scheduler)
+    simulation = Simulation(scheduler, depth, count(1000))
+    simulation.check_shares = no_shares
+    return simulation
+
+
+def no_shares(plan, decodes, prompts):
+    """A prompt may get less than its share: its chunks end where copies are made."""
+
+
+def run(simulation, *requests):
+    for request in requests:
+        simulation.scheduler.add(request)
+    simulation.run_out()
+    return [request.num_cached for request in requests]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_schedules_begin_from_their_own_tokens(data):
+    """Chats with common starts, chunks, too few pages, aborts, resets, steps in flight."""
+    draw = data.draw
+    most = draw(st.integers(1, 4))
+    scheduler = make_scheduler(
+        draw(st.integers(16, 40)),
+        PAGE,
+        most,
+        budget=most + draw(st.integers(0, 24)),
+        states=StatePool(most),
+        snapshots=StateSnapshots(most, draw(st.integers(1, 5)), PAGE),
+    )
+    simulation = Simulation(scheduler, draw(st.sampled_from([0, 1])), iter(lambda: 1, None))
+    simulation.check_shares = no_shares
+    States(scheduler)
+    requests, chats = [], [PREFIX[:16], PREFIX[:23], [9] * 12]
+    for number in range(draw(st.integers(1, 10))):
+        start = list(draw(st.sampled_from(chats)))[:40]
+        more = [300 + number] * draw(st.integers(0, 9))
+        request = make_request(f"r{number}", [*start, *more], draw(st.integers(1, 20)))
+        scheduler.add(request)
+        requests.append(request)
+        for _ in range(draw(st.integers(0, 6))):
+            simulation.step()
+        ended = draw(st.sampled_from(requests))
+        action = draw(st.sampled_from(["", "", "abort", "fail", "reset"]))
+        if action == "abort" and ended.status is not Status.FINISHED:
+            scheduler.finish(ended)
+        elif action == "fail" and ended.status is Status.RUNNING:
+            scheduler.fail(ended, "NaN")
+        elif action == "reset":
+            scheduler.reset_prefix_cache()
+        chats.append(ended.token_ids)
+    simulation.run_out()
+    assert all(request.status is Status.FINISHED for request in requests)
+    assert scheduler.states.num_free == most
+    scheduler.check_integrity()
+
+
+def test_the_same_prompt_begins_where_its_full_pages_end():
+    simulation = simulate()
+    assert run(simulation, make_request("a", [*PREFIX, 1, 2])) == [0]
+    assert run(simulation, make_request("b", [*PREFIX, 1, 2])) == [len(PREFIX)]
+    assert run(simulation, make_request("c", [*PREFIX, 7])) == [len(PREFIX)]
+    # its last token has to be computed
+    assert run(simulation, make_request("d", PREFIX)) == [0], "no copy stands before its last page"
+
+
+def test_a_common_start_is_kept_by_the_second_and_found_by_the_third():
+    simulation = simulate()
+    prompts = [[*PREFIX, *[number] * 9] for number in range(4)]
+    cached = [run(simulation, make_request(f"r{n}", prompt))[0] for n, prompt in enumerate(prompts)]
+    assert cached == [0, 0, len(PREFIX), len(PREFIX)]
+
+
+def test_outputs_of_one_prompt_wait_for_its_copy():
+    simulation = simulate()
+    requests = [make_request(f"r{n}", [*PREFIX, 1], group="one") for n in range(4)]
+    assert run(simulation, *requests) == [0, *[len(PREFIX)] * 3]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_next_turn_of_a_chat_begins_in_the_output(depth):
+    """At the last multiple of SPACING, whose token the host learns of a step later."""
+    simulation = simulate(depth=depth)
+    turn = make_request("turn", PREFIX[:10], max_tokens=31)
+    run(simulation, turn)
+    next_turn = make_request("next", [*turn.token_ids, 5, 6])
+    assert run(simulation, next_turn) == [8 + 2 * 4 * PAGE]
+    assert len(simulation.scheduler.snapshots) == 2, "one of the prompt, one of the output"
+
+
+def test_a_preempted_request_comes_back_to_its_copy():
+    simulation = simulate(num_pages=14, num_seqs=2, budget=32)
+    first, second = make_request("r0", 20, 20), make_request("r1", 21, 20)
+    for request in (first, second):
+        simulation.scheduler.add(request)
+    simulation.run_until(lambda: second.num_preemptions)
+    simulation.run_until(lambda: second.status is Status.RUNNING)
+    assert second.last_snapshot >= 20
+    simulation.run_out()
+
+
+def test_pages_without_a_copy_are_computed_and_a_copy_without_pages_is_no_use():
+    simulation = simulate(num_snapshots=1)
+    scheduler = simulation.scheduler
+    run(simulation, make_request("a", [*PREFIX, 1]), make_request("b", 3 * PAGE))
+    assert len(scheduler.pool.match(make_keys(scheduler, [*PREFIX, 1]))) == 8
+    assert run(simulation, make_request("c", [*PREFIX, 1])) == [0], "its copy went for b's"
+    assert run(simulation, make_request("d", [*PREFIX, 1])) == [len(PREFIX)]
+    scheduler.pool.withdraw_all()
+    assert run(simulation, make_request("e", [*PREFIX, 1])) == [0]
+
+
+def make_keys(scheduler, tokens):
+    request = make_request("keys", tokens)
+    scheduler.cache.add(request)
+    return request.page_keys
+
+
+def test_copies_of_a_failed_step_are_found_by_nobody():
+    simulation = simulate()
+    scheduler = simulation.scheduler
+    run(simulation, make_request("a", [*PREFIX, 1]))
+    lost, decodes = make_request("b", [*PREFIX, 2]), make_request("c", 5)
+    scheduler.add(decodes)
+    simulation.step()
+    scheduler.add(lost)
+    plan = scheduler.schedule()
+    assert plan.state_moves.restored_to.tolist() == [lost.state_slot]
+    assert len(scheduler.fail_step(plan, "no memory")) == 2
+    assert len(scheduler.snapshots) == 0 and scheduler.states.num_free == 4
+    assert run(simulation, make_request("d", [*PREFIX, 1])) == [0]
+
+
+def test_who_was_restored_and_computed_nothing_fails_with_the_step():
+    """Whether its state was copied nobody knows."""
+    simulation = simulate()
+    scheduler = simulation.scheduler
+    run(simulation, make_request("a", [*PREFIX, 1]))
+    waits = make_request("b", [*PREFIX, 1])
+    waits.follows_last, waits.mask_job = True, mock.Mock(is_done=False)
+    for request in (waits, make_request("c", 5)):
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    assert [chunk.request.request_id for chunk in plan.chunks] == ["c"]
+    assert {event.request_id for event in scheduler.fail_step(plan, "no memory")} == {"b", "c"}
+
+
+def test_logits_that_are_nan_leave_no_copy():
+    simulation = simulate()
+    scheduler = simulation.scheduler
+    scheduler.add(bad := make_request("bad", [*PREFIX, 1], max_tokens=3))
+    simulation.step()
+    assert bad.num_computed == len(PREFIX)
+    plan = scheduler.schedule()
+    assert len(scheduler.snapshots) == 1
+    scheduler.update(plan, ["NaN"])
+    assert len(scheduler.snapshots) == 0
+    assert run(simulation, make_request("again", [*PREFIX, 1])) == [0]
+
+
+def test_a_reset_forgets_copies_and_lets_who_runs_make_none():
+    simulation = simulate()
+    scheduler = simulation.scheduler
+    run(simulation, make_request("a", [*PREFIX, 1]))
+    scheduler.add(running := make_request("b", 6, max_tokens=40))
+    simulation.step()
+    scheduler.reset_prefix_cache()
+    assert len(scheduler.snapshots) == 0
+    simulation.run_out()
+    assert len(running.token_ids) == 46 and len(scheduler.snapshots) == 0
+    assert run(simulation, make_request("c", [*PREFIX, 1])) == [0]
+
+
+def test_salts_do_not_share_copies():
+    simulation = simulate()
+    salted = [make_request(f"r{n}", [*PREFIX, 1], cache_salt=salt) for n, salt in enumerate("aba")]
+    assert [run(simulation, each)[0] for each in salted] == [0, 0, len(PREFIX)]
+
+
+def test_short_prompts_pay_no_step_for_a_copy():
+    with mock.patch.object(state_snapshots, "LEAST_GAIN", 64):
+        simulation = simulate()
+        request = make_request("a", [*PREFIX, 1])
+        simulation.scheduler.add(request)
+        simulation.step()
+        assert request.num_known == len(PREFIX) + 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda snapshots: snapshots._free.pop(),
+        lambda snapshots: snapshots._slots.update({b"k": snapshots._free[0]}),
+    ],
+    ids=["lost", "shared"],
+)
+def test_integrity_sees_what_is_wrong(spoil):
+    snapshots = StateSnapshots(2, 3, PAGE)
+    snapshots.check_integrity()
+    spoil(snapshots)
+    with pytest.raises(AssertionError, match="lost or shared"):
+        snapshots.check_integrity()
