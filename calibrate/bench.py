@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from calibrate.data import CalibrationData
+from calibrate.devices import Devices
 from calibrate.pipeline import quantize_checkpoint
 from formats.scheme import Scheme
 
@@ -110,9 +111,12 @@ def bench_quantize(
         f" {device}: {solving:.1f} s for statistics, solving and next inputs;"
         f" projected to {WHOLE} layers (not measured): {solving * WHOLE / layers:.0f} s"
     )
-    if device.startswith("cuda"):
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print(f"GPU memory, largest: {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
+    devices = Devices.parse(device)
+    peaks = []
+    if devices.kind == "cuda":
+        peaks = [torch.cuda.max_memory_allocated(name) / 1e9 for name in devices.names]
+        print(f"{torch.cuda.get_device_name(devices.first)}, torch {torch.__version__}")
+        print(f"GPU memory, largest: {', '.join(f'{peak:.2f}' for peak in peaks)} GB")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"host memory, largest (with the making of the random model): {peak:.2f} GB")
     if output_json is not None:
@@ -126,8 +130,9 @@ def bench_quantize(
             "peak_host_gb": peak,
             "torch": torch.__version__,
         }
-        if device.startswith("cuda"):
-            result["device"] = torch.cuda.get_device_name()
-            result["peak_gpu_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if peaks:
+            result["device"] = torch.cuda.get_device_name(devices.first)
+            result["devices"] = len(peaks)
+            result["peak_gpu_gb"] = max(peaks)
         Path(output_json).write_text(json.dumps(result, indent=4) + "\n")
     return 0

@@ -7,10 +7,12 @@ full model is ever built. Legend: W windows, S tokens of a window, D hidden size
 
 import importlib
 import inspect
+import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from calibrate.adapter import put_beside
+from calibrate.devices import Turns
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
-from calibrate.statistics import InputStatistics
+from calibrate.statistics import BatchSums, InputStatistics
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, DiskError, InputError, one_line
 from formats.table import size_text
@@ -242,6 +245,11 @@ class Experts(nn.ModuleList):
         return output_TD
 
 
+def batch_windows(length: int) -> int:
+    """How many windows of so many tokens are run at once."""
+    return max(1, BATCH_TOKENS // length)
+
+
 class HiddenStates:
     """What every window is between two layers, [W, S, D]: in memory, or in a file to spare it."""
 
@@ -251,6 +259,7 @@ class HiddenStates:
         embedding_VD: torch.Tensor,
         runner: LayerRunner,
         spill: Path | None = None,
+        before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Embed the windows. `spill`: a folder to hold the states in place of memory."""
         if int(ids_WS.max()) >= embedding_VD.shape[0]:
@@ -269,11 +278,13 @@ class HiddenStates:
         for number, ids_S in enumerate(ids_WS):
             rows_SD = embedding_VD[ids_S.to(embedding_VD.device)].to(runner.dtype)
             self.states_WSD[number] = rows_SD * torch.tensor(scale, dtype=runner.dtype)
-        self.batch = max(1, BATCH_TOKENS // ids_WS.shape[1])
+        self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Views of whole windows, [B, S, D]."""
-        yield from self.states_WSD.split(self.batch)
+        for batch_BSD in self.states_WSD.split(self.batch):
+            self.before_batch()
+            yield batch_BSD
 
     def advance(
         self, runner: LayerRunner, module: nn.Module, layer: int, cache: Any = None
@@ -307,6 +318,20 @@ def _in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         ) from None
 
 
+def empty_statistics(
+    runner: LayerRunner, layer: int, state: Mapping[str, torch.Tensor]
+) -> dict[str, InputStatistics]:
+    """Of each linear's input by local name, on the runner's device. Linears that share an input
+    share the object."""
+    statistics: dict[str, InputStatistics] = {}
+    for group in runner.layer_map.inputs(runner.raw_config, layer):
+        name = f"{runner.layer_map.prefix(layer)}.{group[0]}"
+        width = state[f"{group[0]}.weight"].shape[1]
+        stats = InputStatistics(width, runner.device, name)
+        statistics.update(dict.fromkeys(group, stats))
+    return statistics
+
+
 def collect_statistics(
     runner: LayerRunner,
     module: nn.Module,
@@ -316,35 +341,57 @@ def collect_statistics(
 ) -> dict[str, InputStatistics]:
     """Run the layer over all windows. Returns each linear's input statistics by local name.
 
-    Linears that share an input share the object. `reference` is the same windows in the float
-    model. Raises InputError on a NaN, naming the linear.
+    `reference` is the same windows in the float model. Raises InputError on a NaN, naming the
+    linear.
     """
-    statistics: dict[str, InputStatistics] = {}
+    statistics = empty_statistics(runner, layer, module.state_dict())
+    add_statistics(statistics, runner, module, layer, hidden, reference)
+    for stats in dict.fromkeys(statistics.values()):
+        stats.check()
+    return statistics
+
+
+def add_statistics(
+    statistics: Mapping[str, InputStatistics],
+    runner: LayerRunner,
+    module: nn.Module,
+    layer: int,
+    hidden: HiddenStates,
+    reference: HiddenStates | None = None,
+    numbers: Iterable[int] | None = None,
+    turns: Turns | None = None,
+) -> None:
+    """Run the layer over windows and add what its linears' inputs are to `statistics`.
+
+    Where other devices add to them at the same time, `numbers` are those of the batches in all of
+    the data, and `turns` lets each wait for the one before it: sums are then those of one device.
+    """
     inputs: dict[InputStatistics, torch.Tensor] = {}
-    hooks = []
-    for group in runner.layer_map.inputs(runner.raw_config, layer):
-        first = module.get_submodule(group[0])
-        name = f"{runner.layer_map.prefix(layer)}.{group[0]}"
-        stats = InputStatistics(first.in_features, runner.device, name)
-        statistics.update(dict.fromkeys(group, stats))
-        hooks.append(
-            first.register_forward_pre_hook(
-                lambda _, args, stats=stats: inputs.__setitem__(stats, args[0])
+    hooks, shared = [], []
+    for name, stats in statistics.items():
+        if stats not in shared:  # of the linears that share it, the first
+            shared.append(stats)
+            hooks.append(
+                module.get_submodule(name).register_forward_pre_hook(
+                    lambda _, args, stats=stats: inputs.__setitem__(stats, args[0])
+                )
             )
-        )
     references = iter(reference.batches()) if reference is not None else None
-    for batch_BSD in hidden.batches():
+    numbers = itertools.count() if numbers is None else numbers
+    for batch_BSD, number in zip(hidden.batches(), numbers, strict=False):
         expected: dict[InputStatistics, torch.Tensor] = {}
         if references is not None:
             runner.run(module, layer, next(references).to(runner.device))
             expected = dict(inputs)
             inputs.clear()
         runner.run(module, layer, batch_BSD.to(runner.device))
-        for stats, x in inputs.items():
-            stats.update(x, expected.get(stats))
+        for stats in shared:
+            # an expert's input may be in no token of a batch; it has its turn all the same
+            x = inputs.get(stats)
+            found = None if x is None else BatchSums.of(x, expected.get(stats))
+            with nullcontext() if turns is None else turns.of(stats, number):
+                if found is not None:
+                    stats.add(found)
         inputs.clear()
     for hook in hooks:
         hook.remove()
-    for stats in dict.fromkeys(statistics.values()):
-        stats.check()
-    return statistics

@@ -122,18 +122,19 @@ def perplexity(
     Log-softmax in float32, sums in float64. Raises InputError where a likelihood is not finite.
     """
     total = 0.0
-    for number, window_S in enumerate(tqdm(windows_WS, unit="window", disable=not progress), 1):
-        logits_SV = logits(window_S)[:-1].float()
-        targets_S = window_S[1:].to(logits_SV.device)
-        nll_S = torch.nn.functional.cross_entropy(logits_SV, targets_S, reduction="none")
-        nll = float(nll_S.double().sum())
-        if not math.isfinite(nll):
-            raise InputError(
-                f"window {number}",
-                "the model's logits contain NaN or infinity",
-                "look for NaN weights, or evaluate in float32",
-            )
-        total += nll
+    with tqdm(windows_WS, unit="window", disable=not progress) as bar:
+        for number, window_S in enumerate(bar, 1):
+            logits_SV = logits(window_S)[:-1].float()
+            targets_S = window_S[1:].to(logits_SV.device)
+            nll_S = torch.nn.functional.cross_entropy(logits_SV, targets_S, reduction="none")
+            nll = float(nll_S.double().sum())
+            if not math.isfinite(nll):
+                raise InputError(
+                    f"window {number}",
+                    "the model's logits contain NaN or infinity",
+                    "look for NaN weights, or evaluate in float32",
+                )
+            total += nll
     tokens = windows_WS.shape[0] * (windows_WS.shape[1] - 1)
     mean = total / tokens
     return Perplexity(

@@ -46,5 +46,7 @@ def rounding_error(sample_TK: torch.Tensor, scale: float, weight_K: torch.Tensor
 
 def round_static(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """To int8 and back, as a kernel with a static scale does."""
+    if isinstance(scale, torch.Tensor):
+        scale = scale.to(x.device)
     codes = (x.float() / scale).round_().clamp_(-128, 127)
     return (codes * scale).to(x.dtype)

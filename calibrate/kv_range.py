@@ -34,10 +34,17 @@ class KvRange:
         self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for name, x_BJSD in (("keys", keys), ("values", values)):
-            largest_J = x_BJSD.abs().amax((0, 2, 3)).float()
-            before_J = self.largest.get(name, largest_J)
-            self.largest[name] = torch.maximum(before_J, largest_J)
+            self._raise(name, x_BJSD.abs().amax((0, 2, 3)).float())
         return keys, values
+
+    def merge(self, other: "KvRange") -> None:
+        """Remember what another one saw, too."""
+        for name, largest_J in other.largest.items():
+            self._raise(name, largest_J)
+
+    def _raise(self, name: str, largest_J: torch.Tensor) -> None:
+        before_J = self.largest.get(name, largest_J)
+        self.largest[name] = torch.maximum(before_J, largest_J.to(before_J.device))
 
     def scales(self, kv_cache: str) -> KvScales:
         found = {}

@@ -1,7 +1,7 @@
 """One decoder layer: float tensors in, codes and a report out. Knows no file, no other layer."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,6 +9,7 @@ import torch
 
 from calibrate import rtn
 from calibrate.activations import fake_quantize_tokens
+from calibrate.devices import ONE, Devices
 from calibrate.input_range import round_static, static_scale
 from calibrate.recipe import Recipe
 from calibrate.report import LinearReport
@@ -17,6 +18,8 @@ from calibrate.solving import LayerContext, LayerState, SolverError, check_solve
 from calibrate.statistics import InputStatistics
 from formats.scheme import Scheme
 from formats.weights import Weight, with_activation
+
+_Solved = tuple[Weight, LinearReport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,63 +80,125 @@ def quantize_layer(
     context: LayerContext,
     input_scales: Mapping[str, torch.Tensor | float],
     before_linear: Callable[[str], None] = lambda name: None,
+    devices: Devices = ONE,
 ) -> FinishedLayer:
     """Transform, then solve every linear of `schemes`; others stay in float.
 
     `state` is `original` after load_transforms; `statistics` is empty where the recipe needs no
-    data; `schemes` and `input_scales` have full names. Raises what a solver raises, but for
-    SolverError: that linear is rounded to nearest, and its report says so.
+    data; `schemes` and `input_scales` have full names. Of several `devices` each solves some of the
+    linears, those of one input together; tensors are expected on the first, and end there. Raises
+    what a solver raises, but for SolverError: that linear is rounded to nearest, and its report
+    says so.
     """
     for transform in recipe.transforms:
         if transform.on_statistics is not None:
             state = {**state, **transform.on_statistics(state, statistics, context)}
-    packed: dict[str, Weight] = {}
-    reports = []
-    for group in context.layer_map.inputs(context.config, context.layer):
-        for local in group:
-            name, stats = f"{context.prefix}.{local}", statistics.get(local)
-            if name not in schemes:
-                continue
-            before_linear(local)
-            scheme = schemes[name]
-            weight_NK = state[f"{local}.weight"]
-            notes = []
-            started = time.perf_counter()
-            try:
-                # A copy: a solver may write into it, and is judged by the float weight.
-                packed[local] = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
-            except SolverError as error:
-                packed[local] = rtn.solve(weight_NK, None, scheme.weight, name)
-                notes.append(f"rounded to nearest: {error.problem}")
-            check_solved(weight_NK, packed[local], scheme.weight, name, recipe.act_order)
-            notes += range_notes(weight_NK, packed[local], name)
-            scale = input_scales.get(name)
-            if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
-                key = f"scale of a static {scheme.activation.type}"
-                if key not in stats.cache:  # one for all linears that read the input
-                    weights = [state[f"{other}.weight"] for other in group]
-                    stats.cache[key] = static_scale(stats, scheme.activation, weights)
-                scale = stats.cache[key]
-            packed[local] = with_activation(packed[local], scheme, scale, name)
-            seconds = time.perf_counter() - started
-            notes += stats.notes if stats is not None else []
-            reports.append(
-                LinearReport.measure(
-                    weight_NK,
-                    packed[local],
-                    scheme,
-                    name=name,
-                    seconds=seconds,
-                    stats=stats,
-                    notes=tuple(notes),
-                )
-            )
-    weights = {f"{local}.weight" for local in packed}
+    groups = [
+        group
+        for group in context.layer_map.inputs(context.config, context.layer)
+        if any(f"{context.prefix}.{local}" in schemes for local in group)
+    ]
+    several = len(devices.names) > 1
+
+    def solve(device: str, own: Sequence[tuple[str, ...]]) -> dict[str, _Solved]:
+        found: dict[str, _Solved] = {}
+        for group in own:
+            stats = statistics.get(group[0])
+            weights = {local: state[f"{local}.weight"] for local in group}
+            if several:
+                stats = None if stats is None else stats.to(device)
+                weights = {local: weight.to(device) for local, weight in weights.items()}
+            for local in group:
+                name = f"{context.prefix}.{local}"
+                if name in schemes:
+                    devices.check()
+                    before_linear(local)
+                    packed, report = _solve_linear(
+                        name, weights, local, stats, schemes[name], recipe, input_scales.get(name)
+                    )
+                    found[local] = (packed.to(devices.first) if several else packed, report)
+        return found
+
+    shares = _shared_out(groups, state, len(devices.names))
+    jobs = [
+        partial(solve, device, own)
+        for device, own in zip(devices.names, shares, strict=True)
+        if own
+    ]
+    solved = {local: each for found in devices.together(jobs) for local, each in found.items()}
+    names = [local for group in groups for local in group if local in solved]
+    weights = {f"{local}.weight" for local in names}
     changed = {
         name: tensor
         for name, tensor in state.items()
         if name not in weights and tensor is not original[name]
     }
     return FinishedLayer(
-        packed=packed, changed=changed, reports=tuple(reports), notes=tuple(context.notes)
+        packed={local: solved[local][0] for local in names},
+        changed=changed,
+        reports=tuple(solved[local][1] for local in names),
+        notes=tuple(context.notes),
     )
+
+
+def _solve_linear(
+    name: str,
+    weights: Mapping[str, torch.Tensor],
+    local: str,
+    stats: InputStatistics | None,
+    scheme: Scheme,
+    recipe: Recipe,
+    scale: torch.Tensor | float | None,
+) -> _Solved:
+    """`weights`: [N, K] of the linears that read the input, by local name. `scale`: of static
+    activations, where the caller has one."""
+    weight_NK = weights[local]
+    notes = []
+    started = time.perf_counter()
+    try:
+        # A copy: a solver may write into it, and is judged by the float weight.
+        packed = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
+    except SolverError as error:
+        packed = rtn.solve(weight_NK, None, scheme.weight, name)
+        notes.append(f"rounded to nearest: {error.problem}")
+    check_solved(weight_NK, packed, scheme.weight, name, recipe.act_order)
+    notes += range_notes(weight_NK, packed, name)
+    if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
+        key = f"scale of a static {scheme.activation.type}"
+        if key not in stats.cache:  # one for all linears that read the input
+            stats.cache[key] = static_scale(stats, scheme.activation, list(weights.values()))
+        scale = stats.cache[key]
+    packed = with_activation(packed, scheme, scale, name)
+    seconds = time.perf_counter() - started
+    notes += stats.notes if stats is not None else []
+    report = LinearReport.measure(
+        weight_NK,
+        packed,
+        scheme,
+        name=name,
+        seconds=seconds,
+        stats=stats,
+        notes=tuple(notes),
+    )
+    return packed, report
+
+
+def _shared_out(
+    groups: Sequence[tuple[str, ...]], state: LayerState, num_devices: int
+) -> list[list[tuple[str, ...]]]:
+    """The groups of each device: the dearest first, each to the device with least to do."""
+
+    def cost(group: tuple[str, ...]) -> int:
+        """About how many products: of K x K factored, and each output's K x K errors."""
+        shapes = [state[f"{local}.weight"].shape for local in group]
+        width = shapes[0][1]
+        return width * width * (width + sum(outputs for outputs, _ in shapes))
+
+    shares: list[list[tuple[str, ...]]] = [[] for _ in range(num_devices)]
+    sums = [0] * num_devices
+    order = groups if num_devices == 1 else sorted(groups, key=cost, reverse=True)
+    for group in order:
+        device = sums.index(min(sums))
+        shares[device].append(group)
+        sums[device] += cost(group)
+    return shares

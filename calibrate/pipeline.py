@@ -18,6 +18,7 @@ from tqdm import tqdm
 from calibrate.adapter import check_counts, read_checked
 from calibrate.clock import Clock
 from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.devices import Devices
 from calibrate.digest import combined, tensor_digest
 from calibrate.evaluate import make_windows, read_texts
 from calibrate.float_model import FloatModel, check_finite
@@ -80,7 +81,7 @@ def quantize_checkpoint(
     seed: int = 0,
     eval_text: str | None = None,
     spill: str | Path | None = None,
-    device: str = "cpu",
+    device: str | Sequence[str] = "cpu",
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     progress: bool = True,
     quantizer: str = "qserve-kit",
@@ -103,7 +104,9 @@ def quantize_checkpoint(
     `input_scales` of static activations, by linear, replace those that the data gives.
     `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
     where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder
-    for the data's hidden states, to spare memory. `quantizer` ("tool:version") and `settings` are
+    for the data's hidden states, to spare memory. Several of `device`, or "all" GPUs, share out the
+    windows and a layer's linears (calibrate/devices.py); a solver of one's own must bear threads
+    then. `quantizer` ("tool:version") and `settings` are
     recorded. Raises
     InputError on anything that the user can mend, before the first weight is read where possible;
     nothing is left behind then.
@@ -117,7 +120,8 @@ def quantize_checkpoint(
         recipe = with_act_order(recipe)
     if kv_per_head and kv_cache is None:
         raise InputError("--kv-per-head", "expected with --kv-cache-scheme", "give it, too")
-    _check_device(device)
+    devices = Devices.parse(device)
+    device = devices.first
     padding = make_padding(model.config, model.shapes, scheme) if pad else None
     planned = partial(
         make_plan,
@@ -165,7 +169,7 @@ def quantize_checkpoint(
         recipe,
         data,
         seed,
-        device,
+        devices.kind,
         input_scales,
         f"{kv_cache} of heads" if kv_per_head else kv_cache,
         model.adapter,
@@ -188,7 +192,7 @@ def quantize_checkpoint(
         stream = None
         if data is not None or evaluation_WS is not None:
             stream = _open_stream(
-                model, recipe, context, model_tensors, data, evaluation_WS, plan, spill, device
+                model, recipe, context, model_tensors, data, evaluation_WS, plan, spill, devices
             )
         output = _Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
         for layer in range(model.num_layers):
@@ -213,6 +217,7 @@ def quantize_checkpoint(
                         context=in_layer,
                         input_scales=input_scales,
                         before_linear=show,
+                        devices=devices,
                     )
                 if stream is not None:
                     with clock("next inputs"):
@@ -429,7 +434,7 @@ def _open_stream(
     evaluation_WS: torch.Tensor | None,
     plan: Plan,
     spill: str | Path | None,
-    device: str,
+    devices: Devices,
 ) -> Any:
     # transformers is loaded only where a model runs
     from calibrate.capture import LayerRunner
@@ -437,7 +442,8 @@ def _open_stream(
 
     embedding = model.get(model.layer_map.embedding)
     return Stream(
-        LayerRunner(model, model.layer_map, device),
+        devices,
+        [LayerRunner(model, model.layer_map, name) for name in devices.names],
         embedding,
         model_tensors.get(model.layer_map.embedding, embedding),
         calibration_WS=data.ids_WS if data else None,
@@ -483,11 +489,3 @@ def _warnings(
             " written, tie_word_embeddings is false"
         )
     return tuple(warnings)
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        problem = str(error).splitlines()[0]
-        raise InputError(f"device {device!r}", f"cannot be used: {problem}", "use cpu") from None

@@ -3,12 +3,43 @@
 Linears that read the same input share one object. Legend: T tokens, K inputs.
 """
 
+from copy import copy
+from dataclasses import dataclass
+
 import torch
 
 from formats.errors import InputError
 
 # Tokens kept as they are, for errors that second moments cannot tell: 512 of them.
 SAMPLE_PER_CALL, SAMPLE_CALLS = 32, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSums:
+    """What one batch of inputs adds, where it was computed."""
+
+    num_tokens: int
+    moment_KK: torch.Tensor  # sum of x x^T
+    drift_KK: torch.Tensor | None  # sum of (x of the float model - x) x^T
+    absmax_K: torch.Tensor
+    sample_TK: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "BatchSums":
+        """Of inputs [..., K]. Products of 16-bit inputs are exact, sums are float32."""
+        x_TK = x.reshape(-1, x.shape[-1])
+        moment_KK, drift_KK = _product(x_TK, x_TK), None
+        if reference is not None and reference.shape == x.shape:
+            drift_KK = _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
+        # Every batch gives a few tokens, spread evenly: the sample sees all of the data.
+        step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
+        return cls(
+            num_tokens=x_TK.shape[0],
+            moment_KK=moment_KK,
+            drift_KK=drift_KK,
+            absmax_K=x_TK.abs().amax(0).float(),
+            sample_TK=x_TK[::step][:SAMPLE_PER_CALL].float().clone(),
+        )
 
 
 class InputStatistics:
@@ -25,25 +56,35 @@ class InputStatistics:
         self.cache: dict[str, object] = {}  # derived by a solver, shared by the input's linears
 
     def update(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
-        """Add inputs [..., K]. Products of 16-bit inputs are exact, sums are float32.
+        """Add inputs [..., K]. `reference` is what the float model has there for these tokens."""
+        if x.numel():
+            self.add(BatchSums.of(x, reference))
 
-        `reference` is what the float model has there for the same tokens.
-        """
-        x_TK = x.reshape(-1, x.shape[-1])
-        if not x_TK.shape[0]:
-            return
-        moment_KK = _product(x_TK, x_TK)
-        self.moment_KK += moment_KK
-        if reference is not None and reference.shape == x.shape:
+    def add(self, batch: "BatchSums") -> None:
+        """Add what was summed up elsewhere, maybe on another device. Sums are float32: other orders
+        of batches give other last digits."""
+        device = self.moment_KK.device
+        self.moment_KK += batch.moment_KK.to(device)
+        if batch.drift_KK is not None:
             if self.drift_KK is None:
                 self.drift_KK = torch.zeros_like(self.moment_KK)
-            self.drift_KK += _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
-        self.num_tokens += x_TK.shape[0]
-        self.absmax_K = torch.maximum(self.absmax_K, x_TK.abs().amax(0).float())
-        # Every call gives a few tokens, spread evenly: the sample sees all of the data.
-        step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
+            self.drift_KK += batch.drift_KK.to(device)
+        self.num_tokens += batch.num_tokens
+        self.absmax_K = torch.maximum(self.absmax_K, batch.absmax_K.to(device))
         if len(self._sample) < SAMPLE_CALLS:
-            self._sample.append(x_TK[::step][:SAMPLE_PER_CALL].float().clone())
+            self._sample.append(batch.sample_TK.to(device))
+
+    def to(self, device: torch.device | str) -> "InputStatistics":
+        """On that device: itself where it is there, else a copy with a cache of its own."""
+        moment_KK = self.moment_KK.to(device)
+        if moment_KK is self.moment_KK:
+            return self
+        found = copy(self)
+        found.moment_KK, found.absmax_K = moment_KK, self.absmax_K.to(device)
+        found.drift_KK = None if self.drift_KK is None else self.drift_KK.to(device)
+        found._sample = [x_TK.to(device) for x_TK in self._sample]
+        found.notes, found.cache = list(self.notes), {}
+        return found
 
     def sample(self) -> torch.Tensor:
         """Some of the tokens, float32 [T, K]."""

@@ -20,7 +20,7 @@ from formats.findings import Findings, Problem, how_many
 from formats.inspect_awq import awq_linear, gemv_linear
 from formats.inspect_compressed import compressed_linear
 from formats.inspect_config import Choices, check_config
-from formats.inspect_files import Shards, read_shards
+from formats.inspect_files import Shards, check_tokenizer, read_shards
 from formats.inspect_gptq import gptq_linear
 from formats.inspect_kv import check_kv_scales
 from formats.inspect_model import check_model, check_places, check_shapes
@@ -127,6 +127,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     config = _read_config(folder, findings)
     try:
         find_side_files(folder)
+        check_tokenizer(folder, findings)
     except CheckpointError as error:
         findings.caught(error)
     shards = read_shards(folder, findings)

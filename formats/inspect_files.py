@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from formats.checkpoint import INDEX, SINGLE, TensorEntry, read_header, read_json
 from formats.errors import CheckpointError
 from formats.findings import Findings
+from formats.side_files import TOKENIZER_FILES
 from formats.text_part import text_name
 
 
@@ -84,6 +85,24 @@ def read_shards(folder: Path, findings: Findings) -> Shards:
         if path.exists():
             findings.warning(str(path), "is left over from a killed run", "remove it")
     return shards
+
+
+def check_tokenizer(folder: Path, findings: Findings) -> None:
+    """Report a tokenizer that is not there, or that is cut off."""
+    found = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        findings.warning(
+            str(folder),
+            f"has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there; the weights can be"
+            " read, but servers that take texts refuse the folder",
+            "copy tokenizer.json and tokenizer_config.json from the original model",
+        )
+    for name in found:
+        if name.endswith(".json"):
+            try:
+                read_json(folder / name)
+            except CheckpointError as error:
+                findings.caught(error)
 
 
 def _read_index(folder: Path, findings: Findings) -> tuple[dict[str, str], int | None]:

@@ -27,6 +27,8 @@ SIDE_FILES = (
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
 )
+# A folder without any of these has no tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Of the folders of modules. Pickles stay behind: nobody here reads them.
 MODULE_SUFFIXES = (".json", ".safetensors")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import qserve
 from formats.errors import InputError, one_line
-from qserve import config_file, interrupts
+from qserve import config_file, interrupts, logs
 from qserve.arguments import Parser, add_commands, check_argument, with_dashes
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command import Command
@@ -32,6 +32,7 @@ from qserve.tool_config import (
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
+    from calibrate.devices import Devices
     from calibrate.heads.quantize import quantize_head
     from calibrate.pipeline import quantize_checkpoint
     from calibrate.recipe import default_recipe
@@ -56,6 +57,8 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         "quantizer": f"qserve-kit:{qserve.__version__}",
     }
     if is_head_folder(model):
+        if len(Devices.parse(settings["device"]).names) > 1:
+            raise InputError("--device", f"{model} is a draft head, for one device", "name one")
         for name in NOT_OF_A_HEAD:
             if getattr(config, name):
                 flag = "--" + name.replace("_", "-")
@@ -341,7 +344,8 @@ def main(argv: list[str] | None = None) -> int:
     while command.commands:
         inner = getattr(arguments, f"{name} command")
         name, command = f"{name} {inner}", command.commands[inner]
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    handler = logs.LineHandler(sys.stderr)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
     settings = []
     try:
         check_argument(command, arguments)

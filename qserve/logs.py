@@ -1,13 +1,24 @@
 """How log lines look, in every process of a server. Knows no loggers by name."""
 
 import argparse
+import contextlib
 import json
 import logging
+import sys
 import time
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 TEXT = "%(levelname)s %(name)s: %(message)s"
+
+
+class LineHandler(logging.StreamHandler):
+    """Writes lines above the progress bars that are shown, not behind them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)  # not loaded: none are shown
+        with contextlib.nullcontext() if bars is None else bars.external_write_mode(self.stream):
+            super().emit(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -29,7 +40,7 @@ class JsonFormatter(logging.Formatter):
 
 def configure(level: str, form: str, text: str = TEXT) -> None:
     """Write lines from `level` on to stderr, as `text` or as JSON, and nothing else anywhere."""
-    handler = logging.StreamHandler()
+    handler = LineHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

@@ -16,6 +16,7 @@ import jinja2.meta
 from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
+from formats.side_files import TOKENIZER_FILES
 from qserve.chat_prompt import ChatPrompt, control_pattern
 from qserve.engine.request import Hypothesis, RequestEvent, TokenLogprobs
 from qserve.load_tokenizer import load_tokenizer
@@ -44,10 +45,6 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# A folder without any of these has no tokenizer; what transformers says of it is pages long.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
 class Tokenizer:
     """The tokenizer and chat template of a model folder. Runs no code from the folder.
 
@@ -62,6 +59,7 @@ class Tokenizer:
             self._tokenizer = load_tokenizer(folder)
         # A broken file raises whatever its parser raises, up to a bare Exception from Rust.
         except Exception as error:
+            # Of a folder without one, what transformers says is pages long.
             has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
             raise TextError(
                 self.folder,

@@ -6,7 +6,6 @@ Each is a field, a flag and its documentation, as in config.py. Loads no torch.
 from dataclasses import dataclass
 
 from formats.names import FORMATS, KV_CACHES, RECIPES
-from qserve.config import DEVICES
 from qserve.setting import REQUIRED, check_settings, setting
 
 
@@ -56,7 +55,11 @@ class QuantizeConfig:
     group_size: int | None = setting(
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )
-    device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
+    device: str = setting(
+        "auto",
+        "where to compute; auto: the GPU if there is one; all: every GPU that is visible; or some,"
+        " such as cuda:0,cuda:1",
+    )
     bits: float | None = setting(
         None,
         "mean bits per weight, scales included: each linear gets 2 to 8 by what the data says that"

@@ -204,3 +204,15 @@ def test_shadowed_sibling_is_named(tmp_path):
     assert run.returncode != 0
     assert "ImportError: qserve needs its own package 'formats'" in run.stderr
     assert str(tmp_path) in run.stderr
+
+
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_progress_bars_end_before_an_error_is_told(package):
+    """A loop over a bar leaves it open when it raises, and the error then stands on its line."""
+    for path in (ROOT / package).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        loops = (ast.For, ast.AsyncFor, ast.comprehension)
+        for loop in (node for node in ast.walk(tree) if isinstance(node, loops)):
+            called = [node.func for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
+            names = [each.id for each in called if isinstance(each, ast.Name)]
+            assert "tqdm" not in names, f"{path}:{loop.iter.lineno}: with tqdm(...) as bar"

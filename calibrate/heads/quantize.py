@@ -241,9 +241,10 @@ def _statistics(
                 lambda _, args, stats=found[name]: stats.update(args[0])
             )
         )
-    for ids_S in tqdm(ids_WS, desc="Running the head", unit="window", disable=not progress):
-        for _ in head.judged(ids_S[None]):
-            pass
+    with tqdm(ids_WS, desc="Running the head", unit="window", disable=not progress) as bar:
+        for ids_S in bar:
+            for _ in head.judged(ids_S[None]):
+                pass
     for hook in hooks:
         hook.remove()
     for stats in found.values():
@@ -271,30 +272,31 @@ def _solved(
     packed: dict[str, Weight] = {}
     reports = []
     canonical = {folder.stored(name): name for name in folder.linear_shapes()}
-    for name, scheme in tqdm(plan.quantized.items(), unit="linear", disable=not progress):
-        weight_NK = folder.get(f"{name}.weight").to(device)
-        if not torch.isfinite(weight_NK).all():
-            raise CheckpointError(f"{name}.weight", "contains NaN or infinity")
-        stats = statistics.get(canonical[name])
-        began, notes = time.perf_counter(), []
-        try:
-            weight = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
-        except SolverError as error:
-            weight = rtn.solve(weight_NK, None, scheme.weight, name)
-            notes.append(f"rounded to nearest: {error.problem}")
-        check_solved(weight_NK, weight, scheme.weight, name)
-        packed[name] = with_activation(weight, scheme, None, name)
-        reports.append(
-            LinearReport.measure(
-                weight_NK,
-                packed[name],
-                scheme,
-                name=name,
-                seconds=time.perf_counter() - began,
-                stats=stats,
-                notes=(*notes, *(stats.notes if stats is not None else ())),
+    with tqdm(plan.quantized.items(), unit="linear", disable=not progress) as bar:
+        for name, scheme in bar:
+            weight_NK = folder.get(f"{name}.weight").to(device)
+            if not torch.isfinite(weight_NK).all():
+                raise CheckpointError(f"{name}.weight", "contains NaN or infinity")
+            stats = statistics.get(canonical[name])
+            began, notes = time.perf_counter(), []
+            try:
+                weight = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
+            except SolverError as error:
+                weight = rtn.solve(weight_NK, None, scheme.weight, name)
+                notes.append(f"rounded to nearest: {error.problem}")
+            check_solved(weight_NK, weight, scheme.weight, name)
+            packed[name] = with_activation(weight, scheme, None, name)
+            reports.append(
+                LinearReport.measure(
+                    weight_NK,
+                    packed[name],
+                    scheme,
+                    name=name,
+                    seconds=time.perf_counter() - began,
+                    stats=stats,
+                    notes=(*notes, *(stats.notes if stats is not None else ())),
+                )
             )
-        )
     return packed, reports
 
 

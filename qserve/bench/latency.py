@@ -43,9 +43,11 @@ def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -
         first = max(output.metrics.first_token_time for output in outputs)
         return ended - started, first - started
 
-    for _ in tqdm(range(settings.num_iters_warmup), desc="Warmup iterations"):
-        run()
-    times = [run() for _ in tqdm(range(settings.num_iters), desc="Bench iterations")]
+    with tqdm(range(settings.num_iters_warmup), desc="Warmup iterations") as bar:
+        for _ in bar:
+            run()
+    with tqdm(range(settings.num_iters), desc="Bench iterations") as bar:
+        times = [run() for _ in bar]
     latencies, firsts = zip(*times, strict=True)
     found = percentiles(latencies, PERCENTILES)
     print(f"Avg latency: {mean(latencies)} seconds")

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from formats.names import RECIPES
-from qserve.config import DEVICES
 from qserve.setting import check_settings, setting
 
 
@@ -16,7 +15,11 @@ class QuantizeBenchSettings:
     sequence_length: int = setting(2048, "tokens of a calibration window", low=1)
     recipe: str = setting("gptq", "how codes are chosen", RECIPES)
     scheme: str = setting("w4a16-sym", "numerics of the linear layers")
-    device: str = setting("auto", "where to compute; auto: the GPU if there is one", DEVICES)
+    device: str = setting(
+        "auto",
+        "where to compute; auto: the GPU if there is one; all: every GPU that is visible; or some,"
+        " such as cuda:0,cuda:1",
+    )
     output_json: str | None = setting(None, "file for the result")
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ vocabulary.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,14 +125,15 @@ class Weights:
             return None
         return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
 
-    def layers(self) -> Iterator["LayerWeights"]:
+    def layers(self) -> Generator["LayerWeights", None, None]:
         """Those of each layer in turn."""
         numbers = self._layer_numbers
-        for number in tqdm(numbers, desc="Loading layers", disable=not self._progress):
-            for next_number in (number, number + 1):
-                if next_number in numbers:
-                    self.source.expect(self.family.layer.format(i=next_number))
-            yield self.layer(number)
+        with tqdm(numbers, desc="Loading layers", disable=not self._progress) as bar:
+            for number in bar:
+                for next_number in (number, number + 1):
+                    if next_number in numbers:
+                        self.source.expect(self.family.layer.format(i=next_number))
+                yield self.layer(number)
 
     def layer(self, number: int) -> "LayerWeights":
         """Those of one layer."""

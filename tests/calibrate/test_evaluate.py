@@ -149,3 +149,11 @@ def test_progress_goes_to_stderr(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "2/2" in err
+
+
+def test_progress_bar_ends_before_the_error(capsys):
+    with pytest.raises(InputError, match="window 1: .*NaN") as error:
+        perplexity(torch.zeros(2, 4, dtype=torch.long), lambda _: torch.full((4, 8), math.nan))
+    shown = capsys.readouterr().err
+    assert error.tb is not None, "its frames are alive, as they are when the error is printed"
+    assert "window" in shown and shown.endswith("\n")

@@ -106,8 +106,27 @@ def test_no_weights_at_all(float_model, write_folder):
 
 def test_a_tokenizer_that_is_a_link_to_nothing(gptq_model, write_folder):
     folder = write_folder(*gptq_model)
+    (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
     problem_of(inspect_checkpoint(folder), "error", "tokenizer.json", "is a link to nothing")
+
+
+def test_a_folder_without_a_tokenizer_is_a_warning(gptq_model, write_folder):
+    folder = write_folder(*gptq_model)
+    (folder / "tokenizer.json").unlink()
+    found = inspect_checkpoint(folder)
+    problem_of(found, "warning", str(folder), "has no tokenizer: none of tokenizer.json, tokeni")
+    assert len(found.problems) == 1 and found.ok and found.loads_in[0].answer == "yes"
+    (folder / "tokenizer.model").touch()
+    assert inspect_checkpoint(folder).problems == ()
+
+
+def test_a_tokenizer_that_is_cut_off_is_an_error(gptq_model, write_folder):
+    folder = write_folder(*gptq_model)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"vo')
+    found = inspect_checkpoint(folder)
+    problem_of(found, "error", "tokenizer.json", "")
+    assert len(found.problems) == 1 and not found.ok
 
 
 def test_a_folder_that_may_not_be_read_raises(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ The other families are made of the same parts: each says what it has in place of
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ def build_decoder(
     if weights.has_ends:
         table = weights.embedding()
         embedding = Embedding(table, family.embedding_factor(values), weights.vocabulary)
-    layers = [build_layer(config, layer) for layer in weights.layers()]
+    with closing(weights.layers()) as each:  # ends its progress bar where a layer is refused
+        layers = [build_layer(config, layer) for layer in each]
     if weights.has_ends:
         head = weights.head(table)
         norm = RmsNorm(weights.last_norm(), config.rms_norm_eps)
