@@ -15,6 +15,7 @@ from formats.errors import InputError
 from formats.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
+from tests.formats.findings import of_weights
 
 IDS = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
 DATA = CalibrationData(ids_WS=IDS, source="random ids", seed=0)
@@ -59,7 +60,7 @@ def test_scales_are_those_of_transformers_own_cache(
     assert f"{kv_cache} KV cache: k_scale " in report.to_text()
     page = (folder / "quantization_report.html").read_text()
     assert f"Scales of the {kv_cache} KV cache per layer" in page and page.count("<svg") == 7
-    assert inspect_checkpoint(folder).problems == ()
+    assert of_weights(inspect_checkpoint(folder)) == ()
     config = json.loads((folder / "config.json").read_text())[BLOCK]["kv_cache_scheme"]
     assert config["type"] == ("int" if kv_cache == "int8" else "float")
 
@@ -80,7 +81,7 @@ def test_every_head_gets_scales_of_its_own(tiny_model, transformers_model, tmp_p
             want = states.abs().amax((0, 2, 3)) / 448
             assert scale.dtype == torch.float32 and scale.shape == (len(want), 1, 1)
             assert len(want) > 1 and torch.allclose(scale.flatten(), want, rtol=1e-4)
-    assert inspect_checkpoint(folder).problems == ()
+    assert of_weights(inspect_checkpoint(folder)) == ()
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
@@ -89,7 +90,7 @@ def test_every_family_gets_scales_for_every_layer(tiny_model, tmp_path, family):
     found = scales(tmp_path / "out")
     assert len(found) == 6 and all(float(scale) > 1e-6 for scale in found.values())
     assert len(set(map(float, found.values()))) == 6
-    assert inspect_checkpoint(tmp_path / "out").problems == ()
+    assert of_weights(inspect_checkpoint(tmp_path / "out")) == ()
 
 
 def test_resumed_run_has_the_same_scales_and_notices_another_cache(tiny_model, tmp_path):

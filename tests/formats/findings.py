@@ -1,5 +1,6 @@
 """What an inspection found, as tests expect it."""
 
+from formats.findings import Problem
 from formats.inspect import Inspection
 
 
@@ -12,3 +13,8 @@ def problem_of(inspection: Inspection, severity: str, subject: str, text: str) -
     assert text in problem.text
     assert inspection.ok == (severity == "warning")
     assert str(problem) in inspection.to_text()
+
+
+def of_weights(inspection: Inspection) -> tuple[Problem, ...]:
+    """What was found, but for the tokenizer, which folders of random weights lack."""
+    return tuple(each for each in inspection.problems if "has no tokenizer" not in each.text)

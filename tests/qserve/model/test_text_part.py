@@ -13,6 +13,7 @@ from formats.errors import InputError
 from formats.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from tests.conftest import GEMMA, TINY
+from tests.formats.findings import of_weights
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
 VISION = {
@@ -125,7 +126,7 @@ def test_the_result_of_quantizing_is_a_text_model(made, tmp_path):
     assert 0 < relative(logits(target), want) < 0.1
     for checkpoint in (folder, target):
         found = inspect_checkpoint(checkpoint)
-        assert found.problems == () and found.architecture == "Gemma3ForCausalLM"
+        assert of_weights(found) == () and found.architecture == "Gemma3ForCausalLM"
         assert found.loads_in[0].answer == "yes"
 
 
@@ -147,5 +148,5 @@ def test_damage_of_a_stored_name_is_found(made, tmp_path):
     state["language_model.model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text((folder / "config.json").read_text())
-    (problem, *_) = inspect_checkpoint(target).problems
+    (problem, *_) = of_weights(inspect_checkpoint(target))
     assert problem.subject == "language_model.model.layers.1.mlp.up_proj.weight"
