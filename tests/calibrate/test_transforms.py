@@ -130,7 +130,7 @@ def hostile(docs_5m, tmp_path_factory):
 @pytest.fixture(scope="module")
 def windows(docs_5m):
     tokenizer = AutoTokenizer.from_pretrained(docs_5m)
-    return read_calibration(str(SHIPPED_TEXTS), tokenizer, samples=6, sequence_length=256).ids_WS
+    return read_calibration(str(SHIPPED_TEXTS), tokenizer, samples=3, sequence_length=256).ids_WS
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ exhaustive = pytest.mark.exhaustive
 # counts for penalties are lost with the pages, where refused drafts count as computed, and where
 # beams write to shared pages.
 QUICK = {"docs": (11, 13, 54)}
-NUM_SEEDS, NUM_SEEDS_OF_DOCS = 6, 60
+NUM_SEEDS, NUM_SEEDS_OF_DOCS = 3, 60
 CASES = [
     pytest.param(model, seed, marks=() if seed in QUICK.get(model, ()) else exhaustive)
     for model in ("docs", "w4a16", *TINY_FAMILIES)
