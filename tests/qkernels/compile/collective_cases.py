@@ -11,12 +11,12 @@ from formats.scheme import ActivationSpec
 from qkernels.collective import ops
 from qkernels.collective.channels import PeerLayout, Peers
 from qkernels.collective.config import KIB, Limits, Way
-from qkernels.collective.peer_memory import virtual_ranks
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import SplitKPartials
 from qkernels.rowwise.branch import Branch
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.virtual_ranks import virtual_ranks
 
 LIMITS = Limits(one_shot=256 * KIB, two_shot=512 * KIB, rows=8)
 
