@@ -5,6 +5,8 @@ cd "$(dirname "$0")/.."
 . tests/environment.sh "[test]"
 ruff check .
 ruff format --check .
+# Bytecode is kept: pytest takes seconds to rewrite all tests.
+unset PYTHONDONTWRITEBYTECODE
 # Each worker computes on its own core.
 export OMP_NUM_THREADS=1
 exec python -m pytest --numprocesses auto "$@"

@@ -174,7 +174,9 @@ def test_damaged_layer_is_refused(docs_5m, tmp_path):
     assert path.exists(), "the message asks the user to delete it"
 
 
-@pytest.mark.parametrize("where", ["calibrate.journal", "formats.checkpoint"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("calibrate.journal", marks=pytest.mark.exhaustive), "formats.checkpoint"]
+)
 def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where):
     target, calls = tmp_path / "out", []
     module = importlib.import_module(where)

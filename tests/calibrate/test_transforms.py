@@ -168,7 +168,7 @@ def test_hostile_model_computes_the_same(perplexity, docs_5m, hostile):
 @pytest.mark.parametrize(
     ("transform", "spec", "bits"),
     [
-        pytest.param(AWQ, W4, None, id="awq-w4"),
+        pytest.param(AWQ, W4, None, id="awq-w4", marks=pytest.mark.exhaustive),
         pytest.param(ROTATE, W4, None, id="rotate-w4", marks=pytest.mark.exhaustive),
         pytest.param(SMOOTHQUANT, W8, 8, id="smoothquant-w8a8"),
         pytest.param(ROTATE, W8, 8, id="rotate-w8a8", marks=pytest.mark.exhaustive),

@@ -375,7 +375,7 @@ ROWWISE = {
     ),
     "gelu": Case(run=lambda: ops.gelu_and_mul(empty(1, 28672))),
     "gelu and quantize": Case(
-        run=lambda: ops.gelu_and_mul_quantize(empty(1000, 28672), INTEGERS, None), quick=SM90
+        run=lambda: ops.gelu_and_mul_quantize(empty(1000, 28672), INTEGERS, None)
     ),
     "gelu to limbs": Case(run=lambda: limbs("gelu_and_mul_limbs", SYMMETRIC)),
     "silu": Case(run=lambda: ops.silu_and_mul(empty(1, 28672))),
@@ -420,13 +420,13 @@ EXPERTS = {
     ),
     "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
-    "delta net, 8 requests of one token": Case(run=lambda: delta_net(8, 1), quick=SM90),
+    "delta net, 8 requests of one token": Case(run=lambda: delta_net(8, 1)),
     "delta net, a prompt": Case(run=lambda: delta_net(1, 200), quick=SM90, product="mma"),
     "delta net, prompts in float32": Case(run=lambda: delta_net(3, 100, FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
     "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
     "lora gate_up T=2048": Case(
-        run=lambda: lora(2048, 4096, (14336, 14336), rank=64), quick=SM90, product="wgmma"
+        run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"
     ),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
@@ -441,7 +441,7 @@ RANKS = {
     "all-reduce of 8, two shots": Case(run=lambda: ranks.all_reduce(8, "two_shot"), quick=SM90),
     "norm over 2 ranks": Case(run=lambda: ranks.norm(2)),
     "norm over 2 ranks, more rows": Case(run=lambda: ranks.norm(2, M=8)),
-    "norm over 2 ranks, widest": Case(run=lambda: ranks.norm(2, M=8, C=2**14), quick=SM90),
+    "norm over 2 ranks, widest": Case(run=lambda: ranks.norm(2, M=8, C=2**14)),
     "norm of split-K sums over 2 ranks": Case(run=lambda: ranks.norm(2, M=8, splits=4)),
     "norm of split-K sums over 4 ranks": Case(run=lambda: ranks.norm(4, M=8, splits=7)),
     "norm over 8 ranks": Case(run=lambda: ranks.norm(8)),
@@ -457,7 +457,7 @@ RANKS = {
     "norm over 2 ranks and quantize to float8": Case(
         run=lambda: ranks.norm(2, form=FLOATS), least=89
     ),
-    "norm over 2 ranks to limbs": Case(run=lambda: ranks.norm(2, form=SYMMETRIC), quick=SM90),
+    "norm over 2 ranks to limbs": Case(run=lambda: ranks.norm(2, form=SYMMETRIC)),
     "norm of split-K sums over 8 ranks to limbs, asymmetric": Case(
         run=lambda: ranks.norm(8, M=4, splits=2, form=ASYMMETRIC)
     ),

@@ -37,6 +37,7 @@ def assert_same(folder, tmp_path, many, tensor, stages, num_prompts=12):
         assert adapted(several, prompts, loras) == want
 
 
+@pytest.mark.exhaustive
 def test_ranks_have_parts_of_adapters(tiny_model, tmp_path, many):
     assert_same(tiny_model("llama"), tmp_path, many, 2, 1, num_prompts=6)
 

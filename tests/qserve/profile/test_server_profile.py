@@ -32,6 +32,7 @@ def steps_in(path):
     return sorted(name for name in names if name.startswith("step "))
 
 
+@pytest.mark.exhaustive
 def test_a_server_records_between_start_and_stop(start_server, tmp_path):
     config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
     server = start_server(MODEL, "--profiler-config", json.dumps(config))

@@ -108,6 +108,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 def test_running_requests_finish_after_sigterm_and_no_process_is_left(start, tmp_path):
     process = start()
     url = url_of(process)
@@ -351,7 +352,11 @@ def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model": "/nowhere"}, "error: /nowhere/config.json: not found"),
+        pytest.param(
+            {"model": "/nowhere"},
+            "error: /nowhere/config.json: not found",
+            marks=pytest.mark.exhaustive,
+        ),
         ({"max_model_len": 1}, "error: unusable/config.json: no such architecture"),
     ],
 )

@@ -77,7 +77,7 @@ LENGTHS = {
     ("name", "speculates"),
     [
         ("to the model's end", True),
-        ("graphs end before", False),
+        pytest.param("graphs end before", False, marks=pytest.mark.exhaustive),
         pytest.param("graphs end before", True, marks=pytest.mark.exhaustive),
     ],
 )
