@@ -114,8 +114,8 @@ def test_what_does_not_pass_is_drawn_from_the_model():
     assert not passes.any()
 
 
-def counts_of(docs_5m, requests, acceptance):
-    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(docs_5m)}
+def counts_of(docs_5m, requests, acceptance, **keys):
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(docs_5m), **keys}
     settings = {"speculative_config": json.dumps(config), "spec_acceptance": acceptance}
     engine = make_engine(docs_5m, 1, **settings)
     found = run(engine, requests)
@@ -136,14 +136,15 @@ def test_greedy_requests_keep_their_text(docs_5m, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_more_drafts_pass_than_are_drawn(docs_5m, monkeypatch):
-    monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
+def test_more_drafts_pass_than_are_drawn(docs_5m):
+    """The likeliest token has a share of at least exp(-entropy), so it always passes."""
     sampled = make_requests(9, 8, ("sampled", "hot"))
     shares = {}
     for acceptance in ("exact", "typical"):
-        _, (verifies, _, *accepted) = counts_of(docs_5m, sampled, acceptance)
+        keys = {"draft_sample_method": "greedy"}
+        _, (verifies, _, *accepted) = counts_of(docs_5m, sampled, acceptance, **keys)
         shares[acceptance] = accepted[0] / verifies
-    assert shares["typical"] > shares["exact"]
+    assert shares["typical"] == 1 > shares["exact"] > 0
 
 
 @pytest.mark.parametrize(
