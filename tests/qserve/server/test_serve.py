@@ -237,6 +237,7 @@ def test_stopped_engine_fails_the_requests_and_ends_the_server(start, tmp_path):
     assert not is_running(engine_pid(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_dead_engine_is_started_again_and_meanwhile_clients_are_told_to_wait(start, tmp_path):
     process = start(restart_engine=1)
     url = url_of(process)
@@ -294,6 +295,7 @@ def test_signal_while_the_engine_is_started_again_stops_everything(start, tmp_pa
     assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.exhaustive
 def test_idle_connections_leave_room_for_others(start):
     """More connections than descriptors: the server answers, and its log stays short."""
     process = start(descriptors=200)
@@ -322,6 +324,7 @@ def test_descriptors_are_raised_to_the_hard_limit(start):
         connection.close()
 
 
+@pytest.mark.exhaustive
 def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
     process = start(worker=True)
     url = url_of(process)
@@ -377,6 +380,7 @@ def test_port_in_use_is_one_line_at_once(start, tmp_path):
     assert not (tmp_path / "journal").exists()
 
 
+@pytest.mark.exhaustive
 def test_signal_while_loading_stops_everything(start, tmp_path):
     process = start()
     while not (tmp_path / "journal").exists():
