@@ -125,10 +125,7 @@ class HttpProtocol(H11Protocol):
         _cancel(self._unread_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """The envelope in place of uvicorn's plain text, where no answer has begun."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()
-            return
+        """The envelope in place of uvicorn's plain text."""
         error = sys.exception()
         status = getattr(error, "error_status_hint", 400)
         self._reply(ApiError(status, f"expected an HTTP/1.1 request: {error or msg}."))
@@ -179,8 +176,11 @@ class HttpProtocol(H11Protocol):
         self.transport.abort()
 
     def _reply(self, error: ApiError) -> None:
-        """Answer outside of any route, and hang up."""
+        """Answer outside of any route, where no answer has begun, and hang up."""
         _cancel(self._idle_timer)
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
         self._has_replied = True
         self.transport.write(raw_reply(error))
         self.transport.close()

@@ -1,11 +1,15 @@
 """Connections at their limits, and bytes that are no HTTP: an answer where there can be one."""
 
+import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 
 import pytest
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 from qserve.server import http_protocol
 from qserve.server.http_protocol import max_connections
@@ -77,6 +81,29 @@ def test_chunks_of_a_few_bytes_are_refused(server, live):
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt": "' + b"a" * 100_000 + b'"}')
     with connect(live, POST + b"Transfer-Encoding: chunked\r\n\r\n" + body) as connection:
         assert "larger chunks" in envelope(read_all(connection), 400)["message"]
+
+
+def test_nothing_is_written_into_an_answer_that_has_begun(server, run_live):
+    """Bytes behind a request, which look like a body in small chunks, end its stream alone."""
+    ended = threading.Event()
+
+    async def pieces():
+        yield b"first"
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+
+    async def stream(_request):
+        return StreamingResponse(pieces())
+
+    server.app.router.routes.insert(0, Route("/stream", stream))
+    with connect(run_live(server), GET.replace(b"/health", b"/stream")) as connection:
+        answer = b""
+        while b"first" not in answer:
+            answer += connection.recv(65536)
+        connection.sendall(b"\r\n1\r\nx" * 200)
+        answer += read_all(connection)
+        ended.set()
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 def test_chunks_of_a_sensible_size_are_a_body(server, live):
