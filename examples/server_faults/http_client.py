@@ -104,6 +104,8 @@ def _unchunked(data: bytes, headers: dict[str, str]) -> bytes:
     while data:
         size, _, data = data.partition(b"\r\n")
         length = int(size, 16)
+        if not length:  # what follows is another answer
+            break
         parts.append(data[:length])
         data = data[length + 2 :]
     return b"".join(parts)
