@@ -42,7 +42,7 @@ class HostPages:
         self._loading: set[int] = set()  # slots that nothing may be stored in yet
         self._dropped: list[int] = []  # those of them that are free afterwards
         self._num_reserved = 0  # slots that are being filled from elsewhere
-        self.num_stored = self.num_loaded = 0  # pages, so far
+        self.num_loaded = 0  # pages, so far
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -63,7 +63,6 @@ class HostPages:
         if slot is not None:
             self._slots[key] = slot
             self._stores[slot] = page
-            self.num_stored += 1
 
     def keep(self, keys: Sequence[bytes]) -> None:
         """Let nothing be stored in their place before the next step has loaded them."""
