@@ -66,10 +66,13 @@ def test_calls_of_all_kinds_by_turns(device):
     weight, residual = torch.ones(CHANNELS), torch.zeros(6, CHANNELS)
     weight, residual = weight.half().to(device), residual.half().to(device)
 
-    def share(i: int, rank: int) -> torch.Tensor:
+    def shares(i: int) -> torch.Tensor:
         shape = (rows[i], CHANNELS) if calls[i] == "norm" else (sizes[i],)
         dtype = torch.float32 if calls[i] == "float32" else torch.float16
-        return of_ranks(2, *shape, dtype=dtype, device=device, seed=i)[rank]
+        return of_ranks(2, *shape, dtype=dtype, device=device, seed=i)
+
+    # Made here: on a GPU a copy from the host waits for the stream, whose kernels wait for a rank.
+    given = [shares(i) for i in range(len(calls))]
 
     def work(peers):
         delays = random.Random(peers.rank)
@@ -77,7 +80,7 @@ def test_calls_of_all_kinds_by_turns(device):
         for i, kind in enumerate(calls):
             if not ON_GPU and delays.random() < 0.3:
                 time.sleep(0.02 * delays.random())
-            x = share(i, peers.rank)
+            x = given[i][peers.rank]
             if kind == "norm":
                 _, total = ops.all_reduce_add_rms_norm_into(
                     x, residual[: rows[i]], weight, 1e-5, None, peers
@@ -89,7 +92,7 @@ def test_calls_of_all_kinds_by_turns(device):
 
     for found in results_of_ranks(2, work, device):
         for i, got in enumerate(found):
-            want = reference.all_reduce([share(i, 0), share(i, 1)]).cpu()
+            want = reference.all_reduce(list(given[i])).cpu()
             assert torch.equal(got, want), f"call {i}, {calls[i]}"
 
 
