@@ -218,9 +218,7 @@ def chat_tokens(
     return prompt
 
 
-def _cut_chat_tokens(
-    model: ServedModel, request: ChatCompletionRequest, use: ToolUse
-) -> list[int]:
+def _cut_chat_tokens(model: ServedModel, request: ChatCompletionRequest, use: ToolUse) -> list[int]:
     """The tokens of as much of a conversation as fits before its answer.
 
     An answer of no stated length needs one token. Raises ApiError and InputError.
