@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from qserve.engine.mask_jobs import MaskJobs
-from qserve.engine.memory import ran_out
 from qserve.engine.model_runner import StepHandle
+from qserve.engine.out_of_memory import ran_out
 from qserve.engine.pooling import PoolPlan, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.request import Request, RequestEvent
