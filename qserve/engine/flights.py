@@ -104,7 +104,9 @@ class Flights:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-            # What is in flight first: it may hold tokens of the same requests.
+            # What is in flight first: it may hold tokens of the same requests, and end them. Of
+            # their pages nobody is to find what this step would have computed.
+            self._scheduler.keep_private(plan)
             return events + self.take(0) + self._fail(plan, error)
         self._flights.append(Flight(plan, prompts, pools, handle, launched))
         return events
