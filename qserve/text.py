@@ -390,10 +390,14 @@ class TextStream:
                 num_cached=event.num_cached,
                 drafts=(event.num_accepted, event.num_rejected),
             )
-        text, stop = self._take(self._detokenizer.flush())
-        shown.append(text)
-        if stop is not None and event.finish_reason != "error":
-            return self._end_at(stop, shown, event, len(event.token_ids))
+        rest = self._detokenizer.flush()
+        if event.finish_reason == "error":
+            self._held += rest  # all that there is: nothing in it ends what has failed
+        else:
+            text, stop = self._take(rest)
+            shown.append(text)
+            if stop is not None:
+                return self._end_at(stop, shown, event, len(event.token_ids))
         shown.append(self._held)
         self.finished = True
         return TextDelta(
