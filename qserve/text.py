@@ -168,6 +168,10 @@ class Tokenizer:
         """Whether the chat template writes the tools that it is given."""
         return "tools" in self._template_names([{}])
 
+    def is_in_template(self, text: str) -> bool:
+        """Whether the chat template, or one of several, writes or looks for a text."""
+        return text in str(self._tokenizer.chat_template or "")
+
     def _template_names(self, tools: list[dict] | None = None) -> frozenset[str]:
         """The names that the chat template reads."""
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])

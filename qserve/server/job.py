@@ -180,7 +180,7 @@ def _parsed(job: Job, model: ServedModel, use: ToolUse) -> Job:
     params = job.params
     if any(map(model.tokenizer.is_hidden, parsing.markers)):
         params = [replace(each, skip_special_tokens=False) for each in params]
-    prefix = parsing.grammar_prefix(model.tokenizer.is_hidden)
+    prefix = parsing.grammar_prefix(model.tokenizer.is_hidden, model.tokenizer.is_in_template)
     if prefix and (form := params[0].structured_outputs):
         params = [replace(params[0], structured_outputs=replace(form, prefix=prefix))]
     return replace(job, parsing=parsing, params=params)
