@@ -1,8 +1,8 @@
 """StreamTimes: when the tokens of one streamed answer came. Knows OpenAI's events, no sockets.
 
 A chunk counts when it has new tokens: text, reasoning or a tool call, a token count that rose
-(`usage` in every chunk, or `token_ids`), or an empty text, which servers send for a token whose text
-is held back. Chunks that only open or end an answer do not.
+(`usage` in every chunk, or `token_ids`), or an empty text, which servers send for a token whose
+text is held back. Chunks that only open or end an answer do not.
 """
 
 import json
