@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         "yes",
         when(
             lambda f: (family := FAMILIES.get(f.architecture)) is not None and family.delta_net,
-            "by what its source says of gated delta nets: not run",
+            "its source supports gated delta nets; not run here",
         ),
         "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "
         "layers/mamba/gdn/qwen_gdn_linear_attn.py create_qkvz_proj and create_ba_proj, "

@@ -44,12 +44,12 @@ def run_batch(engine_config: EngineConfig, config: BatchConfig, *, engine: str =
     requests = [line for line in lines if isinstance(line, BatchRequest)]
     if wrong:
         first = f"line {wrong[0].line}: {wrong[0].message}"
-        print(f"{len(wrong)} of {len(lines)} lines are wrong; {first}", file=sys.stderr)
+        print(f"{len(wrong)} of {len(lines)} lines cannot be run; {first}", file=sys.stderr)
     models = engine_config.model, engine_config.lora_modules, config.served_model_name
     answers = BatchAnswers(target, digest(content, *models))
     try:
         if answers.answered:
-            told = f"{len(answers.answered)} of {len(lines)} lines are answered already"
+            told = f"answered already: {len(answers.answered)} of {len(lines)} lines"
             print(f"{answers.partial}: {told}", file=sys.stderr)
         left = [request for request in requests if request.custom_id not in answers.answered]
         if left:

@@ -65,7 +65,7 @@ def test_each_line_has_its_answer(batch, tmp_path, capsys):
     assert partials(tmp_path) == []
     told = capsys.readouterr()
     assert code == 1 and "27 answers, 5 of them errors" in told.out
-    assert "3 of 27 lines are wrong; line 26: expected a JSON object" in told.err
+    assert "3 of 27 lines cannot be run; line 26: expected a JSON object" in told.err
     for n in range(20):
         response = found[f"r{n}"]["response"]
         assert response["status_code"] == 200 and found[f"r{n}"]["error"] is None
@@ -159,7 +159,7 @@ def test_a_killed_run_goes_on_where_it_was(batch, tmp_path, monkeypatch, capsys)
     journal = tmp_path / "journal"
     journal.unlink()
     code, found = batch(*lines)
-    assert "5 of 13 lines are answered already" in capsys.readouterr().err
+    assert "answered already: 5 of 13 lines" in capsys.readouterr().err
     assert code == 1 and {*found} == {1, *(f"r{n}" for n in range(12))}
     assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
     assert partials(tmp_path) == []
