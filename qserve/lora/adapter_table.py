@@ -97,9 +97,10 @@ class AdapterTable:
             return
         self._forget_replaced()
         self._replaced.append((adapter, self._time() + KEPT_SECONDS))
-        for old, _ in self._replaced[:-MAX_REPLACED]:
+        most = min(MAX_REPLACED, self._num_on_host)
+        for old, _ in self._replaced[:-most]:
             self._let_go(old)
-        del self._replaced[:-MAX_REPLACED]
+        del self._replaced[:-most]
         self._take_off(name)
 
     def remove(self, name: str) -> bool:
