@@ -22,7 +22,6 @@ from qserve.engine import process as process_module
 from qserve.engine.client import EngineClient, RefusedError, _Output
 from qserve.engine.report import EngineReport
 from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.lora.request import LoRARequest
 from qserve.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
@@ -474,36 +473,6 @@ def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path)
     async def scenario():
         client = await start()
         await client.close()
-
-    asyncio.run(scenario())
-
-
-def test_each_load_of_an_adapter_has_its_own_answer(journal, tmp_path):
-    """Though they are read at once, end in another order, and one is not waited for any more."""
-
-    async def scenario():
-        client = await start()
-        paths = {name: tmp_path / name for name in ("left", "good", "bad")}
-        loads = {}
-        for number, (name, path) in enumerate(paths.items(), start=1):
-            load = client.load_adapter(LoRARequest(name, number, str(path)))
-            loads[name] = asyncio.create_task(load)
-            await until(lambda name=name: f"reads {name}" in journal())
-        loads["left"].cancel()
-        await asyncio.gather(loads["left"], return_exceptions=True)
-        paths["left"].mkdir()
-        await until(lambda: "puts left 1" in journal())
-        await collect(client, "r", [1], SamplingParams(max_tokens=3))
-        assert not loads["good"].done() and not loads["bad"].done()
-        paths["bad"].write_text("")
-        assert "is no adapter" in await loads["bad"]
-        assert not loads["good"].done()
-        paths["good"].mkdir()
-        assert await loads["good"] == ""
-        late = asyncio.create_task(client.load_adapter(LoRARequest("x", 9, str(tmp_path / "x"))))
-        await until(lambda: "reads x" in journal())
-        await client.close()
-        assert await late == await client.load_adapter(LoRARequest("y", 10, "y")) != ""
 
     asyncio.run(scenario())
 
