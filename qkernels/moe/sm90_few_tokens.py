@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qkernels.gpu.config import CompileTimeConfig, power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import aggregate, descriptor, integer, tma_load
 from qkernels.gpu.launch import launch
@@ -40,7 +41,7 @@ from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokensTile:
+class TokensTile(CompileTimeConfig):
     """Constants of a launch, compiled in."""
 
     top_k: int
@@ -49,6 +50,10 @@ class TokensTile:
     alpha: float = 1.0
     offset: float = 0.0
     limit: float = 0.0  # 0: none
+
+    @property
+    def slots(self) -> int:
+        return power_of_two(self.top_k)
 
 
 def gate_up(
@@ -215,12 +220,17 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     """A consumer warpgroup: 64 outputs of each work tile, and their results."""
     BM: gl.constexpr = gemm.CONFIG.block_m
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    GLU: gl.constexpr = gemm.TILE.glu
+    LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
     griddepcontrol_wait()
     num_wanted = gemm.num_wanted()
     num_work = num_wanted * gemm.tiles * gemm.CONFIG.split
     state = pipeline.consumer_start()
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
         work_tile = gemm.work_tile(work, num_wanted)
+        if LOOK_FIRST:
+            # while the first weights are under way
+            choice, shares = _choices(gemm, work_tile.expert, gl.SliceLayout(0, SUMS))
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
@@ -230,38 +240,41 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             pipeline.consumer_release(state)
             sums += product * scale[:, None]
             state = state.advance()
-        _epilogue(gemm, sums, work_tile, CONSUMER)
+        if not LOOK_FIRST:
+            choice, shares = _choices(gemm, work_tile.expert, gl.SliceLayout(0, SUMS))
+        first_n = gemm.first_output(work_tile, CONSUMER)
+        if gemm.NUMERICS.has_bias:
+            n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+            bias = gl.load(gemm.bias_ptr + work_tile.expert * gemm.N + n).to(gl.float32)
+            sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
+        if GLU:
+            _store_activated(gemm, sums, choice, work_tile, first_n)
+        else:
+            _store_parts(gemm, sums * shares[None, :], choice, work_tile, first_n)
 
 
 @gluon.jit
-def _choice(gemm, expert, m):
-    """Which of token m's choices the expert is; -1: none."""
+def _choices(gemm, expert, COLUMNS: gl.constexpr):
+    """Of each column [BM]: which of its token's choices the expert is, -1: none; and its share."""
     TOP_K: gl.constexpr = gemm.TILE.top_k
-    choice = gl.full(m.shape, -1, gl.int32, m.type.layout)
-    for j in gl.static_range(TOP_K):
-        ptrs = gemm.ids_ptr + m * TOP_K + j
-        of_token = gl.load(ptrs, mask=m < gemm.M, other=-1, cache_modifier=".cg")
-        choice = gl.where(of_token == expert, j, choice)
-    return choice
-
-
-@gluon.jit
-def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
-    """A consumer's sums [64, BM] plus the bias: activated or weighted, to y."""
-    SUMS: gl.constexpr = sums.type.layout
-    first_n = gemm.first_output(work_tile, CONSUMER)
-    if gemm.NUMERICS.has_bias:
-        n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-        bias = gl.load(gemm.bias_ptr + work_tile.expert * gemm.N + n).to(gl.float32)
-        sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
+    SLOTS: gl.constexpr = gemm.TILE.slots
+    IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // SLOTS, SLOTS], [4, 1], [1, 0])
+    m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, IDS))[:, None]
+    j = gl.arange(0, SLOTS, gl.SliceLayout(0, IDS))[None, :]
+    mask = (m < gemm.M) & (j < TOP_K)
+    ids = gl.load(gemm.ids_ptr + m * TOP_K + j, mask=mask, other=-1, cache_modifier=".cg")
+    choice = gl.convert_layout(gl.max(gl.where(ids == expert, j, -1), 1), COLUMNS)
     if gemm.TILE.glu:
-        _store_activated(gemm, sums, work_tile, first_n)
+        shares = choice  # nobody asks
     else:
-        _store_parts(gemm, sums, work_tile, first_n)
+        m = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+        ptrs = gemm.shares_ptr + m * TOP_K + choice
+        shares = gl.load(ptrs, mask=choice >= 0, other=0.0, cache_modifier=".cg")
+    return choice, shares
 
 
 @gluon.jit
-def _store_activated(gemm, sums, work_tile, first_n):
+def _store_activated(gemm, sums, choice, work_tile, first_n):
     """Rows of gate and up alternate by eight, so a thread has a gate and its up (stack.py)."""
     TILE: gl.constexpr = gemm.TILE
     DTYPE: gl.constexpr = gemm.y_ptr.dtype.element_ty
@@ -277,27 +290,22 @@ def _store_activated(gemm, sums, work_tile, first_n):
     LAYOUT: gl.constexpr = y.type.layout
     n = first_n // 2 + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     m = gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
-    wants = _choice(gemm, work_tile.expert, m) >= 0
+    wants = gl.convert_layout(choice, gl.SliceLayout(0, LAYOUT), assert_trivial=True) >= 0
     row = work_tile.wanted * gemm.M + m
-    ptrs = gemm.y_ptr + (row * (gemm.N // 2))[None, :] + n[:, None]
-    # every output is one; the mask has to have the sums' shape
+    ptrs = gemm.y_ptr + ((row * (gemm.N // 2))[None, :] + n[:, None])
+    # all n are below N: the mask takes the sums' shape by it
     gl.store(ptrs, y, mask=wants[None, :] & (n < gemm.N)[:, None])
 
 
 @gluon.jit
-def _store_parts(gemm, sums, work_tile, first_n):
-    """Weighted, as they are in the accumulator: 8 outputs of a row, 32 bytes, at a time."""
-    TOP_K: gl.constexpr = gemm.TILE.top_k
+def _store_parts(gemm, sums, choice, work_tile, first_n):
+    """As they are in the accumulator: 8 outputs of a row, 32 bytes, at a time."""
     SUMS: gl.constexpr = sums.type.layout
     n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     m = gl.arange(0, sums.shape[1], gl.SliceLayout(0, SUMS))
-    choice = _choice(gemm, work_tile.expert, m)
-    wants = choice >= 0
-    ptrs = gemm.shares_ptr + m * TOP_K + choice
-    share = gl.load(ptrs, mask=wants, other=0.0, cache_modifier=".cg")
-    row = (work_tile.split * TOP_K + choice) * gemm.M + m
-    ptrs = gemm.y_ptr + (row * gemm.N)[None, :] + n[:, None]
-    gl.store(ptrs, sums * share[None, :], mask=wants[None, :] & (n < gemm.N)[:, None])
+    row = (work_tile.split * gemm.TILE.top_k + choice) * gemm.M + m
+    ptrs = gemm.y_ptr + ((row * gemm.N)[None, :] + n[:, None])
+    gl.store(ptrs, sums, mask=(choice >= 0)[None, :] & (n < gemm.N)[:, None])
 
 
 @gluon.jit

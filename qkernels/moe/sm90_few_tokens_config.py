@@ -46,7 +46,7 @@ class FewTokensConfig(CompileTimeConfig):
 
     @property
     def producer_registers(self) -> int:
-        return 40 if self.registers >= 80 else 24
+        return 40 if self.registers >= 80 and self.block_m < 32 else 24
 
     @property
     def consumer_registers(self) -> int:
