@@ -4,7 +4,9 @@ Tokens are random, so every expert is as likely as any other. Calls differ in th
 reads experts of its own, and the floor counts those that a call reads on average.
 """
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -17,6 +19,7 @@ from qkernels.bench.linear import GROUP, random_weight
 from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights, PreparedExperts
 from qkernels.moe.routing import SILU, Routes, Routing
+from qkernels.moe.variants import NAMES
 
 # hidden size, inner size, experts, experts of a token
 MOE_SHAPES = {
@@ -28,6 +31,7 @@ MOE_SHAPES = {
 }
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 MOST_CALLS = 16  # each of other tokens
+SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
 Make = Callable[[int, int, int], ExpertMatrix]  # of N, K and a seed
 
@@ -87,6 +91,14 @@ class _Layer:
         self.router_EC = torch.randn(E, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
         self.norm_C = torch.ones(C, device="cuda", dtype=torch.bfloat16)
 
+    def without(self, variants: frozenset[str]) -> "_Layer":
+        """The same layer, by other kernels."""
+        never = ",".join(f"-{name}" for name in sorted(variants))
+        other = copy.copy(self)
+        problem = replace(self.prepared.problem, requested=never)
+        other.prepared = replace(self.prepared, problem=problem)
+        return other
+
     def route(self, x_MC: torch.Tensor) -> Routes:
         return ops.route_tokens(x_MC, self.router_EC, self.routing)
 
@@ -118,6 +130,9 @@ def _case(
             lambda x=x, r=r: ops.experts(x, r, layer.prepared)
             for x, r in zip(xs, routes, strict=True)
         ]
+    if "triton" in baselines:  # by the kernels for any GPU
+        plain = layer.without(SM90_VARIANTS)
+        others["triton"] = [lambda x=x: plain.run(x, zeros_MC) for x in xs]
     return Case(
         op=op,
         shape=shape,
@@ -156,7 +171,7 @@ def _op(op: str, make: Make, bits: int, leave_out: tuple[str, ...] = ()) -> Benc
         cases=_cases(op, make, bits),
         shapes=shapes,
         default_m=dict.fromkeys(shapes, MOE_M),
-        baselines=("experts",),
+        baselines=("experts", "triton"),
     )
 
 

@@ -4,6 +4,7 @@ Legend as in ops.py of the package; E experts, k experts of a token.
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -86,7 +87,8 @@ def prepare_experts(
         alike=fault,
     )
     row = dispatch.choose("experts", problem)
-    return dispatch.module_of("experts", row.name).prepare_experts(weights, dtype, device)
+    prepared = dispatch.module_of("experts", row.name).prepare_experts(weights, dtype, device)
+    return replace(prepared, problem=replace(prepared.problem, requested=kernel))
 
 
 def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:

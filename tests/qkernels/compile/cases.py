@@ -399,6 +399,15 @@ EXPERTS = {
     "experts w4a16 M=16": Case(
         run=lambda: moe.experts(16, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
     ),
+    "experts w4a16 M=2": Case(
+        run=lambda: moe.experts(2, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
+    ),
+    "experts w4a16 M=8": Case(
+        run=lambda: moe.experts(8, moe.MIXTRAL, "w4a16-sym"), quick=SM90, product="wgmma"
+    ),
+    "experts w4a16 M=32": Case(
+        run=lambda: moe.experts(32, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
+    ),
     "experts w4a16 M=64": Case(
         run=lambda: moe.experts(64, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
     ),

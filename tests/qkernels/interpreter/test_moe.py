@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import ops, reference
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
-from qkernels.moe.experts import ExpertWeights, shape_of
+from qkernels.moe.experts import shape_of
 from qkernels.moe.routing import SILU, Glu, Routing
 from qkernels.operands.split_k import reduced
+from tests.qkernels.moe_case import make_experts
 
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, top_k=2, normalized=True),
@@ -96,6 +96,19 @@ def test_route_of_nan_names_experts(device, half):
     assert all(len(set(row)) == routing.top_k for row in ids.tolist())
 
 
+@pytest.mark.parametrize(("M", "k", "E"), [(1, 3, 9), (2, 1, 1), (5, 2, 3), (7, 3, 40), (17, 2, 5)])
+def test_wanted_experts_are_each_named_once(device, M, k, E):
+    from qkernels.moe.triton_wanted import wanted_experts
+
+    generator = torch.Generator().manual_seed(M)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
+    found = wanted_experts(ids.to(device, torch.int32), E).tolist()
+    if M == 1:
+        assert found == ids[0].tolist(), "one token's experts as they are, without their number"
+    else:
+        assert found[: 1 + found[0]] == [len(ids.unique()), *ids.unique().tolist()]
+
+
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 1, 1), (5, 2, 3), (130, 2, 5), (700, 3, 4)])
 def test_sort_is_stable(device, M, k, E):
     from qkernels.moe.triton_pairs import sort_pairs
@@ -105,29 +118,6 @@ def test_sort_is_stable(device, M, k, E):
     found, counts = sort_pairs(ids.to(device, torch.int32), E)
     assert torch.equal(found.cpu().long(), ids.flatten().sort(dim=0, stable=True).indices)
     assert counts.tolist() == [int((ids == e).sum()) for e in range(E)]
-
-
-def make_experts(scheme, hidden, inner, E, k, glu, bias, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(N, K, number):
-        weight = torch.randn(N, K, generator=generator) * K**-0.5
-        if scheme is None:
-            return weight.to(dtype)
-        rounded = round_to_nearest(weight, scheme.weight, f"expert {number}")
-        if scheme.activation is None:
-            return rounded
-        static = None if scheme.activation.dynamic else 0.03
-        return with_activation(rounded, scheme, static)
-
-    return ExpertWeights(
-        top_k=k,
-        gate_up=[matrix(2 * inner, hidden, e) for e in range(E)],
-        down=[matrix(hidden, inner, e) for e in range(E)],
-        gate_up_bias_EN=torch.randn(E, 2 * inner, generator=generator) if bias else None,
-        down_bias_EN=torch.randn(E, hidden, generator=generator) if bias else None,
-        glu=glu,
-    )
 
 
 def run(weights, M, dtype, device, plan=None, shared=False):
