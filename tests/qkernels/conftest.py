@@ -47,15 +47,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if INTERPRETED:
-        left_to_gpus = set()
+        left_to_gpus: set[pytest.Item] = set()
         for same_test in with_parameters(items):
-            values = list(map(values_of, same_test))
-            first = diagonal(values)
+            values = [values_of(item) for item in same_test]
+            quick = diagonal(values)
+            thorough = with_every_pair(values, quick)
             for item, own in zip(same_test, values, strict=True):
-                if own not in first:
+                if own not in thorough:
+                    left_to_gpus.add(item)
+                elif own not in quick:
                     item.add_marker(pytest.mark.exhaustive)
-            pairs = with_every_pair(values, first)
-            left_to_gpus |= {i for i, own in zip(same_test, values, strict=True) if own not in pairs}
         config.hook.pytest_deselected(items=list(left_to_gpus))
         items[:] = [item for item in items if item not in left_to_gpus]
     for item in items:
@@ -91,15 +92,17 @@ def diagonal(values: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
 def with_every_pair(
     values: list[tuple[str, ...]], first: set[tuple[str, ...]]
 ) -> set[tuple[str, ...]]:
-    """`first`, and as few others as show every two values that meet in any of them."""
+    """Those of `first`, and a few others, so that every two values meet that meet in any."""
+    if len(values[0]) < 3:
+        return set(values)
     pairs = {own: set(combinations(enumerate(own), 2)) for own in values}
-    chosen = set(first)
-    missing = set().union(*pairs.values()).difference(*(pairs.get(own, set()) for own in first))
+    chosen = first & set(values)
+    missing = set().union(*pairs.values()).difference(*(pairs[own] for own in chosen))
     while missing:
         best = max(pairs, key=lambda own: len(pairs[own] & missing))
         chosen.add(best)
         missing -= pairs[best]
-    return chosen | set(pairs) if len(values[0]) == 1 else chosen
+    return chosen
 
 
 def values_of(item: pytest.Item) -> tuple[str, ...]:

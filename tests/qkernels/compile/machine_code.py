@@ -53,7 +53,7 @@ def cuobjdump() -> Path | None:
 
 
 def dump(compiled: object) -> str:
-    """What cuobjdump says of the machine code: the resources that it uses, then its instructions."""
+    """What cuobjdump says of the machine code: what it uses, then its instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
