@@ -13,7 +13,6 @@ own, and they are not collected here.
 
 import os
 from collections.abc import Iterable
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels.gpu.device import lacks_arch
+from tests.qkernels.parameter_pairs import diagonal, with_every_pair
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,29 +80,6 @@ def with_parameters(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
         if launches_kernels(item.path) and hasattr(item, "callspec"):
             of_test.setdefault((item.path, item.originalname), []).append(item)
     return of_test.values()
-
-
-def diagonal(values: list[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Enough for every value of every parameter: the first of each, the second of each, .."""
-    # every value in order of its appearance
-    known = [list(dict.fromkeys(of_parameter)) for of_parameter in zip(*values, strict=True)]
-    return {tuple(each[i % len(each)] for each in known) for i in range(max(map(len, known)))}
-
-
-def with_every_pair(
-    values: list[tuple[str, ...]], first: set[tuple[str, ...]]
-) -> set[tuple[str, ...]]:
-    """Those of `first`, and a few others, so that every two values meet that meet in any."""
-    if len(values[0]) < 3:
-        return set(values)
-    pairs = {own: set(combinations(enumerate(own), 2)) for own in values}
-    chosen = first & set(values)
-    missing = set().union(*pairs.values()).difference(*(pairs[own] for own in chosen))
-    while missing:
-        best = max(pairs, key=lambda own: len(pairs[own] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
-    return chosen
 
 
 def values_of(item: pytest.Item) -> tuple[str, ...]:
