@@ -196,7 +196,7 @@ def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
 @pytest.mark.parametrize(
     ("scheme", "sizes", "requested", "reason"),
     [
-        ("w4a16-sym", (2048, 768), None, "few tokens of an expert"),
+        ("w4a16-sym", (2048, 768), None, "up to 32 tokens"),
         ("w4a16-sym", (2048, 768), "-sm90_few_tokens", "forbidden by name"),
         ("w4a16-sym", (2048, 768), "sm90_few_tokens", "wherever it runs: it was asked for"),
         ("w4a16-sym-g32", (2880, 2880), None, "takes groups divisible by 128, not 32 of 2880"),
