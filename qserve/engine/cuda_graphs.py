@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 # The first token of an 8B in W4A16 on an H200 comes after 17.6 / 20.4 ms in graphs, of 768 / 1000
 # tokens. Launching a step takes Python 22 to 23 ms, whatever its size (32 layers; measured with 8).
 # Beyond, kernels take longer than that, 45 ms for 2048 tokens: a graph would only add padding.
-CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Prompts are often powers of two, and decodes run beside them: up to 64 find room in the next size.
+CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 768, 1024, 1088)
 FEW_REQUESTS = 8  # of a chunk step
 
 

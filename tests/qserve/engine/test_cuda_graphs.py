@@ -32,11 +32,12 @@ def test_every_decode_step_runs_in_the_next_larger_graph(most):
         (16, 8, (16, 8)),
         (16, 9, (16, 16)),
         (17, 1, (32, 8)),
-        (130, 3, (192, 8)),
-        (160, 33, (192, 64)),
+        (130, 3, (160, 8)),
+        (161, 33, (192, 64)),
         (512, 64, (512, 64)),
-        (513, 1, (768, 8)),
-        (1025, 1, None),
+        (513, 1, (576, 8)),
+        (1024 + 63, 64, (1088, 64)),
+        (1089, 1, None),
     ],
 )
 def test_chunks_run_in_the_smallest_graph_that_holds_them(num_tokens, num_requests, graph):
