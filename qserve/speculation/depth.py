@@ -6,13 +6,13 @@ at each position, given that those before it did, and the seconds of steps by th
 drafts. What was not measured lately is tried now and then, for a few steps.
 """
 
+import statistics
 from typing import NamedTuple
 
 from qserve.speculation.config import SpeculativeConfig
 
 NEWEST_DRAFTS = 1 / 256  # the least weight of the newest verify in a share
-NEWEST_STEP = 0.1  # and of the newest step in its seconds,
-NEWEST_TRIAL = 0.5  # or of one that is tried
+NEWEST_STEP = 0.1  # and of the newest step in its seconds
 FIRST_SHARE = 0.7  # of drafts that pass, until there are any
 TRIAL_STEPS = 4  # of a number of drafts whose seconds are not known
 TRIALS_EVERY = 400  # steps between trials: they cost a percent where drafts do not pay
@@ -36,6 +36,7 @@ class _Size:
         self.chosen: int | None = None
         self.trial: int | None = None
         self.num_left = 0  # steps of the trial
+        self.of_trial: list[float] = []  # their seconds so far
         self.num_steps = 0  # since the last
         self.goes_up = False  # the last one was of more drafts
 
@@ -71,12 +72,16 @@ class Depth:
         """Learn how long a step took whose requests had so many drafts each."""
         size = self._size(num_requests)
         known = size.seconds.get(num_drafts)
-        count = size.num_measured[num_drafts] = size.num_measured.get(num_drafts, 0) + 1
-        if known is None or count <= 2:  # the first may have captured a graph
+        size.num_measured[num_drafts] = size.num_measured.get(num_drafts, 0) + 1
+        if num_drafts == size.trial:
+            # Not a mean: the first steps may have captured graphs, and one that was read late
+            # makes the next one look short.
+            size.of_trial.append(seconds)
+            size.seconds[num_drafts] = statistics.median_low(size.of_trial)
+        elif known is None:
             size.seconds[num_drafts] = seconds
         elif seconds < MAX_SURPRISE * known:
-            weight = NEWEST_TRIAL if num_drafts == size.trial else NEWEST_STEP
-            size.seconds[num_drafts] += weight * (seconds - known)
+            size.seconds[num_drafts] += NEWEST_STEP * (seconds - known)
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Of a verify: the drafts that pass, and the token behind them."""
@@ -126,3 +131,4 @@ class Depth:
 
     def _try(self, size: _Size, count: int) -> None:
         size.trial, size.num_left, size.num_steps = count, TRIAL_STEPS, 0
+        size.of_trial = []

@@ -58,6 +58,21 @@ def test_a_change_is_noticed():
     assert counts[-TRIALS_EVERY // 2 :].count(5) > TRIALS_EVERY // 2 - 2 * TRIAL_STEPS
 
 
+def test_steps_that_were_held_up_do_not_count():
+    """The first two with 3 drafts capture graphs; one without drafts follows one that was late."""
+    num_seen = {}
+
+    def seconds(k):
+        num_seen[k] = num_seen.get(k, 0) + 1
+        held_up = {(3, 1): 3.9, (3, 2): 3.9, (0, 3): 1.9, (0, 4): 0.1}.get((k, num_seen[k]), 1.0)
+        return held_up * (2.9 + 0.6 * k) * MS
+
+    depth = make()
+    counts = simulate(depth, 16, seconds, passes=85, steps=TRIALS_EVERY)
+    best = max((0, 1, 3, 5), key=lambda k: depth.expected_tokens(k) / (2.9 + 0.6 * k))
+    assert best == 3 and counts[-200:].count(best) == 200
+
+
 def test_rows_of_a_step_are_bounded():
     depth = make(adaptive=False)
     assert [depth.choose(n).num_drafts for n in (1, 42, 43, 129)] == [5, 5, 0, 0]
