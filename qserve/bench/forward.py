@@ -25,15 +25,17 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
     """The command."""
     if settings.plot is not None:
         import_pyplot("--plot")  # now, not after the measurement
-    with contextlib.closing(Engine(config)) as engine:
-        found = list(_measured(engine, settings))
+    found: list[dict[str, Any]] = []
     result = {
         "model_id": model,
         "cases": found,
         "machine": machine(),
         "engine": engine_settings(config),
     }
-    write_json(settings.output_json, result)
+    with contextlib.closing(Engine(config)) as engine:
+        for each in _measured(engine, settings):
+            found.append(each)
+            write_json(settings.output_json, result)  # what is measured is not lost with the rest
     if settings.plot is not None:
         from qserve.bench.heat_map import draw_heat_maps
 
@@ -49,6 +51,8 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
 def _measured(engine: Engine, settings: ForwardSettings) -> Iterator[dict[str, Any]]:
     """What was found of each case, once it is printed."""
     timer = StepTimer(engine)
+    for case in settings.cases:
+        timer.step_of(case)  # refuses what does not fit, before any is measured
     for case in settings.cases:
         found = measure(timer, case, settings)
         print(_line(found), flush=True)

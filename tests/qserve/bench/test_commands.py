@@ -1,10 +1,12 @@
 """The commands of `qserve bench` that run a model, with the small one on a CPU."""
 
+import contextlib
 import json
 
 import pytest
 
 from formats.errors import InputError
+from qserve.bench import forward
 from qserve.bench.commands import BENCH_COMMANDS
 from qserve.bench.step_case import CaseRequests, StepCase
 from qserve.cli import build_parser, main
@@ -124,6 +126,23 @@ def test_cases_as_texts():
             StepCase.parse(wrong)
 
 
-def test_a_case_that_does_not_fit_is_named(capsys):
-    assert main(["bench", "forward", MODEL, *ENGINE, "--case", "d=9*1@3"]) == 1
-    assert "case d: needs 9, and --max-num-seqs is 8" in capsys.readouterr().err
+def test_a_case_that_does_not_fit_is_named_before_any_is_measured(capsys):
+    assert main(["bench", "forward", MODEL, *ENGINE, "--case", "a=1@3", "d=9*1@3"]) == 1
+    shown = capsys.readouterr()
+    assert "case d: needs 9, and --max-num-seqs is 8" in shown.err
+    assert "[forward]" not in shown.out
+
+
+def test_what_was_measured_before_an_interrupt_is_written(tmp_path, monkeypatch):
+    measure = forward.measure
+
+    def interrupted(timer, case, settings):
+        if case.name == "b":
+            raise KeyboardInterrupt
+        return measure(timer, case, settings)
+
+    monkeypatch.setattr(forward, "measure", interrupted)
+    out, flags = tmp_path / "out.json", ["--case", "a=1@3", "b=2@3", "--iters", "1"]
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        main(["bench", "forward", MODEL, *ENGINE, *flags, "--output-json", str(out)])
+    assert [each["case"] for each in json.loads(out.read_text())["cases"]] == ["a"]
