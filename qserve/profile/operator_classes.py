@@ -9,13 +9,13 @@ import re
 OTHER = "other"
 CLASSES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|all_?reduce|allgather|reduce_scatter_kernel|custom_ar"),
-    ("sampling", r"_draw|draw_(few|many)|_pick|_sort_pairs|_sum_pairs|find_pairs|mass_of|softmax"),
+    ("sampling", r"_draw|draw_(few|many)|_pick|_scan_chunks|mass_of|softmax"),
     ("sampling", r"sample|argmax|topk|multinomial|_first_largest|_in_order|log_probab|bitonic"),
     ("attention", r"attention|attend|merge_splits|flash|fmha|sdpa|scaled_dot"),
     ("delta net", r"_delta_(step|chunks)|causal_conv|_gated_rms_norm|solve_triangular"),
     ("rope, KV", r"rope|write_kv|rotar"),
     ("adapters", r"lora_(shrink|expand)"),
-    ("experts", r"experts|_route|route_tokens|moe"),
+    ("experts", r"experts|_route|route_tokens|moe|_sort_pairs|_sum_pairs"),
     ("products", r"wna16|w4a16|w8a16|w8a8|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),
     ("products", r"::mm\b|addmm|::bmm|linear|matmul|dequantize(?!_pages)|prefetch"),
     ("norms", r"norm"),

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from qserve.cli import main
 from qserve.profile.chrome_trace import summarize
 from qserve.profile.operator_classes import OTHER, class_of
 from qserve.profile.report import difference, to_text, write_report
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def kernel(name, start, duration, launch):
@@ -118,3 +122,25 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
 )
 def test_class_of_a_kernel(name, expected):
     assert class_of(name) == expected
+
+
+CLASSES_OF_FOLDER = {
+    "attention": {"attention", "rope, KV", "quantize"},
+    "collective": {"communication"},
+    "delta_net": {"delta net"},
+    "lora": {"adapters"},
+    "moe": {"experts"},
+    "rowwise": {"norms", "activation", "quantize"},
+    "sampling": {"sampling"},
+    "w8a8": {"products"},
+    "wna16": {"products"},
+}
+
+
+@pytest.mark.parametrize("folder", CLASSES_OF_FOLDER)
+def test_every_kernel_has_the_class_of_its_operation(folder):
+    """Kernels by the calls that launch them."""
+    texts = [file.read_text() for file in (ROOT / "qkernels" / folder).glob("*.py")]
+    launched = {name for text in texts for name in re.findall(r"\blaunch\w*\(\s*(_\w+)", text)}
+    found = {name: class_of(name) for name in launched}
+    assert found and set(found.values()) <= CLASSES_OF_FOLDER[folder], found
