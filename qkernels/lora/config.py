@@ -14,6 +14,8 @@ RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
+# Every block of expand adds all parts again: of 16 it took five times as long as of 4 (H200).
+MOST_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +58,7 @@ def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
     """For T rows of K inputs, S linears beside each other, so many slots."""
     rows = tile_rows(T)
     inputs = 256 if rows == 16 else 64
-    # Expand holds all parts of a tile in registers.
-    most = 16 if rows == 16 else 4
-    most = min(most, ceil_div(K, inputs), BLOCKS_WANTED // (ceil_div(T, rows) * S))
+    most = min(MOST_PARTS, ceil_div(K, inputs), BLOCKS_WANTED // (ceil_div(T, rows) * S))
     parts = 1
     while 2 * parts <= most:
         parts *= 2
