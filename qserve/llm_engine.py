@@ -9,6 +9,7 @@ from formats.errors import InputError
 from qserve.bad_words import with_bad_words
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
+from qserve.engine.start_phases import phase
 from qserve.lora.request import LoRARequest
 from qserve.outputs import (
     EngineDeadError,
@@ -32,6 +33,10 @@ class LLMEngine:
         self._builders: dict[str, OutputBuilder] = {}
         self._choices: dict[str, tuple[OutputBuilder, int]] = {}  # by the engine's id
         self._failure = ""
+        if self.engine.use_idle_time():  # requests come at once: there will be no idle time
+            with phase("Capturing the other CUDA graphs"):
+                while self.engine.use_idle_time():
+                    pass
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
