@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from calibrate import gptq
+from calibrate import devices, gptq
 from calibrate.data import CalibrationData
 from calibrate.devices import Devices, Stopped, Turns
 from calibrate.kv_range import KvRange
@@ -100,19 +100,24 @@ def test_tuning_sees_the_windows_in_their_order(tiny_model, tmp_path, monkeypatc
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_each_device_solves_some_of_the_linears(tiny_model, tmp_path):
-    threads = {}
+def test_each_device_solves_some_of_the_linears(tiny_model, tmp_path, monkeypatch):
+    jobs, here, on = {}, threading.local(), devices._on
+
+    def on_a_device(name, job):
+        here.job = object()  # a thread may run several
+        return on(name, job)
 
     def solve(weight, stats, spec, name):
-        threads[name] = threading.get_ident()
+        jobs[name] = here.job
         return gptq.solve(weight, stats, spec, name)
 
+    monkeypatch.setattr(devices, "_on", on_a_device)
     quantize(tiny_model("qwen3"), tmp_path / "out", TWO, recipe=Recipe(name="mine", solver=solve))
     for layer in range(2):
         prefix = f"model.layers.{layer}"
-        own = {n.removeprefix(prefix): t for n, t in threads.items() if n.startswith(prefix)}
+        own = {n.removeprefix(prefix): job for n, job in jobs.items() if n.startswith(prefix)}
         assert len(own) == 7 and len(set(own.values())) == 2
-        assert own[".self_attn.q_proj"] == own[".self_attn.v_proj"], "they share a factor"
+        assert own[".self_attn.q_proj"] is own[".self_attn.v_proj"], "they share a factor"
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
