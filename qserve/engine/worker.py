@@ -333,7 +333,7 @@ class Worker:
         return self.pages.save(keys_NB, pages)
 
     def _graph_step(self) -> StepInput:
-        """As large as the largest step that a graph holds."""
+        """About as large as the largest step that a graph holds."""
         config, rows = self.runner.config, self._max_num_seqs
         tokens = min(CHUNK_SIZES[-1], config.max_num_batched_tokens)
         count = min(max(1, tokens // rows), self._max_model_len)
