@@ -23,6 +23,14 @@ class KernelChoice:
             return "forbidden by name"
         return None
 
+    def explained(self, name: str, refusal: str | None, takes: str) -> str:
+        """What is said of a variant: why it refuses or may not be taken, or else what it takes."""
+        if refusal is not None:
+            return refusal
+        if name in self.never:
+            return "forbidden by name"
+        return f"{takes}, and wherever it runs: it was asked for" if name == self.only else takes
+
 
 @functools.cache
 def parse_choice(text: str | None) -> KernelChoice:

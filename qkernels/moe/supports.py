@@ -68,13 +68,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
         lacks_sm90=gpu_device.lacks_arch(torch.device(problem.device), "sm_90"),
     )
     choice = parse_choice(problem.requested)
-    lines = []
-    for variant in VARIANTS:
-        reason = variant.refuses(layer)
-        if reason is None and variant.name in choice.never:
-            reason = "forbidden by name"
-        note = reason or variant.tokens
-        if reason is None and variant.name == choice.only:
-            note += ", and wherever it runs: it was asked for"
-        lines.append((variant.name, note))
-    return lines
+    return [
+        (each.name, choice.explained(each.name, each.refuses(layer), each.tokens))
+        for each in VARIANTS
+    ]

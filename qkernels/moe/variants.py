@@ -57,26 +57,20 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
     return layer.lacks_sm90
 
 
-def _few_tokens(layer: Layer, M: int) -> ExpertsPlan | None:
-    return few_tokens_plan(
-        M=M,
-        top_k=layer.top_k,
-        num_experts=layer.num_experts,
-        hidden=layer.hidden,
-        inner=layer.inner,
-        sm_count=layer.sm_count,
-    )
+def _by_sizes(plan_of: Callable[..., ExpertsPlan | None]) -> Callable[..., ExpertsPlan | None]:
+    """A variant's plan by the numbers of a layer alone."""
 
+    def plan(layer: Layer, M: int) -> ExpertsPlan | None:
+        return plan_of(
+            M=M,
+            top_k=layer.top_k,
+            num_experts=layer.num_experts,
+            hidden=layer.hidden,
+            inner=layer.inner,
+            sm_count=layer.sm_count,
+        )
 
-def _few(layer: Layer, M: int) -> ExpertsPlan | None:
-    return few_plan(
-        M=M,
-        top_k=layer.top_k,
-        num_experts=layer.num_experts,
-        hidden=layer.hidden,
-        inner=layer.inner,
-        sm_count=layer.sm_count,
-    )
+    return plan
 
 
 def _sorted(layer: Layer, M: int) -> ExpertsPlan:
@@ -95,9 +89,14 @@ VARIANTS: tuple[Variant, ...] = (
         name="sm90_few_tokens",
         tokens=f"up to {FEW_TOKENS_ROWS[-1]} tokens",
         refuses=_refuses_few_tokens,
-        plan=_few_tokens,
+        plan=_by_sizes(few_tokens_plan),
     ),
-    Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
+    Variant(
+        name="few",
+        tokens=f"up to {FEW_TOKENS} tokens",
+        refuses=lambda layer: None,
+        plan=_by_sizes(few_plan),
+    ),
     Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
 )
 NAMES = tuple(variant.name for variant in VARIANTS)

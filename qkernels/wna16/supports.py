@@ -55,12 +55,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     measured = _measured(problem)
     lines = []
     for variant in VARIANTS:
-        reason = variant.refuses(shape)
-        if reason is None and variant.name in choice.never:
-            reason = "forbidden by name"
-        note = reason or variant.rows
-        if reason is None and variant.name == choice.only:
-            note += ", and wherever it runs: it was asked for"
+        note = choice.explained(variant.name, variant.refuses(shape), variant.rows)
         lines.append((variant.name, note + measured.get(variant.name, "")))
     return lines
 

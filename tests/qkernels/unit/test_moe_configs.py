@@ -164,6 +164,20 @@ def test_what_does_not_fit_is_named():
         ops.experts(torch.randn(3, 32), routes, prepared)
 
 
+def explained_experts(scheme, sizes, requested=None):
+    parsed = Scheme.parse(scheme)
+    return explain(
+        "experts",
+        device="cuda",
+        dtype=torch.bfloat16,
+        spec=parsed.weight,
+        activation=parsed.activation,
+        out_features=sizes[0],
+        in_features=sizes[1],
+        requested=requested,
+    )
+
+
 @pytest.mark.parametrize(
     ("scheme", "sizes", "reason"),
     [
@@ -179,16 +193,7 @@ def test_what_does_not_fit_is_named():
     ],
 )
 def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
-    parsed = Scheme.parse(scheme)
-    triton = explain(
-        "experts",
-        device="cuda",
-        dtype=torch.bfloat16,
-        spec=parsed.weight,
-        activation=parsed.activation,
-        out_features=sizes[0],
-        in_features=sizes[1],
-    )[0]
+    triton = explained_experts(scheme, sizes)[0]
     assert triton.taken == (reason is None)
     assert reason is None or reason in triton.reason
 
@@ -205,16 +210,6 @@ def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
     ],
 )
 def test_explain_says_which_experts_the_sm90_kernel_takes(scheme, sizes, requested, reason):
-    parsed = Scheme.parse(scheme)
-    found = explain(
-        "experts",
-        device="cuda",
-        dtype=torch.bfloat16,
-        spec=parsed.weight,
-        activation=parsed.activation,
-        out_features=sizes[0],
-        in_features=sizes[1],
-        requested=requested,
-    )
+    found = explained_experts(scheme, sizes, requested)
     of_variant = {choice.name: choice.reason for choice in found.variants}
     assert reason in of_variant["sm90_few_tokens"]
