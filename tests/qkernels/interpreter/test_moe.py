@@ -87,13 +87,32 @@ def test_route_tokens(device, half, poison, assert_close, name, M, C):
 
 def test_route_of_nan_names_experts(device, half):
     """Whatever the logits are, the products must not read beyond their weights."""
-    from qkernels.moe.triton_route import route
+    from qkernels.moe.triton_route import route, route_tokens
 
     routing = ROUTINGS["glm"]
     logits = torch.full((2, routing.num_experts), float("nan"), dtype=half, device=device)
-    ids = route(logits, routing).ids_Mk
-    assert ((ids >= 0) & (ids < routing.num_experts)).all()
-    assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+    x = torch.full((2, 64), float("nan"), dtype=half, device=device)
+    weight = torch.ones(routing.num_experts, 64, dtype=half, device=device)
+    for routes in (route(logits, routing), route_tokens(x, weight, routing)):
+        ids = routes.ids_Mk
+        assert ((ids >= 0) & (ids < routing.num_experts)).all()
+        assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("name", ["all", "deepseek-v2", "mixtral", "many"])
+def test_choosing_by_rank_is_choosing_one_by_one(device, half, name):
+    """Ties, and a number that is none: both ways of choosing, in either order of experts."""
+    from qkernels.moe.triton_route import route_tokens
+
+    routing = ROUTINGS.get(name) or Routing(num_experts=130, top_k=3, normalized=True)
+    E = routing.num_experts
+    generator = torch.Generator().manual_seed(E)
+    weight = (torch.randint(-2, 3, (E, 32), generator=generator) / 4).to(device, half)
+    x = torch.zeros(3, 32)
+    x[0, 0], x[1, 1], x[2, :2] = 1, -1, 0.5
+    x = x.to(device, half)
+    got, want = (module(x, weight, routing) for module in (route_tokens, reference.route_tokens))
+    assert torch.equal(got.ids_Mk, want.ids_Mk)
 
 
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 3, 9), (2, 1, 1), (5, 2, 3), (7, 3, 40), (17, 2, 5)])
