@@ -80,7 +80,7 @@ def experts_compiled(experts: PreparedExperts, M: int) -> object:
     plan = plan_experts(experts, M)
     pairs = M * experts.problem.top_k
     if plan.variant == "sm90_few_tokens":  # one token's experts need no list
-        return plan, M == 1
+        return plan, power_of_two(pairs) if plan.gate_up.sorts else M == 1
     # a block that looks for its pairs has room for all of them
     return plan, power_of_two(pairs) if plan.variant == "few" else sort_chunk(pairs)
 

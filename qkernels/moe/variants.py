@@ -13,7 +13,7 @@ from qkernels.choice import KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
-from qkernels.moe.sm90_few_tokens_config import FEW_TOKENS_ROWS, few_tokens_plan
+from qkernels.moe.sm90_few_tokens_config import few_tokens_plan
 from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step
 
@@ -93,7 +93,7 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
 VARIANTS: tuple[Variant, ...] = (
     Variant(
         name="sm90_few_tokens",
-        tokens=f"up to {FEW_TOKENS_ROWS[-1]} tokens",
+        tokens="few tokens of an expert",
         refuses=_refuses_few_tokens,
         plan=_few_tokens,
     ),

@@ -411,6 +411,9 @@ EXPERTS = {
     "experts w4a16 M=64": Case(
         run=lambda: moe.experts(64, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
     ),
+    "experts w4a16 M=128": Case(
+        run=lambda: moe.experts(128, moe.MIXTRAL, "w4a16-asym"), quick=SM90, product="wgmma"
+    ),
     "experts w4a16 M=4096": Case(
         run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), product="wgmma"
     ),

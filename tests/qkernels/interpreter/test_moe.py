@@ -101,7 +101,7 @@ def test_route_of_nan_names_experts(device, half):
 
 @pytest.mark.parametrize("name", ["all", "deepseek-v2", "mixtral", "many"])
 def test_choosing_by_rank_is_choosing_one_by_one(device, half, name):
-    """Ties, and a number that is none: both ways of choosing, in either order of experts."""
+    """Ties everywhere. 130 experts are too many to be ranked: they are chosen one by one."""
     from qkernels.moe.triton_route import route_tokens
 
     routing = ROUTINGS.get(name) or Routing(num_experts=130, top_k=3, normalized=True)
@@ -121,11 +121,35 @@ def test_wanted_experts_are_each_named_once(device, M, k, E):
 
     generator = torch.Generator().manual_seed(M)
     ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
-    found = wanted_experts(ids.to(device, torch.int32), E).tolist()
+    wanted = wanted_experts(ids.to(device, torch.int32), E)
+    found = wanted.list.tolist()
+    assert len(ids.unique()) <= wanted.most == min(E, M * k)
     if M == 1:
         assert found == ids[0].tolist(), "one token's experts as they are, without their number"
     else:
         assert found[: 1 + found[0]] == [len(ids.unique()), *ids.unique().tolist()]
+
+
+@pytest.mark.parametrize(("M", "k", "E"), [(2, 1, 1), (11, 2, 3), (7, 3, 40)])
+def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
+    """None has more than its columns, all pairs are in one, and each has its token beside it."""
+    from qkernels.moe.triton_wanted import wanted_pairs
+
+    generator = torch.Generator().manual_seed(M)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
+    x = torch.randn(M, 1030, generator=generator).to(device, half)
+    wanted = wanted_pairs(x, ids.to(device, torch.int32), E, 8)
+    order = wanted.order.cpu().long()
+    assert torch.equal(order, ids.flatten().sort(dim=0, stable=True).indices)
+    assert torch.equal(wanted.x_PC, x[wanted.order.long() // k])
+    count = int(wanted.list[0])
+    entries = wanted.list[1:].view(3, wanted.most)[:, :count].t().tolist()
+    covered = []
+    for expert, first, pairs in entries:
+        assert 0 < pairs <= 8
+        covered += range(first, first + pairs)
+        assert set(ids.flatten()[order[first : first + pairs]].tolist()) == {expert}
+    assert covered == list(range(M * k)) and count <= wanted.most
 
 
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 1, 1), (5, 2, 3), (130, 2, 5), (700, 3, 4)])
