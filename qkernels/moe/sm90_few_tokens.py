@@ -79,7 +79,7 @@ def gate_up(
         top_k=ids_Mk.shape[1],
         glu=True,
         sorted=sorts,
-        counted=len(ids_Mk) > 1,
+        counted=sorts or len(ids_Mk) > 1,
         alpha=glu.alpha,
         offset=glu.offset,
         limit=glu.limit or 0.0,
@@ -105,11 +105,12 @@ def down(
     Follows gate_up at once, or a kernel that began after it: the wanted experts' first weights are
     under way before that has ended.
     """
+    sorts = wanted.order is not None
     tile = TokensTile(
         top_k=ids_Mk.shape[1],
         glu=False,
-        sorted=wanted.order is not None,
-        counted=len(ids_Mk) > 1,
+        sorted=sorts,
+        counted=sorts or len(ids_Mk) > 1,
         parts=y.ndim == 3,
     )
     _launch(hidden, ids_Mk, shares_Mk, wanted, weight, config, y, tile)
