@@ -139,39 +139,39 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         if arguments.drafts:
             write_head(head, arguments.shape, arguments.bits, arguments.device)
         for batch in arguments.batch:
-            llm = make_llm(arguments, str(folder), str(head), batch)
-            seconds(llm, batch, arguments.input, arguments.output)  # captures, and learns
-            first = min(seconds(llm, batch, arguments.input, 1) for _ in range(2))
-            whole = min(
-                seconds(llm, batch, arguments.input, arguments.output)
-                for _ in range(arguments.repeats)
-            )
-            found[f"tokens_per_s_{batch}"] = batch * (arguments.output - 1) / (whole - first)
-            speculation = llm.engine.scheduler.speculation
-            if speculation is not None:
-                verifies, drafts, *accepted = speculation.take_counts()
-                found[f"length_{batch}"] = 1 + sum(accepted) / max(1, verifies)
-                found[f"drafts_{batch}"] = drafts / max(1, verifies)
-            if batch == 1:
-                found |= breakdown(llm)
+            found |= measure_batch(arguments, str(folder), str(head), batch)
             print(arguments.name, json.dumps(found), file=sys.stderr, flush=True)
-            drop(llm)
-            del llm
+            free_memory()
     return found
 
 
-def drop(llm) -> None:
-    """Give the memory back before the next engine."""
+def measure_batch(
+    arguments: argparse.Namespace, folder: str, head: str, batch: int
+) -> dict[str, float]:
+    """Of an engine of its own, as large as the batch."""
+    llm = make_llm(arguments, folder, head, batch)
+    seconds(llm, batch, arguments.input, arguments.output)  # captures, and learns
+    first = min(seconds(llm, batch, arguments.input, 1) for _ in range(2))
+    whole = min(
+        seconds(llm, batch, arguments.input, arguments.output) for _ in range(arguments.repeats)
+    )
+    found = {f"tokens_per_s_{batch}": batch * (arguments.output - 1) / (whole - first)}
+    speculation = llm.engine.scheduler.speculation
+    if speculation is not None:
+        verifies, drafts, *accepted = speculation.take_counts()
+        found[f"length_{batch}"] = 1 + sum(accepted) / max(1, verifies)
+        found[f"drafts_{batch}"] = drafts / max(1, verifies)
+    if batch == 1:
+        found |= breakdown(llm)
+    return found
+
+
+def free_memory() -> None:
+    """That of engines that nobody holds any more, before the next one looks what is free."""
     import gc
 
     import torch
 
-    runner = llm.engine.runner
-    runner.graphs, runner.caches = None, []
-    if runner.speculator is not None:
-        runner.speculator.graphs = None
-        runner.speculator.caches.clear()
-    llm.engine.workers.runner = None
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
 """Tiles of the adapters' kernels, in plain Python. Legend as in weights.py.
 
-A block takes a tile of rows and those of them that one adapter has: of few rows each is asked
-whether it is the first of its adapter in the tile, of more there is a block for each slot. What has
-nothing to do ends at once, so that neither rows without an adapter nor slots that nobody uses cost
-more than that.
+A block takes a tile of rows and those of them that one adapter has. There is a block for each slot,
+or, where a tile has fewer rows than there are slots, for each row, which goes on if it is the first
+of its adapter. What has nothing to do ends at once, so that neither rows without an adapter nor
+slots that nobody uses cost more than that.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ShrinkConfig:
     rows: int  # of a tile
     inputs: int  # of one product
     parts: int  # of K, each in a block of its own; a power of two
-    by_row: bool  # a block for each row of a tile, not for each slot
+    by_row: bool  # `owns_by_row`
     warps: int
 
 
@@ -42,6 +42,16 @@ def tile_rows(T: int) -> int:
     return 16 if T <= FEW_ROWS else 64
 
 
+def owns_by_row(T: int, num_slots: int) -> bool:
+    """Whether a tile has a block for each row, and not for each slot."""
+    return min(T, tile_rows(T)) < num_slots
+
+
+def num_owners(T: int, num_slots: int) -> int:
+    """Blocks that look for their rows in one tile."""
+    return min(T, tile_rows(T), num_slots)
+
+
 def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
     """For T rows of K inputs, S linears beside each other, so many slots."""
     rows = tile_rows(T)
@@ -52,21 +62,23 @@ def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
     parts = 1
     while 2 * parts <= most:
         parts *= 2
-    return ShrinkConfig(rows=rows, inputs=inputs, parts=parts, by_row=num_slots > rows, warps=4)
+    by_row = owns_by_row(T, num_slots)
+    return ShrinkConfig(rows=rows, inputs=inputs, parts=parts, by_row=by_row, warps=4)
 
 
 def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
     """For T rows of N outputs, so many slots."""
     rows = tile_rows(T)
     outputs = 64 if rows == 16 and N <= 8192 else 128
-    return ExpandConfig(rows=rows, outputs=outputs, by_row=num_slots > rows, warps=4)
+    by_row = owns_by_row(T, num_slots)
+    return ExpandConfig(rows=rows, outputs=outputs, by_row=by_row, warps=4)
 
 
-def row_boundaries(max_rows: int, K: int, S: int) -> list[int]:
+def row_boundaries(max_rows: int, K: int, S: int, num_slots: int) -> list[int]:
     """The least T of every distinct compiled kernel for K inputs, up to `max_rows`."""
     found: dict[object, int] = {}
     for T in range(1, max_rows + 1):
-        config = shrink_config(T, K, S, 1)
+        config = shrink_config(T, K, S, num_slots)
         found.setdefault(config, T)
         if config.parts == 1 and T > FEW_ROWS:
             break  # nothing changes any more

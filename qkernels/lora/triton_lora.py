@@ -14,7 +14,7 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
-from qkernels.lora.config import RANK_BLOCK, expand_config, shrink_config
+from qkernels.lora.config import RANK_BLOCK, expand_config, num_owners, shrink_config
 from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
@@ -25,11 +25,14 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
     config = shrink_config(T, K, S, weights.num_slots)
     h_PTSR = torch.empty((config.parts, T, S, R), dtype=torch.float32, device=x_TK.device)
     blocks = ceil_div(R, RANK_BLOCK)
-    owners = config.rows if config.by_row else weights.num_slots
     with on_device(x_TK):
         launch(
             _lora_shrink,
-            (ceil_div(T, config.rows), config.parts * S * blocks, owners),
+            (
+                ceil_div(T, config.rows),
+                config.parts * S * blocks,
+                num_owners(T, weights.num_slots),
+            ),
             x_TK,
             slots_T,
             weights.a_LRSK,
@@ -62,14 +65,13 @@ def lora_expand_(
     parts, T, S, R = h_PTSR.shape
     config = expand_config(T, weights.out_features, weights.num_slots)
     sizes = (*weights.sizes, 0, 0)[:3]
-    owners = config.rows if config.by_row else weights.num_slots
     with on_device(h_PTSR):
         launch(
             _lora_expand,
             (
                 ceil_div(T, config.rows),
                 sum(ceil_div(size, config.outputs) for size in sizes),
-                owners,
+                num_owners(T, weights.num_slots),
             ),
             out_TN,
             h_PTSR,
