@@ -68,7 +68,7 @@ def wanted_pairs(
     x_PC = x_MC.new_empty(P, C)
     with on_device(x_MC):
         launch(
-            _wanted_pairs,
+            _pairs_of_experts,
             (1 + P,),
             x_MC,
             ids_Mk,
@@ -119,7 +119,7 @@ def _wanted_experts(
 
 
 @triton.jit(do_not_specialize=["P", "most"])
-def _wanted_pairs(
+def _pairs_of_experts(
     x_ptr,  # [M, C]
     ids_ptr,  # [P]
     wanted_ptr,  # [1 + 3 E']

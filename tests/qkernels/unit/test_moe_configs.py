@@ -198,3 +198,30 @@ def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
     )[0]
     assert triton.taken == (reason is None)
     assert reason is None or reason in triton.reason
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "requested", "reason"),
+    [
+        ("w4a16-sym", (2048, 768), None, "few tokens of an expert"),
+        ("w4a16-sym", (2048, 768), "-sm90_few_tokens", "forbidden by name"),
+        ("w4a16-sym", (2048, 768), "sm90_few_tokens", "wherever it runs: it was asked for"),
+        ("w4a16-sym-g32", (2880, 2880), None, "takes groups divisible by 128, not 32 of 2880"),
+        ("w8a16-sym", (2048, 768), None, "takes 4-bit weights"),
+        ("w8a8", (2048, 768), None, "takes 4-bit weights"),
+    ],
+)
+def test_explain_says_which_experts_the_sm90_kernel_takes(scheme, sizes, requested, reason):
+    parsed = Scheme.parse(scheme)
+    found = explain(
+        "experts",
+        device="cuda",
+        dtype=torch.bfloat16,
+        spec=parsed.weight,
+        activation=parsed.activation,
+        out_features=sizes[0],
+        in_features=sizes[1],
+        requested=requested,
+    )
+    of_variant = {choice.name: choice.reason for choice in found.variants}
+    assert reason in of_variant["sm90_few_tokens"]
