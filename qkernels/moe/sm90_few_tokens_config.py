@@ -4,13 +4,12 @@ Legend: M tokens, E experts, k experts of a token, P = M k pairs, N outputs and 
 expert's product.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 from qkernels.gpu.config import MAX_STAGES, CompileTimeConfig
 from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, ExpertsPlan
-from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.layout import TILE_N, k_step
 
 K_STEP = 128  # inputs
 FEW_TOKENS_ROWS = (8, 16, 32)  # block_m of all configs
@@ -83,42 +82,106 @@ def few_tokens_config_fault(config: FewTokensConfig, *, M: int, N: int, K: int) 
     return None
 
 
-def few_tokens_plan(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewTokensTiles:
+    """Both launches of a layer, as a tuning table holds them."""
+
+    block_m: int
+    sorts: bool
+    gate_up_consumers: int
+    gate_up_stages: int
+    gate_up_blocks_per_sm: int
+    down_consumers: int
+    down_stages: int
+    down_blocks_per_sm: int
+    down_split: int
+
+    @property
+    def gate_up(self) -> FewTokensConfig:
+        return FewTokensConfig(
+            block_m=self.block_m,
+            sorts=self.sorts,
+            num_consumers=self.gate_up_consumers,
+            stages=self.gate_up_stages,
+            blocks_per_sm=self.gate_up_blocks_per_sm,
+        )
+
+    @property
+    def down(self) -> FewTokensConfig:
+        return FewTokensConfig(
+            block_m=self.block_m,
+            sorts=self.sorts,
+            num_consumers=self.down_consumers,
+            stages=self.down_stages,
+            blocks_per_sm=self.down_blocks_per_sm,
+            split=self.down_split,
+        )
+
+    def plan(self, *, M: int, top_k: int, hidden: int) -> ExpertsPlan:
+        parts = most_splits(M=M, top_k=top_k, hidden=hidden) > 0
+        return ExpertsPlan(
+            variant="sm90_few_tokens",
+            gate_up=self.gate_up,
+            down=self.down,
+            output="parts" if parts else "sum",
+        )
+
+
+def most_splits(*, M: int, top_k: int, hidden: int) -> int:
+    """Of down, whose parts the next norm adds; 0: not even one, the sum is a kernel of its own."""
+    return min(MOST_PARTS // top_k, MOST_PARTIALS // (top_k * M * hidden))
+
+
+def few_tokens_tiles(
     *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int
-) -> ExpertsPlan | None:
-    """None: the kernel does not take M tokens."""
+) -> FewTokensTiles | None:
+    """The default; None: the kernel does not take M tokens."""
     pairs = M * top_k
     sorts = FEW_TOKENS_ROWS[0] < M
     rows = pairs / num_experts if sorts else 1
     block_m = next((each for each, most in MOST_ROWS.items() if rows <= most), None)
     if block_m is None or pairs > MOST_PAIRS:
         return None
-    sums = pairs * hidden  # of one split
-    parts = top_k <= MOST_PARTS and sums <= MOST_PARTIALS
-    most_splits = min(MOST_PARTS // top_k, MOST_PARTIALS // sums) if parts else 1
+    # tiles of 64 outputs where x is small: it is read again for each tile
+    gate_up, down = (1 if block_m == 8 or N % (2 * TILE_N) else 2 for N in (2 * inner, hidden))
+    stages, blocks_per_sm = (6, 4) if block_m == 8 else (4, 2)
     wanted = num_experts * (1 - (1 - top_k / num_experts) ** M)  # of random choices
-    gate_up = _config(block_m, sorts, 2 * inner)
-    down = _config(block_m, sorts, hidden)
-    tiles = wanted * hidden / down.block_n
-    split = _down_split(tiles / sm_count, inner // K_STEP, most_splits)
-    return ExpertsPlan(
-        variant="sm90_few_tokens",
-        gate_up=gate_up,
-        down=dataclasses.replace(down, split=split),
-        output="parts" if parts else "sum",
-    )
-
-
-def _config(block_m: int, sorts: bool, N: int) -> FewTokensConfig:
-    """Tiles of 64 outputs where x is small: it is read again for each tile."""
-    one = block_m == 8 or N % (2 * TILE_N) != 0
-    return FewTokensConfig(
+    tiles = wanted * hidden / (TILE_N * down)
+    splits = most_splits(M=M, top_k=top_k, hidden=hidden)
+    return FewTokensTiles(
         block_m=block_m,
         sorts=sorts,
-        num_consumers=1 if one else 2,
-        stages=6 if block_m == 8 else 4,
-        blocks_per_sm=4 if block_m == 8 else 2,
+        gate_up_consumers=gate_up,
+        gate_up_stages=stages,
+        gate_up_blocks_per_sm=blocks_per_sm,
+        down_consumers=down,
+        down_stages=stages,
+        down_blocks_per_sm=blocks_per_sm,
+        down_split=_down_split(tiles / sm_count, inner // K_STEP, splits),
     )
+
+
+def few_tokens_tiles_fault(
+    tiles: FewTokensTiles,
+    *,
+    M: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    group: int,
+) -> str | None:
+    """Why the kernel cannot run them; None: it can."""
+    if k_step(group) != K_STEP:
+        return f"takes groups divisible by {K_STEP}, found {group}"
+    if M * top_k > MOST_PAIRS:
+        return f"takes up to {MOST_PAIRS} pairs, found {M} tokens of {top_k} experts"
+    splits = max(1, most_splits(M=M, top_k=top_k, hidden=hidden))
+    if tiles.down_split > splits:
+        return f"the next norm adds the parts of split {splits} at most, found {tiles.down_split}"
+    return few_tokens_config_fault(
+        tiles.gate_up, M=M, N=2 * inner, K=hidden
+    ) or few_tokens_config_fault(tiles.down, M=M, N=hidden, K=inner)
 
 
 def _down_split(tiles_of_sm: float, steps: int, most: int) -> int:
@@ -128,5 +191,5 @@ def _down_split(tiles_of_sm: float, steps: int, most: int) -> int:
         work = tiles_of_sm * split
         return math.ceil(work) / work + 0.1 * max(0.0, 3 - work) + 0.02 * split
 
-    splits = [split for split in (1, 2, 4) if split <= most and (split == 1 or steps // split >= 6)]
-    return min(splits, key=cost)
+    splits = [split for split in (2, 4) if split <= most and steps // split >= 6]
+    return min([1, *splits], key=cost)

@@ -27,6 +27,7 @@ from qkernels.moe.triton_packed import experts_packed
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
 from qkernels.moe.triton_plain import experts_plain
 from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
+from qkernels.moe.tuned import measured_plan
 from qkernels.moe.variants import layer_of, plan_experts
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
@@ -70,7 +71,9 @@ def prepare_experts(
 
 def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
     """How M tokens run on the problem's GPU."""
-    return plan_experts(layer_of(problem), M, parse_choice(problem.requested))
+    choice = parse_choice(problem.requested)
+    measured = measured_plan(problem, M, choice)
+    return measured or plan_experts(layer_of(problem), M, choice)
 
 
 def experts(

@@ -13,7 +13,7 @@ from qkernels.choice import KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
-from qkernels.moe.sm90_few_tokens_config import few_tokens_plan
+from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
 from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step
 
@@ -58,7 +58,7 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
 
 
 def _few_tokens(layer: Layer, M: int) -> ExpertsPlan | None:
-    return few_tokens_plan(
+    tiles = few_tokens_tiles(
         M=M,
         top_k=layer.top_k,
         num_experts=layer.num_experts,
@@ -66,6 +66,7 @@ def _few_tokens(layer: Layer, M: int) -> ExpertsPlan | None:
         inner=layer.inner,
         sm_count=layer.sm_count,
     )
+    return None if tiles is None else tiles.plan(M=M, top_k=layer.top_k, hidden=layer.hidden)
 
 
 def _few(layer: Layer, M: int) -> ExpertsPlan | None:
@@ -89,14 +90,15 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
     )
 
 
+SM90_FEW_TOKENS = Variant(
+    name="sm90_few_tokens",
+    tokens="few tokens of an expert",
+    refuses=_refuses_few_tokens,
+    plan=_few_tokens,
+)
 # In order of preference; the last takes what is left.
 VARIANTS: tuple[Variant, ...] = (
-    Variant(
-        name="sm90_few_tokens",
-        tokens="few tokens of an expert",
-        refuses=_refuses_few_tokens,
-        plan=_few_tokens,
-    ),
+    SM90_FEW_TOKENS,
     Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
     Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
 )
