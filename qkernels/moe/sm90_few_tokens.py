@@ -139,7 +139,7 @@ def _launch(
         descriptor((scales if offsets is None else offsets).view(-1), [TILE_N]),
         scales if weight.bias_EN is None else weight.bias_EN,
         ids_Mk if wanted.order is None else wanted.order,
-        shares_Mk,
+        shares_Mk if wanted.shares is None or shares_Mk is None else wanted.shares,
         wanted.list,
         y,
         len(ids_Mk),
@@ -180,7 +180,7 @@ class _Experts:
     offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets
     bias_ptr: gl.tensor  # [E, N], valid if has_bias
     ids_ptr: gl.tensor  # [M, k]; sorted: the pairs [P]
-    shares_ptr: gl.tensor  # [M, k], valid in down
+    shares_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
     wanted_ptr: gl.tensor  # as in Wanted
     y_ptr: gl.tensor  # gate_up: [D M, N / 2] or [P, N / 2]; down: as in TokensTile
     M: integer
@@ -258,12 +258,15 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     griddepcontrol_wait()
     num_entries = gemm.num_entries()
     num_work = num_entries * gemm.tiles * gemm.CONFIG.split
+    choices = _choices(gemm)
+    next_tile = gemm.work_tile(gl.program_id(0), num_entries)
     state = pipeline.consumer_start()
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        work_tile = gemm.work_tile(work, num_entries)
+        # what is looked up here is read behind the K steps, or in the next work tile
+        work_tile = next_tile
+        next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
         if LOOK_FIRST:
-            # while the first weights are under way
-            rows, shares = _columns(gemm, work_tile, gl.SliceLayout(0, SUMS))
+            pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
@@ -274,7 +277,8 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums += product * scale[:, None]
             state = state.advance()
         if not LOOK_FIRST:
-            rows, shares = _columns(gemm, work_tile, gl.SliceLayout(0, SUMS))
+            pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
+        rows, shares = _columns(gemm, work_tile, choices, pairs, gl.SliceLayout(0, SUMS))
         first_n = gemm.first_output(work_tile, CONSUMER)
         if gemm.NUMERICS.has_bias:
             n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -287,48 +291,65 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _columns(gemm, work_tile, COLUMNS: gl.constexpr):
-    """Of each column [BM]: the row of y, -1: none; and down's share."""
+def _choices(gemm):
+    """Columns that are tokens: their experts and shares [BM, slots], once for all work tiles."""
     TILE: gl.constexpr = gemm.TILE
-    column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
-    if TILE.sorted:
-        wants = column < work_tile.pairs
-        if TILE.glu:
-            pair = work_tile.first + column
-        else:
-            ptrs = gemm.ids_ptr + work_tile.first + column
-            pair = gl.load(ptrs, mask=wants, other=0, cache_modifier=".cg")
-        m = pair // TILE.top_k
-        choice = pair % TILE.top_k
-    else:
-        m = column
-        choice = _choice(gemm, work_tile.expert, COLUMNS)
-        wants = choice >= 0
-        pair = m * TILE.top_k + choice
-    shares = pair  # nobody asks
-    if not TILE.glu:
-        ptrs = gemm.shares_ptr + pair
-        shares = gl.load(ptrs, mask=wants, other=0.0, cache_modifier=".cg")
-    if TILE.parts:
-        row = (work_tile.split * TILE.top_k + choice) * gemm.M + m
-    elif TILE.glu and not TILE.sorted:
-        row = work_tile.entry * gemm.M + m
-    else:
-        row = pair
-    return gl.where(wants, row, -1), shares
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TILE.slots, TILE.slots], [4, 1], [1, 0])
+    m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, TILE.slots, gl.SliceLayout(0, LAYOUT))[None, :]
+    experts = m + j
+    shares = experts
+    if not TILE.sorted:
+        mask = (m < gemm.M) & (j < TILE.top_k)
+        pair = m * TILE.top_k + j
+        experts = gl.load(gemm.ids_ptr + pair, mask=mask, other=-1, cache_modifier=".cg")
+        if not TILE.glu:
+            shares = gl.load(gemm.shares_ptr + pair, mask=mask, other=0.0, cache_modifier=".cg")
+    return experts, shares, j
 
 
 @gluon.jit
-def _choice(gemm, expert, COLUMNS: gl.constexpr):
-    """Which choice of each token [BM] the expert is; -1: none."""
-    TOP_K: gl.constexpr = gemm.TILE.top_k
-    SLOTS: gl.constexpr = gemm.TILE.slots
-    IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // SLOTS, SLOTS], [4, 1], [1, 0])
-    m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, IDS))[:, None]
-    j = gl.arange(0, SLOTS, gl.SliceLayout(0, IDS))[None, :]
-    mask = (m < gemm.M) & (j < TOP_K)
-    ids = gl.load(gemm.ids_ptr + m * TOP_K + j, mask=mask, other=-1, cache_modifier=".cg")
-    return gl.convert_layout(gl.max(gl.where(ids == expert, j, -1), 1), COLUMNS)
+def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
+    """Columns that are sorted pairs: their pairs and shares [BM], in down."""
+    TILE: gl.constexpr = gemm.TILE
+    pairs = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+    shares = pairs
+    if TILE.sorted and not TILE.glu:
+        place = work_tile.first + pairs
+        mask = pairs < work_tile.pairs
+        pairs = gl.load(gemm.ids_ptr + place, mask=mask, other=0, cache_modifier=".cg")
+        shares = gl.load(gemm.shares_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return pairs, shares
+
+
+@gluon.jit
+def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
+    """Of each column [BM]: the row of y, -1: none; and down's share."""
+    TILE: gl.constexpr = gemm.TILE
+    column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+    pair, shares = pairs
+    if TILE.sorted:
+        wants = column < work_tile.pairs
+        if TILE.glu:
+            row = work_tile.first + column
+        elif TILE.parts:
+            row = (work_tile.split * TILE.top_k + pair % TILE.top_k) * gemm.M + pair // TILE.top_k
+        else:
+            row = pair
+    else:
+        of_tokens, their_shares, j = choices
+        wanted = of_tokens == work_tile.expert
+        choice = gl.convert_layout(gl.max(gl.where(wanted, j, -1), 1), COLUMNS)
+        wants = choice >= 0
+        if not TILE.glu:
+            shares = gl.convert_layout(gl.sum(gl.where(wanted, their_shares, 0.0), 1), COLUMNS)
+        if TILE.glu:
+            row = work_tile.entry * gemm.M + column
+        elif TILE.parts:
+            row = (work_tile.split * TILE.top_k + choice) * gemm.M + column
+        else:
+            row = column * TILE.top_k + choice
+    return gl.where(wants, row, -1), shares
 
 
 @gluon.jit
@@ -413,7 +434,7 @@ def _load(gemm, pipeline):
     state = pipeline.producer_start()
     loaded = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        work_tile = gemm.work_tile(work, num_entries)
+        next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
         x_row = gemm.first_row(work_tile)
         for k_step in range(work_tile.k_begin, work_tile.k_end):
             pipeline.producer_acquire(state)
@@ -424,6 +445,7 @@ def _load(gemm, pipeline):
                 tma_load(gemm.x, [x_row, k], pipeline.full_barrier(state), box)
             loaded += 1
             state = state.advance()
+        work_tile = next_tile
 
 
 @gluon.jit(do_not_specialize=["M", "k_steps", "tiles", "most"])

@@ -127,7 +127,7 @@ def _few_tokens(
     with on_device(x_MC):
         E = prepared.problem.num_experts
         if plan.gate_up.sorts:
-            wanted = wanted_pairs(x_MC, ids_Mk, E, plan.gate_up.block_m)
+            wanted = wanted_pairs(x_MC, routes, E, plan.gate_up.block_m)
         else:
             wanted = wanted_experts(ids_Mk, E)
         gate_up, down = prepared.gate_up, prepared.down

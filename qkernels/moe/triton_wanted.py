@@ -13,6 +13,7 @@ import triton.language as tl
 from qkernels.gpu.config import power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.moe.routing import Routes
 
 IDS_AT_ONCE = 16
 COLUMNS_AT_ONCE = 1024
@@ -31,6 +32,7 @@ class Wanted:
     list: torch.Tensor
     most: int  # experts or entries that there can be
     order: torch.Tensor | None = None  # [P] pairs, sorted by expert
+    shares: torch.Tensor | None = None  # [P] of the sorted pairs
     x_PC: torch.Tensor | None = None  # the tokens of the sorted pairs
 
 
@@ -56,15 +58,15 @@ def wanted_experts(ids_Mk: torch.Tensor, num_experts: int) -> Wanted:
     return Wanted(list=wanted, most=most)
 
 
-def wanted_pairs(
-    x_MC: torch.Tensor, ids_Mk: torch.Tensor, num_experts: int, block_m: int
-) -> Wanted:
+def wanted_pairs(x_MC: torch.Tensor, routes: Routes, num_experts: int, block_m: int) -> Wanted:
     """Sorted pairs, up to `block_m` in an entry, and their tokens side by side."""
+    ids_Mk, shares_Mk = routes
     P, C = ids_Mk.numel(), x_MC.shape[1]
     most = (P + min(num_experts, P) * (block_m - 1)) // block_m
     device = x_MC.device
     wanted = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
     order = torch.empty(P, dtype=torch.int32, device=device)
+    shares = torch.empty(P, dtype=torch.float32, device=device)
     x_PC = x_MC.new_empty(P, C)
     with on_device(x_MC):
         launch(
@@ -72,8 +74,10 @@ def wanted_pairs(
             (1 + P,),
             x_MC,
             ids_Mk,
+            shares_Mk,
             wanted,
             order,
+            shares,
             x_PC,
             P,
             C,
@@ -87,7 +91,7 @@ def wanted_pairs(
             num_warps=4,
             **pdl_options(x_MC, 1),
         )
-    return Wanted(list=wanted, most=most, order=order, x_PC=x_PC)
+    return Wanted(list=wanted, most=most, order=order, shares=shares, x_PC=x_PC)
 
 
 @triton.jit
@@ -122,8 +126,10 @@ def _wanted_experts(
 def _pairs_of_experts(
     x_ptr,  # [M, C]
     ids_ptr,  # [P]
+    shares_ptr,  # [P]
     wanted_ptr,  # [1 + 3 E']
     order_ptr,  # [P]
+    sorted_shares_ptr,  # [P]
     sorted_ptr,  # [P, C]
     P,
     C,
@@ -159,6 +165,7 @@ def _pairs_of_experts(
         before = (ids < expert) | ((ids == expert) & (p < pair))
         place = tl.sum(before.to(tl.int32), 0)
         tl.store(order_ptr + place, pair)
+        tl.store(sorted_shares_ptr + place, tl.load(shares_ptr + pair))
         row_ptr = x_ptr + (pair // TOP_K).to(tl.int64) * C
         for start in tl.range(0, C, BLOCK):
             c = start + tl.arange(0, BLOCK)

@@ -7,7 +7,7 @@ from formats.scheme import Scheme
 from qkernels import ops, reference
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
 from qkernels.moe.experts import shape_of
-from qkernels.moe.routing import SILU, Glu, Routing
+from qkernels.moe.routing import SILU, Glu, Routes, Routing
 from qkernels.operands.split_k import reduced
 from tests.qkernels.moe_case import make_experts
 
@@ -138,10 +138,12 @@ def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
     generator = torch.Generator().manual_seed(M)
     ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
     x = torch.randn(M, 1030, generator=generator).to(device, half)
-    wanted = wanted_pairs(x, ids.to(device, torch.int32), E, 8)
+    routes = Routes(ids.to(device, torch.int32), torch.rand(M, k, generator=generator).to(device))
+    wanted = wanted_pairs(x, routes, E, 8)
     order = wanted.order.cpu().long()
     assert torch.equal(order, ids.flatten().sort(dim=0, stable=True).indices)
     assert torch.equal(wanted.x_PC, x[wanted.order.long() // k])
+    assert torch.equal(wanted.shares, routes.shares_Mk.flatten()[wanted.order.long()])
     count = int(wanted.list[0])
     entries = wanted.list[1:].view(3, wanted.most)[:, :count].t().tolist()
     covered = []
