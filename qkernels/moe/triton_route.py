@@ -17,7 +17,8 @@ from qkernels.moe.routing import Routes, Routing
 
 # Beyond, cuBLAS multiplies; every token's blocks read the whole weight here, from the L2.
 ROUTER_MOST_TOKENS = 32
-ROUTER_EXPERTS = 4  # logits of a block
+ROUTER_BLOCKS = 64  # of a token, about: what one adds up alone is latency
+ROUTER_BLOCK = 4096  # weights that a block asks for at once, before the kernel before has ended
 
 
 def route(
@@ -65,10 +66,11 @@ def route_tokens(
     ids_Mk = torch.empty((M, k), dtype=torch.int32, device=device)
     shares_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
     _, counters = workspace(device)
+    block_e = power_of_two(ceil_div(E, ROUTER_BLOCKS))
     with on_device(x_MC):
         launch(
             _route_tokens,
-            (ceil_div(E, ROUTER_EXPERTS), M),
+            (ceil_div(E, block_e), M),
             x_MC,
             weight_EC,
             bias_E,
@@ -81,8 +83,8 @@ def route_tokens(
             C,
             routing.factor,
             RULE=rule_of(routing),
-            BE=ROUTER_EXPERTS,
-            BC=min(1024, power_of_two(C)),
+            BE=block_e,
+            BC=min(ROUTER_BLOCK // block_e, power_of_two(C)),
             num_warps=4,
             **pdl_options(x_MC, M),
         )
@@ -270,7 +272,8 @@ def choose_experts(
     logits = logits.to(tl.float32)
     if RULE.scores == "softmax":
         exps = tl.exp(logits - tl.max(logits))
-        scores = exps / tl.sum(exps)
+        # not a division: `_first_ranks` may have each thread compute the scores of all experts
+        scores = exps * (1 / tl.sum(exps))
     elif RULE.scores == "sigmoid":
         scores = 1 / (1 + tl.exp(-logits))
     else:
