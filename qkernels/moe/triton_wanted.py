@@ -15,7 +15,6 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.moe.routing import Routes
 
-IDS_AT_ONCE = 16
 COLUMNS_AT_ONCE = 1024
 
 
@@ -50,8 +49,8 @@ def wanted_experts(ids_Mk: torch.Tensor, num_experts: int) -> Wanted:
             ids_Mk,
             wanted,
             P,
-            SLOTS=power_of_two(num_experts),
-            IDS=IDS_AT_ONCE,
+            SLOTS=_slots(num_experts),
+            PAIRS=max(128, power_of_two(P)),
             num_warps=4,
             **pdl_options(ids_Mk, 1),
         )
@@ -83,9 +82,8 @@ def wanted_pairs(x_MC: torch.Tensor, routes: Routes, num_experts: int, block_m: 
             C,
             most,
             TOP_K=ids_Mk.shape[1],
-            SLOTS=power_of_two(num_experts),
-            IDS=IDS_AT_ONCE,
-            PAIRS=power_of_two(P),
+            SLOTS=_slots(num_experts),
+            PAIRS=max(128, power_of_two(P)),
             BM=block_m,
             BLOCK=min(COLUMNS_AT_ONCE, power_of_two(C)),
             num_warps=4,
@@ -94,16 +92,18 @@ def wanted_pairs(x_MC: torch.Tensor, routes: Routes, num_experts: int, block_m: 
     return Wanted(list=wanted, most=most, order=order, shares=shares, x_PC=x_PC)
 
 
+def _slots(num_experts: int) -> int:
+    """Counts of a block: at least one for each thread of a warp."""
+    return max(32, power_of_two(num_experts))
+
+
 @triton.jit
-def _count(ids_ptr, P, SLOTS: tl.constexpr, IDS: tl.constexpr):
+def _count(ids_ptr, P, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
     """Pairs of each expert, [SLOTS]."""
-    e = tl.arange(0, SLOTS)
-    counts = tl.zeros((SLOTS,), tl.int32)
-    for start in tl.range(0, P, IDS):
-        p = start + tl.arange(0, IDS)
-        ids = tl.load(ids_ptr + p, mask=p < P, other=-1)
-        counts += tl.sum((ids[None, :] == e[:, None]).to(tl.int32), 1)
-    return counts
+    p = tl.arange(0, PAIRS)
+    ids = tl.load(ids_ptr + p, mask=p < P, other=0)
+    counts = tl.histogram(ids, SLOTS)
+    return counts - tl.where(tl.arange(0, SLOTS) == 0, PAIRS - P, 0)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -112,12 +112,12 @@ def _wanted_experts(
     wanted_ptr,  # [1 + E']
     P,
     SLOTS: tl.constexpr,
-    IDS: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         pdl_launch_and_wait()
-    found = (_count(ids_ptr, P, SLOTS, IDS) > 0).to(tl.int32)
+    found = (_count(ids_ptr, P, SLOTS, PAIRS) > 0).to(tl.int32)
     tl.store(wanted_ptr + tl.cumsum(found, 0), tl.arange(0, SLOTS), mask=found > 0)
     tl.store(wanted_ptr, tl.sum(found, 0))
 
@@ -136,7 +136,6 @@ def _pairs_of_experts(
     most,  # E'
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
-    IDS: tl.constexpr,
     PAIRS: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -147,7 +146,7 @@ def _pairs_of_experts(
         pdl_launch_and_wait()
     pair = tl.program_id(0) - 1
     if pair < 0:
-        counts = _count(ids_ptr, P, SLOTS, IDS)
+        counts = _count(ids_ptr, P, SLOTS, PAIRS)
         entries = (counts + BM - 1) // BM
         first_entry = tl.cumsum(entries, 0) - entries
         first_pair = tl.cumsum(counts, 0) - counts

@@ -430,6 +430,7 @@ EXPERTS = {
         product="wgmma",
         least=89,
     ),
+    "wanted experts and pairs": Case(run=lambda: moe.wanted(128, moe.QWEN3_30B)),
     "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
     "delta net, 8 requests of one token": Case(run=lambda: delta_net(8, 1)),
