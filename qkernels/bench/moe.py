@@ -19,7 +19,8 @@ from qkernels.bench.linear import GROUP, random_weight
 from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights, PreparedExperts
 from qkernels.moe.routing import SILU, Routes, Routing
-from qkernels.moe.variants import NAMES
+from qkernels.moe.tuned import TUNED, tuned_problem
+from qkernels.moe.variants import NAMES, SM90_FEW_TOKENS
 
 # hidden size, inner size, experts, experts of a token
 MOE_SHAPES = {
@@ -124,6 +125,7 @@ def _case(
     zeros_MC = torch.zeros(m, C, device="cuda", dtype=torch.bfloat16)
     routes = [layer.route(x) for x in xs]
     read = sum(len(each.ids_Mk.unique()) for each in routes) / count
+    has_tiles = ops.plan_experts(layer.prepared, m).variant == SM90_FEW_TOKENS.name
     others: dict[str, list[Call]] = {}
     if "experts" in baselines:  # without router and norm
         others["experts"] = [
@@ -146,6 +148,7 @@ def _case(
         # between the products the kernels round to bfloat16, some to 8 bits
         allowed_error=7e-2 if bits == 8 else 1.5e-2,
         baselines=others,
+        tuned=(TUNED, tuned_problem(layer.prepared.problem, m)) if has_tiles else None,
     )
 
 

@@ -5,13 +5,14 @@ scales and x in flight, one or two consumer warpgroups multiply 64 outputs each.
 a split of an expert that some token wants; blocks that stay resident share it evenly, whichever
 the experts are.
 
-A tile has a column for each token. That of a token which does not want the expert is computed, for
-nothing, and not stored: up to eight columns cost what one does. So no row is gathered. gate_up
-stores the activated product of the d-th wanted expert and token m in row d M + m, so down finds its
-tokens' rows side by side.
+Up to 8 tokens a tile has a column for each of them. That of a token which does not want the expert
+is computed, for nothing, and not stored: eight columns cost what one does. So no row is gathered.
+gate_up stores the activated product of the d-th wanted expert and token m in row d M + m, so down
+finds its tokens' rows side by side. More tokens are gathered before, by expert: a tile has a column
+for each of up to BM sorted pairs, and what an expert has beyond is an entry of its own.
 
-Legend: M tokens, k experts of a token, D experts that are wanted, N outputs and K inputs of an
-expert; BM columns of a tile, at least M.
+Legend: M tokens, k experts of a token, P = M k pairs, D entries: experts that are wanted, by up to
+BM pairs each; N outputs and K inputs of an expert; BM columns of a tile.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from qkernels.gpu.tma import aligned
 from qkernels.moe.experts import ExpertStack
 from qkernels.moe.routing import Glu
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig
+from qkernels.moe.triton_wanted import Wanted
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import stack_numerics
 from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, step_scales
@@ -45,8 +47,11 @@ class TokensTile(CompileTimeConfig):
     """Constants of a launch, compiled in."""
 
     top_k: int
-    glu: bool  # gate_up: outputs are gate and up; else down: weighted parts [split, k, M, N]
-    counted: bool  # the wanted experts follow their number; else they are a token's, k of them
+    glu: bool  # gate_up: outputs are gate and up; else down
+    sorted: bool  # columns are sorted pairs; else tokens
+    counted: bool  # entries follow their number; else they are one token's experts, k of them
+    # down's outputs, times the shares: parts float32 [split, k, M, N], or rows [P, N]
+    parts: bool = False
     alpha: float = 1.0
     offset: float = 0.0
     limit: float = 0.0  # 0: none
@@ -59,27 +64,30 @@ class TokensTile(CompileTimeConfig):
 def gate_up(
     x_MC: torch.Tensor,
     ids_Mk: torch.Tensor,
-    wanted: torch.Tensor,
+    wanted: Wanted,
     weight: ExpertStack,
     glu: Glu,
     config: FewTokensConfig,
 ) -> torch.Tensor:
-    """[D M, I]: row d M + m is the activated product of token m and the d-th wanted expert.
+    """The activated products, [P, I] of sorted pairs, or [D M, I].
 
-    `wanted`: as from wanted_experts. Rows of tokens that do not want the expert hold anything.
+    Row d M + m is that of token m and the d-th wanted expert; rows of tokens that do not want it
+    hold anything.
     """
-    M, k = ids_Mk.shape
+    sorts = wanted.order is not None
     tile = TokensTile(
-        top_k=k,
+        top_k=ids_Mk.shape[1],
         glu=True,
-        counted=M > 1,
+        sorted=sorts,
+        counted=sorts or len(ids_Mk) > 1,
         alpha=glu.alpha,
         offset=glu.offset,
         limit=glu.limit or 0.0,
     )
-    most = _most_wanted(weight, ids_Mk)
-    y = x_MC.new_empty(most * M, weight.out_features // 2)
-    _launch(x_MC, ids_Mk, None, wanted, weight, config, y, tile)
+    rows = ids_Mk.numel() if sorts else wanted.most * len(ids_Mk)
+    y = x_MC.new_empty(rows, weight.out_features // 2)
+    x = wanted.x_PC if sorts else x_MC
+    _launch(x, ids_Mk, None, wanted, weight, config, y, tile)
     return y
 
 
@@ -87,56 +95,58 @@ def down(
     hidden: torch.Tensor,
     ids_Mk: torch.Tensor,
     shares_Mk: torch.Tensor,
-    wanted: torch.Tensor,
+    wanted: Wanted,
     weight: ExpertStack,
     config: FewTokensConfig,
-    parts: torch.Tensor,
+    y: torch.Tensor,
 ) -> None:
-    """gate_up's result to `parts`, float32 [split k or more, M, C]: times the shares, to be added.
+    """gate_up's result to `y`, times the shares: float32 parts [split k or more, M, C], or [P, C].
 
     Follows gate_up at once, or a kernel that began after it: the wanted experts' first weights are
     under way before that has ended.
     """
-    tile = TokensTile(top_k=ids_Mk.shape[1], glu=False, counted=ids_Mk.shape[0] > 1)
-    _launch(hidden, ids_Mk, shares_Mk, wanted, weight, config, parts, tile)
-
-
-def _most_wanted(weight: ExpertStack, ids_Mk: torch.Tensor) -> int:
-    experts = weight.tensors["packed"].shape[0] * TILE_N // weight.out_features
-    return min(experts, ids_Mk.numel())
+    sorts = wanted.order is not None
+    tile = TokensTile(
+        top_k=ids_Mk.shape[1],
+        glu=False,
+        sorted=sorts,
+        counted=sorts or len(ids_Mk) > 1,
+        parts=y.ndim == 3,
+    )
+    _launch(hidden, ids_Mk, shares_Mk, wanted, weight, config, y, tile)
 
 
 def _launch(
     x: torch.Tensor,
     ids_Mk: torch.Tensor,
     shares_Mk: torch.Tensor | None,
-    wanted: torch.Tensor,
+    wanted: Wanted,
     weight: ExpertStack,
     config: FewTokensConfig,
     y: torch.Tensor,
     tile: TokensTile,
 ) -> None:
     x = aligned(x)
-    M, N, K = ids_Mk.shape[0], weight.out_features, weight.in_features
+    N, K = weight.out_features, weight.in_features
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
     tiles = N // config.block_n
-    most_work = _most_wanted(weight, ids_Mk) * tiles * config.split
     launch(
         _experts_few_tokens,
-        (min(config.blocks_per_sm * sm_count(x.device), most_work),),
+        (min(config.blocks_per_sm * sm_count(x.device), wanted.most * tiles * config.split),),
         descriptor(weight.tensors["packed"].view(-1, WEIGHT_BOX[1]), WEIGHT_BOX),
         descriptor(x, [config.block_m, X_BOX_K]),
         descriptor(scales.view(-1), [TILE_N]),
         descriptor((scales if offsets is None else offsets).view(-1), [TILE_N]),
         scales if weight.bias_EN is None else weight.bias_EN,
-        ids_Mk,
-        shares_Mk,
-        wanted,
+        ids_Mk if wanted.order is None else wanted.order,
+        shares_Mk if wanted.shares is None or shares_Mk is None else wanted.shares,
+        wanted.list,
         y,
-        M,
+        len(ids_Mk),
         N,
         K // 128,
         tiles,
+        wanted.most,
         CONFIG=config,
         NUMERICS=stack_numerics(weight.spec, K, x.dtype, weight.tensors, weight.bias_EN),
         TILE=tile,
@@ -148,10 +158,12 @@ def _launch(
 
 @aggregate
 class _WorkTile:
-    """One split of one tile of a wanted expert."""
+    """One split of one tile of an entry."""
 
-    wanted: gl.tensor  # its number d among the wanted experts
+    entry: gl.tensor  # its number d
     expert: gl.tensor
+    first: gl.tensor  # of its sorted pairs
+    pairs: gl.tensor
     tile: gl.tensor  # among the expert's
     split: gl.tensor
     k_begin: gl.tensor  # in K steps
@@ -163,24 +175,25 @@ class _Experts:
     """The kernel's arguments."""
 
     weight: tma.tensor_descriptor  # packed [E N/64 K/128 32, 32]
-    x: tma.tensor_descriptor  # [M, K] or [D M, K], boxes [BM, 64]
+    x: tma.tensor_descriptor  # [M, K], [D M, K] or [P, K], boxes [BM, 64]
     scales: tma.tensor_descriptor  # [E N/64 G 64]
     offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets
     bias_ptr: gl.tensor  # [E, N], valid if has_bias
-    ids_ptr: gl.tensor  # [M, k]
-    shares_ptr: gl.tensor  # [M, k], valid in down
-    wanted_ptr: gl.tensor  # D and the wanted experts; not counted: the experts of one token
-    y_ptr: gl.tensor  # [D M, N / 2], or parts [split, k, M, N]
+    ids_ptr: gl.tensor  # [M, k]; sorted: the pairs [P]
+    shares_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
+    wanted_ptr: gl.tensor  # as in Wanted
+    y_ptr: gl.tensor  # gate_up: [D M, N / 2] or [P, N / 2]; down: as in TokensTile
     M: integer
     N: integer
     k_steps: integer
     tiles: integer  # of an expert
+    most: integer  # entries that there can be
     CONFIG: gl.constexpr  # FewTokensConfig
     NUMERICS: gl.constexpr  # WeightNumerics
     TILE: gl.constexpr  # TokensTile
 
     @gluon.jit
-    def num_wanted(self):
+    def num_entries(self):
         # .cg, here and below: a block may start before the kernel that wrote these has ended, and
         # an SM's L1 may hold what was there before
         if self.TILE.counted:
@@ -189,20 +202,41 @@ class _Experts:
             return gl.to_tensor(self.TILE.top_k)
 
     @gluon.jit
-    def work_tile(self, work, num_wanted):
-        """After the last one that there is, the last one again."""
+    def work_tile(self, work, num_entries):
+        """After the last one that there is, the last entry again."""
         SPLIT: gl.constexpr = self.CONFIG.split
         split = work % SPLIT
-        wanted = gl.minimum(work // SPLIT // self.tiles, num_wanted - 1)
-        FIRST: gl.constexpr = 1 if self.TILE.counted else 0
+        entry = gl.minimum(work // SPLIT // self.tiles, num_entries - 1)
+        ptr = self.wanted_ptr + entry
+        if self.TILE.counted:
+            ptr += 1
+        expert = gl.load(ptr, cache_modifier=".cg")
+        if self.TILE.sorted:
+            first = gl.load(ptr + self.most, cache_modifier=".cg")
+            pairs = gl.load(ptr + 2 * self.most, cache_modifier=".cg")
+        else:
+            first = entry
+            pairs = entry
         return _WorkTile(
-            wanted=wanted,
-            expert=gl.load(self.wanted_ptr + FIRST + wanted, cache_modifier=".cg"),
+            entry=entry,
+            expert=expert,
+            first=first,
+            pairs=pairs,
             tile=work // SPLIT % self.tiles,
             split=split,
             k_begin=split * self.k_steps // SPLIT,
             k_end=(split + 1) * self.k_steps // SPLIT,
         )
+
+    @gluon.jit
+    def first_row(self, work_tile):
+        """Of x, in a tile."""
+        if self.TILE.sorted:
+            return work_tile.first
+        elif self.TILE.glu:
+            return gl.to_tensor(0)
+        else:
+            return work_tile.entry * self.M
 
     @gluon.jit
     def stored_tile(self, work_tile, CONSUMER: gl.constexpr):
@@ -220,17 +254,19 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     """A consumer warpgroup: 64 outputs of each work tile, and their results."""
     BM: gl.constexpr = gemm.CONFIG.block_m
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    GLU: gl.constexpr = gemm.TILE.glu
     LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
     griddepcontrol_wait()
-    num_wanted = gemm.num_wanted()
-    num_work = num_wanted * gemm.tiles * gemm.CONFIG.split
+    num_entries = gemm.num_entries()
+    num_work = num_entries * gemm.tiles * gemm.CONFIG.split
+    choices = _choices(gemm)
+    next_tile = gemm.work_tile(gl.program_id(0), num_entries)
     state = pipeline.consumer_start()
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        work_tile = gemm.work_tile(work, num_wanted)
+        # what is looked up here is read behind the K steps, or in the next work tile
+        work_tile = next_tile
+        next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
         if LOOK_FIRST:
-            # while the first weights are under way
-            choice, shares = _choices(gemm, work_tile.expert, gl.SliceLayout(0, SUMS))
+            pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
@@ -241,41 +277,87 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums += product * scale[:, None]
             state = state.advance()
         if not LOOK_FIRST:
-            choice, shares = _choices(gemm, work_tile.expert, gl.SliceLayout(0, SUMS))
+            pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
+        rows, shares = _columns(gemm, work_tile, choices, pairs, gl.SliceLayout(0, SUMS))
         first_n = gemm.first_output(work_tile, CONSUMER)
         if gemm.NUMERICS.has_bias:
             n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
             bias = gl.load(gemm.bias_ptr + work_tile.expert * gemm.N + n).to(gl.float32)
             sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
-        if GLU:
-            _store_activated(gemm, sums, choice, work_tile, first_n)
+        if gemm.TILE.glu:
+            _store(gemm, _activated(gemm, sums), rows, first_n // 2, gemm.N // 2)
         else:
-            _store_parts(gemm, sums * shares[None, :], choice, work_tile, first_n)
+            _store(gemm, sums * shares[None, :], rows, first_n, gemm.N)
 
 
 @gluon.jit
-def _choices(gemm, expert, COLUMNS: gl.constexpr):
-    """Of each column [BM]: which of its token's choices the expert is, -1: none; and its share."""
-    TOP_K: gl.constexpr = gemm.TILE.top_k
-    SLOTS: gl.constexpr = gemm.TILE.slots
-    IDS: gl.constexpr = gl.BlockedLayout([1, 1], [32 // SLOTS, SLOTS], [4, 1], [1, 0])
-    m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, IDS))[:, None]
-    j = gl.arange(0, SLOTS, gl.SliceLayout(0, IDS))[None, :]
-    mask = (m < gemm.M) & (j < TOP_K)
-    ids = gl.load(gemm.ids_ptr + m * TOP_K + j, mask=mask, other=-1, cache_modifier=".cg")
-    choice = gl.convert_layout(gl.max(gl.where(ids == expert, j, -1), 1), COLUMNS)
-    if gemm.TILE.glu:
-        shares = choice  # nobody asks
+def _choices(gemm):
+    """Columns that are tokens: their experts and shares [BM, slots], once for all work tiles."""
+    TILE: gl.constexpr = gemm.TILE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TILE.slots, TILE.slots], [4, 1], [1, 0])
+    m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, TILE.slots, gl.SliceLayout(0, LAYOUT))[None, :]
+    experts = m + j
+    shares = experts
+    if not TILE.sorted:
+        mask = (m < gemm.M) & (j < TILE.top_k)
+        pair = m * TILE.top_k + j
+        experts = gl.load(gemm.ids_ptr + pair, mask=mask, other=-1, cache_modifier=".cg")
+        if not TILE.glu:
+            shares = gl.load(gemm.shares_ptr + pair, mask=mask, other=0.0, cache_modifier=".cg")
+    return experts, shares, j
+
+
+@gluon.jit
+def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
+    """Columns that are sorted pairs: their pairs and shares [BM], in down."""
+    TILE: gl.constexpr = gemm.TILE
+    pairs = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+    shares = pairs
+    if TILE.sorted and not TILE.glu:
+        place = work_tile.first + pairs
+        mask = pairs < work_tile.pairs
+        pairs = gl.load(gemm.ids_ptr + place, mask=mask, other=0, cache_modifier=".cg")
+        shares = gl.load(gemm.shares_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return pairs, shares
+
+
+@gluon.jit
+def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
+    """Of each column [BM]: the row of y, -1: none; and down's share."""
+    TILE: gl.constexpr = gemm.TILE
+    column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+    pair, shares = pairs
+    if TILE.sorted:
+        wants = column < work_tile.pairs
+        if TILE.glu:
+            row = work_tile.first + column
+        elif TILE.parts:
+            row = (work_tile.split * TILE.top_k + pair % TILE.top_k) * gemm.M + pair // TILE.top_k
+        else:
+            row = pair
     else:
-        m = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
-        ptrs = gemm.shares_ptr + m * TOP_K + choice
-        shares = gl.load(ptrs, mask=choice >= 0, other=0.0, cache_modifier=".cg")
-    return choice, shares
+        of_tokens, their_shares, j = choices
+        wanted = of_tokens == work_tile.expert
+        choice = gl.convert_layout(gl.max(gl.where(wanted, j, -1), 1), COLUMNS)
+        wants = choice >= 0
+        if not TILE.glu:
+            shares = gl.convert_layout(gl.sum(gl.where(wanted, their_shares, 0.0), 1), COLUMNS)
+        if TILE.glu:
+            row = work_tile.entry * gemm.M + column
+        elif TILE.parts:
+            row = (work_tile.split * TILE.top_k + choice) * gemm.M + column
+        else:
+            row = column * TILE.top_k + choice
+    return gl.where(wants, row, -1), shares
 
 
 @gluon.jit
-def _store_activated(gemm, sums, choice, work_tile, first_n):
-    """Rows of gate and up alternate by eight, so a thread has a gate and its up (stack.py)."""
+def _activated(gemm, sums):
+    """Sums [64, BM] of gate and up to [32, BM].
+
+    Their rows alternate by eight, so a thread has a gate and its up (stack.py).
+    """
     TILE: gl.constexpr = gemm.TILE
     DTYPE: gl.constexpr = gemm.y_ptr.dtype.element_ty
     BM: gl.constexpr = sums.shape[1]
@@ -286,26 +368,22 @@ def _store_activated(gemm, sums, choice, work_tile, first_n):
         gate = gl.minimum(gate, TILE.limit)
         up = gl.minimum(gl.maximum(up, -TILE.limit), TILE.limit)
     act = (gate / (1 + gl.exp(-TILE.alpha * gate))).to(DTYPE).to(gl.float32)
-    y = (act * (up + TILE.offset)).reshape([32, BM]).to(DTYPE)
-    LAYOUT: gl.constexpr = y.type.layout
-    n = first_n // 2 + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
-    m = gl.arange(0, BM, gl.SliceLayout(0, LAYOUT))
-    wants = gl.convert_layout(choice, gl.SliceLayout(0, LAYOUT), assert_trivial=True) >= 0
-    row = work_tile.wanted * gemm.M + m
-    ptrs = gemm.y_ptr + ((row * (gemm.N // 2))[None, :] + n[:, None])
-    # all n are below N: the mask takes the sums' shape by it
-    gl.store(ptrs, y, mask=wants[None, :] & (n < gemm.N)[:, None])
+    return (act * (up + TILE.offset)).reshape([32, BM])
 
 
 @gluon.jit
-def _store_parts(gemm, sums, choice, work_tile, first_n):
-    """As they are in the accumulator: 8 outputs of a row, 32 bytes, at a time."""
-    SUMS: gl.constexpr = sums.type.layout
-    n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    m = gl.arange(0, sums.shape[1], gl.SliceLayout(0, SUMS))
-    row = (work_tile.split * gemm.TILE.top_k + choice) * gemm.M + m
-    ptrs = gemm.y_ptr + ((row * gemm.N)[None, :] + n[:, None])
-    gl.store(ptrs, sums, mask=(choice >= 0)[None, :] & (n < gemm.N)[:, None])
+def _store(gemm, values, rows, first_n, N):
+    """Values [outputs, BM] to rows of y, as they are in the accumulator.
+
+    Of a row that is 8 outputs at a time, 32 bytes of float32.
+    """
+    LAYOUT: gl.constexpr = values.type.layout
+    n = first_n + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows = gl.convert_layout(rows, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+    ptrs = gemm.y_ptr + ((rows * N)[None, :] + n[:, None])
+    # all n are below N: the mask takes the values' shape by it
+    mask = (rows >= 0)[None, :] & (n < N)[:, None]
+    gl.store(ptrs, values.to(gemm.y_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -340,9 +418,9 @@ def _load(gemm, pipeline):
     if gemm.TILE.glu:
         # which weights are wanted is what the kernel before computes
         griddepcontrol_wait()
-    num_wanted = gemm.num_wanted()
-    num_work = num_wanted * gemm.tiles * CONFIG.split
-    work_tile = gemm.work_tile(gl.program_id(0), num_wanted)
+    num_entries = gemm.num_entries()
+    num_work = num_entries * gemm.tiles * CONFIG.split
+    work_tile = gemm.work_tile(gl.program_id(0), num_entries)
     prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.stages)
     if gl.program_id(0) >= num_work:
         prefetched = 0
@@ -356,8 +434,8 @@ def _load(gemm, pipeline):
     state = pipeline.producer_start()
     loaded = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        work_tile = gemm.work_tile(work, num_wanted)
-        x_row = 0 if gemm.TILE.glu else work_tile.wanted * gemm.M
+        next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
+        x_row = gemm.first_row(work_tile)
         for k_step in range(work_tile.k_begin, work_tile.k_end):
             pipeline.producer_acquire(state)
             _load_weight(gemm, pipeline, state, work_tile, k_step, loaded >= prefetched)
@@ -367,9 +445,10 @@ def _load(gemm, pipeline):
                 tma_load(gemm.x, [x_row, k], pipeline.full_barrier(state), box)
             loaded += 1
             state = state.advance()
+        work_tile = next_tile
 
 
-@gluon.jit(do_not_specialize=["M", "k_steps", "tiles"])
+@gluon.jit(do_not_specialize=["M", "k_steps", "tiles", "most"])
 def _experts_few_tokens(
     weight,  # as in _Experts
     x,
@@ -384,6 +463,7 @@ def _experts_few_tokens(
     N,
     k_steps,
     tiles,
+    most,
     CONFIG: gl.constexpr,
     NUMERICS: gl.constexpr,
     TILE: gl.constexpr,
@@ -414,6 +494,7 @@ def _experts_few_tokens(
         N=N,
         k_steps=k_steps,
         tiles=tiles,
+        most=most,
         CONFIG=CONFIG,
         NUMERICS=NUMERICS,
         TILE=TILE,

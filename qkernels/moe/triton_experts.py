@@ -26,7 +26,8 @@ from qkernels.moe.tiles_triton import ExpertsTile
 from qkernels.moe.triton_packed import experts_packed
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
 from qkernels.moe.triton_plain import experts_plain
-from qkernels.moe.triton_wanted import wanted_experts
+from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
+from qkernels.moe.tuned import measured_plan
 from qkernels.moe.variants import layer_of, plan_experts
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
@@ -70,7 +71,9 @@ def prepare_experts(
 
 def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
     """How M tokens run on the problem's GPU."""
-    return plan_experts(layer_of(problem), M, parse_choice(problem.requested))
+    choice = parse_choice(problem.requested)
+    measured = measured_plan(problem, M, choice)
+    return measured or plan_experts(layer_of(problem), M, choice)
 
 
 def experts(
@@ -122,14 +125,24 @@ def _few_tokens(
 
     ids_Mk, shares_Mk = routes
     with on_device(x_MC):
-        wanted = wanted_experts(ids_Mk, prepared.problem.num_experts)
+        E = prepared.problem.num_experts
+        if plan.gate_up.sorts:
+            wanted = wanted_pairs(x_MC, routes, E, plan.gate_up.block_m)
+        else:
+            wanted = wanted_experts(ids_Mk, E)
         gate_up, down = prepared.gate_up, prepared.down
         hidden = kernel.gate_up(x_MC, ids_Mk, wanted, gate_up, prepared.glu, plan.gate_up)
-        parts = _empty_parts(x_MC, plan.down.split * ids_Mk.shape[1], shared_MC)
-        kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, parts)
-        if shared_MC is not None:
-            parts[-1].copy_(shared_MC)
-    return SplitKPartials(parts=parts, dtype=x_MC.dtype)
+        if plan.output == "parts":
+            parts = _empty_parts(x_MC, plan.down.split * ids_Mk.shape[1], shared_MC)
+            kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, parts)
+            if shared_MC is not None:
+                parts[-1].copy_(shared_MC)
+            return SplitKPartials(parts=parts, dtype=x_MC.dtype)
+        y_PC = x_MC.new_empty(ids_Mk.numel(), x_MC.shape[1])
+        kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, y_PC)
+        out_MC = torch.empty_like(x_MC)
+        sum_pairs(y_PC, ids_Mk.shape[1], shared_MC, out_MC)
+    return out_MC
 
 
 def _empty_parts(x_MC: torch.Tensor, count: int, shared_MC: torch.Tensor | None) -> torch.Tensor:

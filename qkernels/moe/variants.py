@@ -13,7 +13,7 @@ from qkernels.choice import KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
-from qkernels.moe.sm90_few_tokens_config import FEW_TOKENS_ROWS, few_tokens_plan
+from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
 from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step
 
@@ -57,20 +57,18 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
     return layer.lacks_sm90
 
 
-def _by_sizes(plan_of: Callable[..., ExpertsPlan | None]) -> Callable[..., ExpertsPlan | None]:
-    """A variant's plan by the numbers of a layer alone."""
+def _sizes(layer: Layer, M: int) -> dict[str, int]:
+    names = ("top_k", "num_experts", "hidden", "inner", "sm_count")
+    return {"M": M} | {name: getattr(layer, name) for name in names}
 
-    def plan(layer: Layer, M: int) -> ExpertsPlan | None:
-        return plan_of(
-            M=M,
-            top_k=layer.top_k,
-            num_experts=layer.num_experts,
-            hidden=layer.hidden,
-            inner=layer.inner,
-            sm_count=layer.sm_count,
-        )
 
-    return plan
+def _few_tokens(layer: Layer, M: int) -> ExpertsPlan | None:
+    tiles = few_tokens_tiles(**_sizes(layer, M))
+    return None if tiles is None else tiles.plan(M=M, top_k=layer.top_k, hidden=layer.hidden)
+
+
+def _few(layer: Layer, M: int) -> ExpertsPlan | None:
+    return few_plan(**_sizes(layer, M))
 
 
 def _sorted(layer: Layer, M: int) -> ExpertsPlan:
@@ -83,20 +81,16 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
     )
 
 
+SM90_FEW_TOKENS = Variant(
+    name="sm90_few_tokens",
+    tokens="few tokens of an expert",
+    refuses=_refuses_few_tokens,
+    plan=_few_tokens,
+)
 # In order of preference; the last takes what is left.
 VARIANTS: tuple[Variant, ...] = (
-    Variant(
-        name="sm90_few_tokens",
-        tokens=f"up to {FEW_TOKENS_ROWS[-1]} tokens",
-        refuses=_refuses_few_tokens,
-        plan=_by_sizes(few_tokens_plan),
-    ),
-    Variant(
-        name="few",
-        tokens=f"up to {FEW_TOKENS} tokens",
-        refuses=lambda layer: None,
-        plan=_by_sizes(few_plan),
-    ),
+    SM90_FEW_TOKENS,
+    Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
     Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
 )
 NAMES = tuple(variant.name for variant in VARIANTS)

@@ -1,6 +1,7 @@
 """W4A16 experts for few tokens against float64, on an sm_90 GPU."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
 VARIANT = "sm90_few_tokens"
 
 
+@functools.lru_cache(maxsize=4)
 def prepare(scheme, dtype, *, hidden=HIDDEN, inner=INNER, num_experts=E, top_k=K, **different):
     settings = {"glu": SILU, "bias": False} | different
     weights = make_experts(
@@ -90,36 +92,37 @@ def check(assert_close, tolerance):
         )
         got = ops.experts(x, routes, prepared, plan, shared)
         expected = want(x, routes, weights) + (0 if shared is None else shared.double())
-        assert_close(f"{config}", expected, got.parts.double().sum(0), tolerance(x.dtype))
         again = ops.experts(x, routes, prepared, plan, shared)
-        assert torch.equal(got.parts, again.parts), "equal inputs, equal bits"
+        assert torch.equal(reduced(got), reduced(again)), "equal inputs, equal bits"
+        assert_close(f"{config}", expected, reduced(got), 2 * tolerance(x.dtype))
 
     return run
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g384"])
-@pytest.mark.parametrize("M", [1, 2, 3, 7, 8, 9, 16, 17, 31, 32])
+@pytest.mark.parametrize("M", [1, 2, 3, 7, 8, 9, 15, 24, 40, 100])
 def test_numbers_of_tokens(check, half, poison, scheme, M):
     inner = 384 if "g384" in scheme else INNER
     weights, prepared = prepare(scheme, half, inner=inner)
     check(weights, prepared, random_x(M, HIDDEN, half), random_routes(M, E, K))
 
 
-# tokens, block_m, consumers, stages, blocks of an SM, split of down
+# tokens, block_m, sorted pairs, consumers, stages, blocks of an SM, split of down
 CONFIGS = [
-    (1, 8, 1, 2, 4, 2),
-    (1, 8, 2, 8, 1, 1),
-    (5, 8, 2, 3, 2, 2),
-    (5, 16, 1, 8, 2, 1),
-    (5, 32, 1, 3, 1, 1),
-    (20, 32, 2, 2, 2, 2),
+    (1, 8, False, 1, 2, 4, 2),
+    (1, 8, True, 2, 8, 1, 1),
+    (5, 8, True, 2, 3, 2, 2),
+    (5, 16, False, 1, 8, 2, 1),
+    (5, 32, False, 1, 3, 1, 1),
+    (20, 32, False, 2, 2, 2, 2),
+    (20, 32, True, 2, 2, 2, 2),
 ]
 
 
 @pytest.mark.parametrize("numbers", CONFIGS, ids=str)
 def test_every_config(check, poison, numbers):
     """Fewer K steps than stages, and more; splits of one K step."""
-    M, block_m, num_consumers, stages, blocks_per_sm, split = numbers
+    M, block_m, sorts, num_consumers, stages, blocks_per_sm, split = numbers
     weights, prepared = prepare("w4a16-asym", torch.bfloat16)
     check(
         weights,
@@ -127,6 +130,7 @@ def test_every_config(check, poison, numbers):
         random_x(M, HIDDEN, torch.bfloat16),
         random_routes(M, E, K),
         block_m=block_m,
+        sorts=sorts,
         split=split,
         num_consumers=num_consumers,
         stages=stages,
@@ -134,7 +138,7 @@ def test_every_config(check, poison, numbers):
     )
 
 
-@pytest.mark.parametrize("M", [1, 8, 32])
+@pytest.mark.parametrize("M", [1, 8, 31])
 @pytest.mark.parametrize("of", ["one crowd", "two crowds", "each its own", "last expert"])
 def test_uneven_routing(check, poison, M, of):
     """From all tokens at the same experts to as few as possible; blocks without any work."""
@@ -154,19 +158,20 @@ def test_uneven_routing(check, poison, M, of):
 
 @pytest.mark.parametrize("M", [1, 6, 32])
 def test_biases_clamped_activation_and_a_shared_expert(check, half, poison, M):
+    """With parts that the next norm adds."""
     weights, prepared = prepare("w4a16-asym", half, glu=CLAMPED, bias=True)
     x = random_x(M, HIDDEN, half)
     check(weights, prepared, x, random_routes(M, E, K), random_x(M, HIDDEN, half))
     check(weights, prepared, x, random_routes(M, E, K), split=2)
 
 
-@pytest.mark.parametrize("M", [1, 8, 32])
+@pytest.mark.parametrize("M", [1, 8, 32, 70])
 @pytest.mark.parametrize(
     ("hidden", "inner", "num_experts", "top_k"),
-    [(2048, 768, 128, 8), (4096, 3584, 8, 2), (1024, 1408, 64, 6)],
+    [(2048, 768, 32, 8), (2048, 1792, 8, 2), (1024, 1408, 16, 6)],
 )
 def test_more_tiles_than_blocks(check, poison, hidden, inner, num_experts, top_k, M):
-    """Each block goes from an expert to the next; the odd sizes are those of real models."""
+    """Each block goes from an expert to the next."""
     sizes = {"hidden": hidden, "inner": inner, "num_experts": num_experts, "top_k": top_k}
     weights, prepared = prepare("w4a16-sym", torch.bfloat16, **sizes)
     x = random_x(M, hidden, torch.bfloat16)
