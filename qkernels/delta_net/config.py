@@ -18,14 +18,27 @@ class ConvConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaConfig:
-    """One launch of delta_rule_."""
+class StepConfig:
+    """One launch of delta_rule_ for rows that are their request's only one."""
 
     keys: int  # K, as a power of two
     columns: int  # of a head's state in one program: of its values
-    rows: int  # of a chunk; 1: a request has no more, and nothing is multiplied by tiles
     warps: int
-    precision: str  # of products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkConfig:
+    """The two launches of delta_rule_ for longer prompts."""
+
+    rows: int  # of a chunk
+    keys: int  # K, as a power of two
+    values: int  # V, as a power of two
+    operands: torch.dtype  # of products, and of what the first kernel hands to the scan
+    precision: str  # of products, where operands are float32
+    columns: int  # of a head's state in one program of the scan
+    stages: int  # of the scan's loop
+    system_warps: int
+    scan_warps: int
 
 
 def conv_config(max_query_len: int) -> ConvConfig:
@@ -35,14 +48,38 @@ def conv_config(max_query_len: int) -> ConvConfig:
     return ConvConfig(channels=64, rows=16, warps=4)
 
 
-def delta_config(max_query_len: int, K: int, V: int, dtype: torch.dtype) -> DeltaConfig:
+def step_config(K: int, V: int) -> StepConfig:
     """32 columns of 128 keys are 16 KiB: the state stays in registers, and 128 programs of 32 heads
-    fill a GPU at one request. Chunks of more than 16 rows would not fit beside it, nor would 32
-    columns in float32, whose products take no tensor cores.
+    fill a GPU at one request.
     """
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
-    if max_query_len == 1:
-        return DeltaConfig(keys=keys, columns=min(32, width), rows=1, warps=4, precision="ieee")
-    if dtype in HALF_DTYPES:
-        return DeltaConfig(keys=keys, columns=min(32, width), rows=16, warps=4, precision="tf32")
-    return DeltaConfig(keys=keys, columns=16, rows=16, warps=8, precision="ieee")
+    return StepConfig(keys=keys, columns=min(32, width), warps=4)
+
+
+def chunk_config(K: int, V: int, dtype: torch.dtype, shared_bytes: int) -> ChunkConfig:
+    """Products in bfloat16 where activations are; float16 has too few exponents for a state."""
+    keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
+    if dtype == torch.bfloat16:
+        return ChunkConfig(
+            rows=64,
+            keys=keys,
+            values=width,
+            operands=dtype,
+            precision="tf32",
+            columns=min(64, width),
+            stages=2,
+            system_warps=4,
+            scan_warps=4,
+        )
+    precision = "tf32" if dtype in HALF_DTYPES else "tf32x3"
+    return ChunkConfig(
+        rows=32,
+        keys=keys,
+        values=width,
+        operands=torch.float32,
+        precision=precision,
+        columns=min(32, width),
+        stages=1,
+        system_warps=4,
+        scan_warps=4,
+    )

@@ -8,7 +8,7 @@ import torch
 
 from qkernels import ops
 from qkernels.delta_net import reference, triton_delta
-from qkernels.delta_net.config import delta_config
+from qkernels.delta_net.config import chunk_config
 from tests.qkernels.delta_net_case import DeltaCase
 
 SIZES = {"J": 2, "H": 4, "K": 12, "V": 20, "taps": 4}
