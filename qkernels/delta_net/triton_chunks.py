@@ -121,19 +121,20 @@ def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.const
     the diagonal is -inv(right) lower inv(left).
     """
     i = tl.arange(0, BT)
-    differ = i[:, None] ^ i[None, :]
-    below = i[:, None] > i[None, :]
-    # The highest bit in which row and column differ says at which size a place is below.
-    inverse = tl.where(differ == 0, 1.0, tl.where(below & (differ == 1), -lower, 0.0))
-    SIZE: tl.constexpr = 2
-    for level in tl.static_range(1, 8):
-        if 2**level < BT:
-            at_level = below & (differ >= 2**level) & (differ < 2 ** (level + 1))
-            known = inverse.to(OPERAND)
-            found = tl.dot(
-                tl.where(at_level, lower, 0.0).to(OPERAND), known, input_precision=PRECISION
-            )
-            inverse -= tl.dot(known, found.to(OPERAND), input_precision=PRECISION)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    lower = lower.to(OPERAND)
+    for level in tl.static_range(8):
+        size = 2**level
+        if size < BT:
+            same = (i // (2 * size))[:, None] == (i // (2 * size))[None, :]
+            below = same & ((i & size)[:, None] > (i & size)[None, :])
+            of_level = tl.where(below, lower, 0.0)
+            if size == 1:
+                inverse -= of_level.to(tl.float32)
+            else:
+                known = inverse.to(OPERAND)
+                found = tl.dot(of_level, known, input_precision=PRECISION)
+                inverse = tl.dot(known, -found.to(OPERAND), inverse, input_precision=PRECISION)
     return inverse
 
 
@@ -166,25 +167,30 @@ def _chunk_systems(
     PRECISION: tl.constexpr,
 ):
     OPERAND: tl.constexpr = w_ptr.dtype.element_ty
-    INVERSE: tl.constexpr = tl.float32 if OPERAND == tl.float32 else tl.float16
+    INVERSE: tl.constexpr = tl.float32 if tl.float32 == OPERAND else tl.float16
     chunk, h = tl.program_id(0), tl.program_id(1)
     r = _request_of(chunk, starts_ptr, R, BT)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
     first = (chunk - (start // BT + r)) * BT
     if (count > 1) & (first < count):
-        i = tl.arange(0, BT)
-        in_t = first + i < count
-        row = (start + first + i).to(tl.int64)
-        k = tl.arange(0, BK)
+        i, k, v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+        in_t = i < count - first
         of_keys = in_t[:, None] & (k < K)[None, :]
-        query_ptrs = mixed_ptr + row[:, None] * stride_mixed + (h // (H // J) * K + k)[None, :]
+        of_values = in_t[:, None] & (v < V)[None, :]
+        # From here on at the chunk's first row of this head.
+        row = (start + first).to(tl.int64)
+        mixed_ptr += row * stride_mixed
+        query_ptrs = mixed_ptr + h // (H // J) * K + i[:, None] * stride_mixed + k[None, :]
+        value_ptrs = mixed_ptr + 2 * J * K + h * V + i[:, None] * stride_mixed + v[None, :]
+        of_head = row * H + h
+        factors_ptr += h.to(tl.int64) * T + row
         key = tl.load(query_ptrs + J * K, mask=of_keys, other=0.0)
         wide = key.to(tl.float32)
         key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
         key = key.to(OPERAND)
-        a = tl.load(a_ptr + row * stride_a + h, mask=in_t, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + row * stride_b + h, mask=in_t, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + row * stride_a + h + i * stride_a, mask=in_t, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + row * stride_b + h + i * stride_b, mask=in_t, other=0.0).to(tl.float32)
         # Rows behind the end write nothing and forget nothing.
         beta = tl.where(in_t, write_share(b), 0.0)
         decay = decay_log(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
@@ -199,29 +205,25 @@ def _chunk_systems(
         read = tl.rsqrt(tl.sum(wide * wide, 1) + EPS) * SCALE
         inner = tl.dot(query.to(OPERAND), tl.trans(key), input_precision=PRECISION)
         inner *= left * read[:, None]
-        of_rows = row * H + h
-        inner_ptrs = inner_ptr + of_rows[:, None] * BT + i[None, :]
+        inner_ptrs = inner_ptr + of_head * BT + i[:, None] * (H * BT) + i[None, :]
         tl.store(inner_ptrs, inner.to(OPERAND), mask=in_t[:, None])
-        factor_ptrs = factors_ptr + h.to(tl.int64) * T + row
-        tl.store(factor_ptrs, read * tl.exp(total), mask=in_t)
-        factor_ptrs += H * T.to(tl.int64)
-        tl.store(factor_ptrs, key_norm * tl.exp(last - total), mask=in_t)
-        factor_ptrs += H * T.to(tl.int64)
-        tl.store(factor_ptrs, tl.exp(last) + tl.zeros_like(total), mask=in_t)
+        tl.store(factors_ptr + i, read * tl.exp(total), mask=in_t)
+        factors_ptr += H * T.to(tl.int64)
+        tl.store(factors_ptr + i, key_norm * tl.exp(last - total), mask=in_t)
+        tl.store(factors_ptr + H * T.to(tl.int64), tl.exp(last))
 
         overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         overlap *= left * (key_norm * beta)[:, None]
         inverse = _inverse(overlap, BT, INVERSE, PRECISION)
         own = (inverse * beta[None, :]).to(OPERAND)
-        v = tl.arange(0, BV)
-        of_values = in_t[:, None] & (v < V)[None, :]
-        value_ptrs = mixed_ptr + row[:, None] * stride_mixed + (2 * J * K + h * V + v)[None, :]
         value = tl.load(value_ptrs, mask=of_values, other=0.0).to(OPERAND)
         u = tl.dot(own, value, input_precision=PRECISION)
-        tl.store(u_ptr + of_rows[:, None] * V + v[None, :], u.to(OPERAND), mask=of_values)
+        u_ptrs = u_ptr + of_head * V + i[:, None] * (H * V) + v[None, :]
+        tl.store(u_ptrs, u.to(OPERAND), mask=of_values)
         old = (inverse * (beta * key_norm * tl.exp(total))[None, :]).to(OPERAND)
         w = tl.dot(old, key, input_precision=PRECISION)
-        tl.store(w_ptr + of_rows[:, None] * K + k[None, :], w.to(OPERAND), mask=of_keys)
+        w_ptrs = w_ptr + of_head * K + i[:, None] * (H * K) + k[None, :]
+        tl.store(w_ptrs, w.to(OPERAND), mask=of_keys)
 
 
 @triton.jit
@@ -273,25 +275,28 @@ def _chunk_scan(
         inner_ptr += of_head * BT
         factors_ptr += h.to(tl.int64) * T + base
         per_factor = H * T.to(tl.int64)
+        query_ptrs = query_ptr + i[:, None] * stride_mixed + k[None, :]
+        w_ptrs = w_ptr + i[:, None] * (H * K) + k[None, :]
+        of_values = i[:, None] * (H * V) + v[None, :]
+        inner_ptrs = inner_ptr + i[:, None] * (H * BT) + i[None, :]
         for first in tl.range(0, count, BT, num_stages=STAGES):
-            t = first + i
-            in_t = (t < count)[:, None]
-            row = t.to(tl.int64)
-            of_rows = row[:, None] * H
-            w = tl.load(w_ptr + of_rows * K + k[None, :], mask=in_t & in_k, other=0.0)
-            u = tl.load(u_ptr + of_rows * V + v[None, :], mask=in_t & in_v, other=0.0)
-            inner = tl.load(inner_ptr + of_rows * BT + i[None, :], mask=in_t, other=0.0)
-            query_ptrs = query_ptr + row[:, None] * stride_mixed + k[None, :]
-            query = tl.load(query_ptrs, mask=in_t & in_k, other=0.0).to(OPERAND)
-            key = tl.load(query_ptrs + J * K, mask=in_t & in_k, other=0.0).to(OPERAND)
-            read = tl.load(factors_ptr + row, mask=t < count, other=0.0)
-            kept = tl.load(factors_ptr + per_factor + row, mask=t < count, other=0.0)
+            t = tl.cast(first, tl.int64)
+            inside = i < count - first
+            in_t = inside[:, None]
+            w = tl.load(w_ptrs + t * (H * K), mask=in_t & in_k, other=0.0)
+            u = tl.load(u_ptr + t * (H * V) + of_values, mask=in_t & in_v, other=0.0)
+            inner = tl.load(inner_ptrs + t * (H * BT), mask=in_t, other=0.0)
+            keys_ptrs = query_ptrs + t * stride_mixed
+            query = tl.load(keys_ptrs, mask=in_t & in_k, other=0.0).to(OPERAND)
+            key = tl.load(keys_ptrs + J * K, mask=in_t & in_k, other=0.0).to(OPERAND)
+            read = tl.load(factors_ptr + first + i, mask=inside, other=0.0)
+            kept = tl.load(factors_ptr + per_factor + first + i, mask=inside, other=0.0)
             left = tl.load(factors_ptr + 2 * per_factor + first)
             before = state.to(OPERAND)
             written = u - tl.dot(w, before, input_precision=PRECISION)
             out = tl.dot(query, before, input_precision=PRECISION) * read[:, None]
             out = tl.dot(inner, written.to(OPERAND), out, input_precision=PRECISION)
-            o_ptrs = o_ptr + of_rows * V + v[None, :]
+            o_ptrs = o_ptr + t * (H * V) + of_values
             tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=in_t & in_v)
             at_end = (written * kept[:, None]).to(OPERAND)
             state = tl.dot(tl.trans(key), at_end, state * left, input_precision=PRECISION)
