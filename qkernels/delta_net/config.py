@@ -57,7 +57,9 @@ def step_config(K: int, V: int) -> StepConfig:
 
 
 def chunk_config(K: int, V: int, dtype: torch.dtype, shared_bytes: int) -> ChunkConfig:
-    """Products in bfloat16 where activations are; float16 has too few exponents for a state."""
+    """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
+    takes tf32, and float32 three products of tf32 for each.
+    """
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
     if dtype == torch.bfloat16:
         return ChunkConfig(
@@ -71,15 +73,15 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, shared_bytes: int) -> Chunk
             system_warps=4,
             scan_warps=4,
         )
-    precision = "tf32" if dtype in HALF_DTYPES else "tf32x3"
+    is_half = dtype in HALF_DTYPES
     return ChunkConfig(
-        rows=32,
+        rows=32 if is_half else 16,
         keys=keys,
         values=width,
         operands=torch.float32,
-        precision=precision,
+        precision="tf32" if is_half else "tf32x3",
         columns=min(32, width),
         stages=1,
-        system_warps=4,
-        scan_warps=4,
+        system_warps=8,
+        scan_warps=8,
     )
