@@ -1,11 +1,10 @@
 """Tiles of the gated delta net's kernels, in plain Python. Legend as in ops.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qkernels.gpu.config import power_of_two
-from qkernels.problem import HALF_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +32,7 @@ class ChunkConfig:
     rows: int  # of a chunk
     keys: int  # K, as a power of two
     values: int  # V, as a power of two
+    part: int  # columns of u and of w that the first kernel makes at once, at most
     operands: torch.dtype  # of products, and of what the first kernel hands to the scan
     precision: str  # of products, where operands are float32
     columns: int  # of a head's state in one program of the scan
@@ -56,32 +56,31 @@ def step_config(K: int, V: int) -> StepConfig:
     return StepConfig(keys=keys, columns=min(32, width), warps=4)
 
 
-def chunk_config(K: int, V: int, dtype: torch.dtype, shared_bytes: int) -> ChunkConfig:
+def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
-    takes tf32, and float32 three products of tf32 for each.
+    takes tf32, and float32 three products of tf32 for each. `arch`: as qkernels.gpu.device has it.
     """
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
-    if dtype == torch.bfloat16:
-        return ChunkConfig(
-            rows=64,
-            keys=keys,
-            values=width,
-            operands=dtype,
-            precision="tf32",
-            columns=min(64, width),
-            stages=2,
-            system_warps=4,
-            scan_warps=4,
-        )
-    is_half = dtype in HALF_DTYPES
-    return ChunkConfig(
-        rows=32 if is_half else 16,
+    is_float = dtype == torch.float32
+    config = ChunkConfig(
+        rows=64,
         keys=keys,
         values=width,
-        operands=torch.float32,
-        precision="tf32" if is_half else "tf32x3",
+        part=max(keys, width),
+        operands=dtype if dtype == torch.bfloat16 else torch.float32,
+        precision="tf32x3" if is_float else "tf32",
         columns=min(32, width),
-        stages=1,
+        stages=2,
         system_warps=8,
         scan_warps=8,
     )
+    if config.operands == torch.float32:
+        return replace(config, rows=16 if is_float else 32, stages=1)
+    if keys > 128:
+        return replace(config, rows=32)
+    if arch == "sm_90":
+        # Its products read one operand from shared memory, so more of the state fits.
+        return replace(
+            config, part=min(64, keys, width), columns=min(64, width), system_warps=4, scan_warps=4
+        )
+    return config

@@ -72,6 +72,7 @@ def run_chunks_(
         EPS=L2_EPS,
         BK=config.keys,
         BV=config.values,
+        PART=config.part,
         BT=config.rows,
         PRECISION=config.precision,
         num_warps=config.system_warps,
@@ -163,6 +164,7 @@ def _chunk_systems(
     EPS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PART: tl.constexpr,
     BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -174,15 +176,14 @@ def _chunk_systems(
     count = tl.load(starts_ptr + r + 1) - start
     first = (chunk - (start // BT + r)) * BT
     if (count > 1) & (first < count):
-        i, k, v = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+        i, k = tl.arange(0, BT), tl.arange(0, BK)
         in_t = i < count - first
         of_keys = in_t[:, None] & (k < K)[None, :]
-        of_values = in_t[:, None] & (v < V)[None, :]
         # From here on at the chunk's first row of this head.
         row = (start + first).to(tl.int64)
         mixed_ptr += row * stride_mixed
         query_ptrs = mixed_ptr + h // (H // J) * K + i[:, None] * stride_mixed + k[None, :]
-        value_ptrs = mixed_ptr + 2 * J * K + h * V + i[:, None] * stride_mixed + v[None, :]
+        key_ptr = mixed_ptr + J * K + h // (H // J) * K
         of_head = row * H + h
         factors_ptr += h.to(tl.int64) * T + row
         key = tl.load(query_ptrs + J * K, mask=of_keys, other=0.0)
@@ -216,14 +217,27 @@ def _chunk_systems(
         overlap *= left * (key_norm * beta)[:, None]
         inverse = _inverse(overlap, BT, INVERSE, PRECISION)
         own = (inverse * beta[None, :]).to(OPERAND)
-        value = tl.load(value_ptrs, mask=of_values, other=0.0).to(OPERAND)
-        u = tl.dot(own, value, input_precision=PRECISION)
-        u_ptrs = u_ptr + of_head * V + i[:, None] * (H * V) + v[None, :]
-        tl.store(u_ptrs, u.to(OPERAND), mask=of_values)
         old = (inverse * (beta * key_norm * tl.exp(total))[None, :]).to(OPERAND)
-        w = tl.dot(old, key, input_precision=PRECISION)
-        w_ptrs = w_ptr + of_head * K + i[:, None] * (H * K) + k[None, :]
-        tl.store(w_ptrs, w.to(OPERAND), mask=of_keys)
+        value_ptr = mixed_ptr + 2 * J * K + h * V
+        CV: tl.constexpr = min(BV, PART)
+        for part in tl.static_range(BV // CV):
+            v = part * CV + tl.arange(0, CV)
+            of_values = in_t[:, None] & (v < V)[None, :]
+            value_ptrs = value_ptr + i[:, None] * stride_mixed + v[None, :]
+            value = tl.load(value_ptrs, mask=of_values, other=0.0).to(OPERAND)
+            u = tl.dot(own, value, input_precision=PRECISION)
+            u_ptrs = u_ptr + of_head * V + i[:, None] * (H * V) + v[None, :]
+            tl.store(u_ptrs, u.to(OPERAND), mask=of_values)
+        CK: tl.constexpr = min(BK, PART)
+        for part in tl.static_range(BK // CK):
+            if CK < BK:
+                k = part * CK + tl.arange(0, CK)
+                of_keys = in_t[:, None] & (k < K)[None, :]
+                key_ptrs = key_ptr + i[:, None] * stride_mixed + k[None, :]
+                key = tl.load(key_ptrs, mask=of_keys, other=0.0).to(OPERAND)
+            w = tl.dot(old, key, input_precision=PRECISION)
+            w_ptrs = w_ptr + of_head * K + i[:, None] * (H * K) + k[None, :]
+            tl.store(w_ptrs, w.to(OPERAND), mask=of_keys)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from qkernels.delta_net.state import StateStep
 from qkernels.delta_net.triton_chunks import run_chunks_
 from qkernels.delta_net.triton_gates import decay_log, write_share
 from qkernels.gpu.config import ceil_div
-from qkernels.gpu.device import shared_bytes
+from qkernels.gpu.device import arch
 from qkernels.gpu.launch import launch, on_device
 
 
@@ -38,7 +38,7 @@ def delta_rule_(
     rule = mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, o_THV
     with on_device(mixed_TC):
         if step.max_query_len > 1:
-            config = chunk_config(K, V, mixed_TC.dtype, shared_bytes(mixed_TC.device))
+            config = chunk_config(K, V, mixed_TC.dtype, arch(mixed_TC.device))
             run_chunks_(*rule, step, config)
         # Also behind chunks: the longest request may be shorter than the host knows.
         config = step_config(K, V)
