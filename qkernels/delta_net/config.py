@@ -77,7 +77,7 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     if config.operands == torch.float32:
         return replace(config, rows=16 if is_float else 32, stages=1)
     if keys > 128:
-        return replace(config, rows=32)
+        return replace(config, rows=32, columns=16)
     if arch == "sm_90":
         # Its products read one operand from shared memory, so more of the state fits.
         return replace(

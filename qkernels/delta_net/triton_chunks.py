@@ -139,7 +139,7 @@ def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.const
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "T"])
 def _chunk_systems(
     mixed_ptr,
     b_ptr,
@@ -240,7 +240,7 @@ def _chunk_systems(
             tl.store(w_ptrs, w.to(OPERAND), mask=of_keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _chunk_scan(
     mixed_ptr,
     u_ptr,
