@@ -79,8 +79,14 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     if keys > 128:
         return replace(config, rows=32, columns=16)
     if arch == "sm_90":
-        # Its products read one operand from shared memory, so more of the state fits.
+        # Its products read one operand from shared memory, so more of the state fits. With two
+        # stages the next chunk's loads would begin behind a chunk's products, not beside them.
         return replace(
-            config, part=min(64, keys, width), columns=min(64, width), system_warps=4, scan_warps=4
+            config,
+            part=min(64, keys, width),
+            columns=min(64, width),
+            stages=3,
+            system_warps=4,
+            scan_warps=4,
         )
     return config
