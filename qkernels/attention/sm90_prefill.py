@@ -33,6 +33,7 @@ from qkernels.attention.sm90_prefill_structs import (
     STAGES,
     TILE_STAGES,
     TILE_WORDS,
+    WIDE_KEYS,
     Attention,
     SharedMemory,
 )
@@ -195,15 +196,17 @@ def _prefill_attention(
     KV_8BIT: gl.constexpr = k_scales_ptr is not None
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     operand: gl.constexpr = gl.float16 if KV_8BIT else dtype
+    keys: gl.constexpr = KEYS if PADDED_D <= 128 else WIDE_KEYS
+    query_stages: gl.constexpr = TILE_STAGES if PADDED_D <= 128 else 1
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_memory = gl.allocate_shared_memory(operand, [STAGES, KEYS, PADDED_D], layout)
-    v_memory = gl.allocate_shared_memory(operand, [STAGES, KEYS, PADDED_D], layout)
-    q_memory = gl.allocate_shared_memory(dtype, [TILE_STAGES * 2, CONSUMER_ROWS, PADDED_D], layout)
+    k_memory = gl.allocate_shared_memory(operand, [STAGES, keys, PADDED_D], layout)
+    v_memory = gl.allocate_shared_memory(operand, [STAGES, keys, PADDED_D], layout)
+    q_memory = gl.allocate_shared_memory(dtype, [query_stages * 2, CONSUMER_ROWS, PADDED_D], layout)
     tile_memory = gl.allocate_shared_memory(gl.int32, [TILE_STAGES * TILE_WORDS, 1], flat)
     k = make_pipeline(k_memory, STAGES, 2)
     v = make_pipeline(v_memory, STAGES, 2)
-    q = make_pipeline(q_memory, TILE_STAGES, 2)
+    q = make_pipeline(q_memory, query_stages, 2)
     tiles = make_pipeline(tile_memory, TILE_STAGES, 4 if KV_8BIT else 3)
     codes = None
     vectors = None
@@ -252,6 +255,7 @@ def _prefill_attention(
         GROUP=H // J,
         D=D,
         PADDED_D=PADDED_D,
+        KEYS=keys,
         B=B,
         WINDOWED=WINDOWED,
         SOFT_CAP=SOFT_CAP,

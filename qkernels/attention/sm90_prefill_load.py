@@ -10,15 +10,12 @@ from qkernels.attention.sm90_prefill_structs import (
     CONSUMER_ROWS,
     COUNT,
     FIRST_ROW,
-    KEYS,
     KV_HEAD,
     LENGTH,
     REQUEST,
     ROWS,
     SPLIT,
-    STAGES,
     START,
-    TILE_STAGES,
     TILE_WORDS,
     Tile,
     tile_word,
@@ -35,11 +32,12 @@ def zero_tail(v, count, length, B: gl.constexpr):
 
     Where both consumers do it, neither waits for the other: they write the same.
     """
+    KEYS: gl.constexpr = v.mem.shape[1]
     chunks: gl.constexpr = v.mem.shape[2] // COLUMNS
     lanes: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     memory: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = reshaped(v.mem, [STAGES * chunks * (KEYS // B), B, COLUMNS], memory)
+    boxes = reshaped(v.mem, [v.num_stages * chunks * (KEYS // B), B, COLUMNS], memory)
     for c in gl.static_range(chunks):
         box = (v.consumer_at(count).stage * chunks + c) * (KEYS // B) + length % KEYS // B
         box = boxes.index(box)
@@ -117,7 +115,7 @@ def _announce(tiles, count, request, tile):
 
 
 @gluon.jit
-def _load_step(desc, pipeline, count, pages, kv_head, B: gl.constexpr):
+def _load_step(desc, pipeline, count, pages, kv_head, KEYS: gl.constexpr, B: gl.constexpr):
     """TMA loads of one step's keys, or values, into the stages from number `count` on."""
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     WIDTH: gl.constexpr = desc.block_shape[3]
@@ -147,6 +145,7 @@ def _load_step(desc, pipeline, count, pages, kv_head, B: gl.constexpr):
 @gluon.jit
 def _load_steps(attention, shared, count, first, last, tile, steps, table):
     """Steps first..last of a tile, from its last key on. `count`: number of its step 0."""
+    KEYS: gl.constexpr = attention.KEYS
     B: gl.constexpr = attention.B
     nowhere = attention.k_desc.shape[0]
     for i in range(first, last):
@@ -162,12 +161,12 @@ def _load_steps(attention, shared, count, first, last, tile, steps, table):
         if attention.KV_8BIT:
             stages_of_step: gl.constexpr = KEYS // shared.codes.mem.shape[1]
             stage = (count + i) * (2 * stages_of_step)
-            _load_step(attention.k_desc, shared.codes, stage, pages, tile.kv_head, B)
+            _load_step(attention.k_desc, shared.codes, stage, pages, tile.kv_head, KEYS, B)
             stage += stages_of_step
-            _load_step(attention.v_desc, shared.codes, stage, pages, tile.kv_head, B)
+            _load_step(attention.v_desc, shared.codes, stage, pages, tile.kv_head, KEYS, B)
         else:
-            _load_step(attention.k_desc, shared.k, count + i, pages, tile.kv_head, B)
-            _load_step(attention.v_desc, shared.v, count + i, pages, tile.kv_head, B)
+            _load_step(attention.k_desc, shared.k, count + i, pages, tile.kv_head, KEYS, B)
+            _load_step(attention.v_desc, shared.v, count + i, pages, tile.kv_head, KEYS, B)
 
 
 @gluon.jit
@@ -185,7 +184,7 @@ def load_pages(attention, shared):
         table = attention.tables_ptr + request.to(gl.int64) * attention.stride_table
         num_steps = steps.last - steps.first
         # The next tile is looked up while the first steps of this one are in flight.
-        soon = gl.minimum(1 if attention.KV_8BIT else STAGES, num_steps)
+        soon = gl.minimum(1 if attention.KV_8BIT else shared.k.num_stages, num_steps)
         _load_steps(attention, shared, count, 0, soon, tile, steps, table)
         next_request, next_tile = _next_tile(attention)
         _announce(shared.tiles, tiles, next_request, next_tile)
@@ -205,7 +204,7 @@ def load_queries(attention, shared):
     blocks_of_consumer: gl.constexpr = chunks * (CONSUMER_ROWS // QUERY_ROWS)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     memory: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    shape: gl.constexpr = [TILE_STAGES * 2 * blocks_of_consumer, QUERY_ROWS, COLUMNS]
+    shape: gl.constexpr = [shared.q.num_stages * 2 * blocks_of_consumer, QUERY_ROWS, COLUMNS]
     blocks = reshaped(shared.q.mem, shape, memory)
     tile = 0
     while wait_tile(shared.tiles, tile):

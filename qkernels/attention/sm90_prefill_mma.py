@@ -23,7 +23,6 @@ from qkernels.attention.sm90_prefill_structs import (
     CONSUMER_ROWS,
     COUNT,
     FIRST_ROW,
-    KEYS,
     KV_HEAD,
     LENGTH,
     SPLIT,
@@ -69,6 +68,7 @@ def _softmax(attention, shared, scale, score, last_key, largest, total, n, MASKE
     WINDOWED: gl.constexpr = attention.WINDOWED
     SOFT_CAP: gl.constexpr = attention.SOFT_CAP
     HAS_VECTORS: gl.constexpr = attention.KV_8BIT and not attention.UNIFORM
+    KEYS: gl.constexpr = attention.KEYS
     layout: gl.constexpr = score.type.layout
     stage = shared.k.consumer_at(n).stage
     if HAS_VECTORS:
@@ -114,7 +114,7 @@ def _capped(score, cap_log2, scale):
 @gluon.jit
 def _packed(softmax):
     """With weights as float16x2: from step to step, single ones take a register each."""
-    low, high = softmax.weight.reshape([CONSUMER_ROWS, KEYS // 2, 2]).split()
+    low, high = softmax.weight.reshape([CONSUMER_ROWS, softmax.weight.shape[1] // 2, 2]).split()
     weight = gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -129,7 +129,7 @@ def _operand_a(weight, dtype: gl.constexpr, layout: gl.constexpr):
     if weight.dtype == gl.int32:
         low = weight.to(gl.int16).to(gl.float16, bitcast=True)
         high = (weight >> 16).to(gl.int16).to(gl.float16, bitcast=True)
-        weight = gl.join(low, high).reshape([CONSUMER_ROWS, KEYS])
+        weight = gl.join(low, high).reshape([CONSUMER_ROWS, 2 * weight.shape[1]])
     return gl.convert_layout(weight.to(dtype), layout)
 
 
@@ -148,6 +148,7 @@ def _float16_queries(q, layout: gl.constexpr):
 def _steps(attention, shared, tile, first, last, values, softmax, MASKED: gl.constexpr):
     """Steps first..last of a tile: scores of one, while the values of the one before are summed."""
     PADDED_D: gl.constexpr = attention.PADDED_D
+    KEYS: gl.constexpr = attention.KEYS
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PADDED_D, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
@@ -186,6 +187,7 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
     D: gl.constexpr = attention.D
     GROUP: gl.constexpr = attention.GROUP
     PADDED_D: gl.constexpr = attention.PADDED_D
+    KEYS: gl.constexpr = attention.KEYS
     NUM_SPLITS: gl.constexpr = attention.NUM_SPLITS
     tiles = shared.tiles
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])

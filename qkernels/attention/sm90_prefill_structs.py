@@ -9,15 +9,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import base_value
 
-from qkernels.attention.config import PREFILL_KEYS, PREFILL_ROWS, PREFILL_STAGES
+from qkernels.attention.config import (
+    PREFILL_KEYS,
+    PREFILL_ROWS,
+    PREFILL_STAGES,
+    PREFILL_WIDE_KEYS,
+)
 from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.gpu.pipeline import Pipeline
 
 ROWS = gl.constexpr(PREFILL_ROWS)
 CONSUMER_ROWS = gl.constexpr(PREFILL_ROWS // 2)  # of one of the two consumer warpgroups
-KEYS = gl.constexpr(PREFILL_KEYS)
+KEYS = gl.constexpr(PREFILL_KEYS)  # of a step; with heads of more than 128 WIDE_KEYS
+WIDE_KEYS = gl.constexpr(PREFILL_WIDE_KEYS)
 STAGES = gl.constexpr(PREFILL_STAGES)  # of keys, and of values
-TILE_STAGES = gl.constexpr(2)  # of tiles, and of their queries
+TILE_STAGES = gl.constexpr(2)  # of tiles, and of their queries, but for heads of more than 128
 CODE_STAGES = gl.constexpr(3)  # of 8-bit codes, keys' and values' in turn
 CODE_ROWS = gl.constexpr(64)  # keys, or values, whose codes fill a stage
 COLUMNS = gl.constexpr(64)  # 128 bytes of 16-bit numbers: the widest row that is swizzled
@@ -69,6 +75,7 @@ class Attention:
     GROUP: gl.constexpr  # query heads of a KV head
     D: gl.constexpr
     PADDED_D: gl.constexpr
+    KEYS: gl.constexpr  # of a step
     B: gl.constexpr
     WINDOWED: gl.constexpr
     SOFT_CAP: gl.constexpr
@@ -83,7 +90,7 @@ class SharedMemory:
     """The pipelines, each with its producer, and its consumers in brackets."""
 
     tiles: Pipeline  # words, from load_pages [all others]
-    q: Pipeline  # [TILE_STAGES * 2, CONSUMER_ROWS, PADDED_D], from load_queries [attend]
+    q: Pipeline  # [stages * 2, CONSUMER_ROWS, PADDED_D], from load_queries [attend]
     k: Pipeline  # [STAGES, KEYS, PADDED_D], from load_pages or dequantize_pages [attend]
     v: Pipeline
     codes: base_value  # 8-bit KV: [CODE_STAGES, CODE_ROWS, PADDED_D], from load_pages [dequantize]
@@ -104,6 +111,7 @@ class Tile:
     def steps(self, attention):
         """The first key that the tile sees, and its steps of keys: at least one."""
         GROUP: gl.constexpr = attention.GROUP
+        KEYS: gl.constexpr = attention.KEYS
         before = self.length - self.count  # keys before the request's first row
         end = before + gl.minimum((self.first_row + ROWS - 1) // GROUP + 1, self.count)
         begin = 0

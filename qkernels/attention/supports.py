@@ -2,6 +2,7 @@
 
 import torch
 
+from qkernels.attention.config import PREFILL_WIDE_KEYS
 from qkernels.gpu import device as gpu_device
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import (
@@ -50,10 +51,17 @@ def sm90_prefill(problem: Problem) -> str | None:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.pages_dtype not in (None, problem.dtype, *CODE_DTYPES.values()):
         return f"takes pages of {problem.dtype}, int8 or float8, not {problem.pages_dtype}"
-    if not 16 <= problem.head_dim <= 128 or problem.head_dim % 8:
-        return f"takes heads of 16 to 128, divisible by 8, not {problem.head_dim}"
+    if not 16 <= problem.head_dim <= 256 or problem.head_dim % 8:
+        return f"takes heads of 16 to 256, divisible by 8, not {problem.head_dim}"
+    if problem.head_dim > 128 and problem.pages_dtype in CODE_DTYPES.values():
+        return f"takes heads of up to 128 over 8-bit pages, not {problem.head_dim}"
     if problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
+    if problem.head_dim > 128 and problem.page_size > PREFILL_WIDE_KEYS:
+        return (
+            f"takes pages of up to {PREFILL_WIDE_KEYS} tokens with heads of more than 128, not"
+            f" {problem.page_size}"
+        )
     if not problem.tma_pages:
         return "takes pages whose address and strides are multiples of 16 bytes"
     return None

@@ -1,11 +1,10 @@
 """Tiles of the gated delta net's kernels, in plain Python. Legend as in ops.py."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qkernels.gpu.config import power_of_two
-from qkernels.problem import HALF_DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,14 +17,28 @@ class ConvConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaConfig:
-    """One launch of delta_rule_."""
+class StepConfig:
+    """One launch of delta_rule_ for rows that are their request's only one."""
 
     keys: int  # K, as a power of two
     columns: int  # of a head's state in one program: of its values
-    rows: int  # of a chunk; 1: a request has no more, and nothing is multiplied by tiles
     warps: int
-    precision: str  # of products
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkConfig:
+    """The two launches of delta_rule_ for longer prompts."""
+
+    rows: int  # of a chunk
+    keys: int  # K, as a power of two
+    values: int  # V, as a power of two
+    part: int  # columns of u and of w that the first kernel makes at once, at most
+    operands: torch.dtype  # of products, and of what the first kernel hands to the scan
+    precision: str  # of products, where operands are float32
+    columns: int  # of a head's state in one program of the scan
+    stages: int  # of the scan's loop
+    system_warps: int
+    scan_warps: int
 
 
 def conv_config(max_query_len: int) -> ConvConfig:
@@ -35,14 +48,45 @@ def conv_config(max_query_len: int) -> ConvConfig:
     return ConvConfig(channels=64, rows=16, warps=4)
 
 
-def delta_config(max_query_len: int, K: int, V: int, dtype: torch.dtype) -> DeltaConfig:
+def step_config(K: int, V: int) -> StepConfig:
     """32 columns of 128 keys are 16 KiB: the state stays in registers, and 128 programs of 32 heads
-    fill a GPU at one request. Chunks of more than 16 rows would not fit beside it, nor would 32
-    columns in float32, whose products take no tensor cores.
+    fill a GPU at one request.
     """
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
-    if max_query_len == 1:
-        return DeltaConfig(keys=keys, columns=min(32, width), rows=1, warps=4, precision="ieee")
-    if dtype in HALF_DTYPES:
-        return DeltaConfig(keys=keys, columns=min(32, width), rows=16, warps=4, precision="tf32")
-    return DeltaConfig(keys=keys, columns=16, rows=16, warps=8, precision="ieee")
+    return StepConfig(keys=keys, columns=min(32, width), warps=4)
+
+
+def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
+    """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
+    takes tf32, and float32 three products of tf32 for each. `arch`: as qkernels.gpu.device has it.
+    """
+    keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
+    is_float = dtype == torch.float32
+    config = ChunkConfig(
+        rows=64,
+        keys=keys,
+        values=width,
+        part=max(keys, width),
+        operands=dtype if dtype == torch.bfloat16 else torch.float32,
+        precision="tf32x3" if is_float else "tf32",
+        columns=min(32, width),
+        stages=2,
+        system_warps=8,
+        scan_warps=8,
+    )
+    if config.operands == torch.float32:
+        return replace(config, rows=16 if is_float else 32, stages=1)
+    if keys > 128:
+        return replace(config, rows=32, columns=16)
+    if arch == "sm_90":
+        # Its products read one operand from shared memory, so more of the state fits. With two
+        # stages the next chunk's loads would begin behind a chunk's products, not beside them.
+        return replace(
+            config,
+            part=min(64, keys, width),
+            columns=min(64, width),
+            stages=3,
+            system_warps=4,
+            scan_warps=4,
+        )
+    return config

@@ -6,11 +6,12 @@ from qkernels import ops
 from qkernels.delta_net.state import StateSlots, StateStep
 from tests.qkernels.compile.cards import empty
 
-J, H, K, V, TAPS = 16, 32, 128, 128, 4
+J, H, TAPS = 16, 32, 4
 
 
-def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16, K: int = 128) -> None:
     """A layer of R requests with `count` tokens each, between its projections."""
+    V = K
     T, channels = R * count, 2 * J * K + H * V
     step = StateStep(
         query_starts_R1=torch.zeros(R + 1, dtype=torch.int32),

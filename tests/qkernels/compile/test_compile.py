@@ -53,10 +53,8 @@ SPILLS = (
     (("sm_90",), "collective.one_shot_norm", "norm of ", 1, 0),
     # a row of 16384 channels leaves 64 registers a thread
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
-    # products of mma hold both operands in registers, for all keys
-    (("sm_80", "sm_89", "sm_120"), "delta_net.triton_delta", "delta net, a prompt", 128, 0),
-    # float32 takes no tensor cores: a product holds whole rows
-    (tuple(CARDS), "delta_net.triton_delta", "delta net, prompts in float32", 448, 0),
+    # a product of float32 is three of tf32, with parts of both operands in registers
+    (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float32", 256, 24),
     # where few groups are read again, with bias, mask, penalties and all filters in one kernel
     (tuple(CARDS), "sampling.triton_sample", "", 24, 0),
 )

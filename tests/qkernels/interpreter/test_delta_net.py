@@ -8,7 +8,7 @@ import torch
 
 from qkernels import ops
 from qkernels.delta_net import reference, triton_delta
-from qkernels.delta_net.config import delta_config
+from qkernels.delta_net.config import chunk_config
 from tests.qkernels.delta_net_case import DeltaCase
 
 SIZES = {"J": 2, "H": 4, "K": 12, "V": 20, "taps": 4}
@@ -142,11 +142,96 @@ def test_norm_rounds_where_the_reference_does(device, half, poison, V):
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(half).eps, atol=1e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("rows", [32, 64])
-def test_other_chunks(device, poison, assert_close, monkeypatch, rows):
-    def config(*args):
-        return replace(delta_config(*args), rows=rows)
+# What products of 16 bits take on a GPU whose activations are bfloat16; part: less than a head.
+HALF_TILES = {
+    "rows 64": {"rows": 64},
+    "rows 32, in parts": {"rows": 32, "part": 16, "columns": 16},
+}
 
-    monkeypatch.setattr(triton_delta, "delta_config", config)
-    test_rule_is_the_recurrence(device, torch.float16, poison, assert_close, "prompts", True)
+
+def half_operands(monkeypatch, half, **tiles):
+    """From now on prompts are multiplied in `half`, sums aside."""
+
+    def config(*args):
+        return replace(chunk_config(*args), operands=half, **tiles)
+
+    monkeypatch.setattr(triton_delta, "chunk_config", config)
+
+
+@pytest.mark.parametrize("tiles", HALF_TILES)
+def test_operands_of_16_bits(device, half, poison, assert_close, monkeypatch, tiles):
+    half_operands(monkeypatch, half, **HALF_TILES[tiles])
+    test_rule_is_the_recurrence(device, half, poison, assert_close, "prompts", False)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_every_length(device, half, poison, assert_close, monkeypatch, is_half):
+    """Requests of 1 to 200 rows side by side, at the edges of chunks of 16, 32 and 64 rows."""
+    if is_half:
+        half_operands(monkeypatch, half, rows=64)
+    counts = (64, 1, 15, 128, 16, 2, 17, 0, 63, 1, 65, 31, 200, 33, 32, 129, 127)
+    before = tuple(7 * (r % 3) for r in range(len(counts)))
+    case = DeltaCase(counts=counts, before=before, J=1, H=2, K=16, V=8, taps=4)
+    case = case.to(half if is_half else torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want_states, got_states = wide.memory_PHKV.clone(), case.memory_PHKV.clone()
+    want = reference.delta_rule_(*wide.rule, want_states, wide.step)
+    got = ops.delta_rule_(*case.rule, got_states, case.step, kernel="triton")
+    limit, start = 5e-3 if is_half else 1e-5, 0
+    for count, slot in zip(counts, case.slots, strict=True):
+        if count:
+            rows = slice(start, start + count)
+            assert_close(f"o of {count} rows", want[rows], got[rows], limit)
+            assert_close(f"state of {count} rows", want_states[slot], got_states[slot], limit)
+        start += count
+
+
+def test_many_requests_of_which_few_have_rows(device, poison, assert_close):
+    """More requests than a program looks at together to find its own."""
+    counts = [0] * 300
+    counts[3], counts[127], counts[128], counts[290] = 20, 1, 35, 3
+    sizes = {"J": 1, "H": 1, "K": 8, "V": 8, "taps": 2}
+    case = DeltaCase(counts=counts, before=[0] * 300, **sizes).to(torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
+    assert_close("o", want, got, 1e-5)
+
+
+def test_heads_of_more_than_128(device, poison, assert_close):
+    sizes = {"J": 1, "H": 1, "K": 136, "V": 130, "taps": 2}
+    case = DeltaCase(counts=(70,), before=(5,), **sizes).to(torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
+    assert_close("o", want, got, 1e-5)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_tokens_that_forget_all(device, half, poison, assert_close, monkeypatch, is_half):
+    """Behind a token with a decay of exp(-1e6) the others' small decays still count."""
+    if is_half:
+        half_operands(monkeypatch, half, rows=64)
+    case = DeltaCase(counts=(80,), before=(3,), **SIZES)
+    case.a_TH[[5, 40, 41]] = 6e4
+    case.a_log_H.fill_(2.7)
+    case.dt_bias_H.fill_(-7.0)
+    case = case.to(half if is_half else torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
+    assert_close("o", want, got, 5e-3 if is_half else 1e-4)
+
+
+def test_keys_that_are_alike_in_16_bits(device, half, poison, assert_close, monkeypatch):
+    """The inverse stays small there, so float16 holds it."""
+    half_operands(monkeypatch, half, rows=64)
+    case = DeltaCase(counts=(64,), before=(0,), **SIZES)
+    case.mixed_TC[:, 24:48] = case.mixed_TC[0, 24:48]
+    case.a_log_H.fill_(-20.0)
+    case.b_TH.fill_(6.0)
+    case = case.to(half, device)
+    wide = case.to(torch.float64, device)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
+    assert_close("o", want, got, 1e-2)

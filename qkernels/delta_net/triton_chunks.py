@@ -1,0 +1,317 @@
+"""The gated delta rule for prompts in Triton: all chunks' systems at once, then a scan over chunks.
+
+Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
+first kernel inverts it for every chunk of every request and head in parallel, and writes what the
+scan multiplies the state with; the scan has some columns of a head's state in registers and takes
+its request's chunks in order, products only. Requests with one row are left to triton_delta.py.
+
+Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
+as they are, and scaled to length 1 in the sums: no rounding. Logarithms of decays enter exp as sums
+and differences that are never above 0. The inverse, and all that makes it, is at most 1 in size
+(each entry is a product of contractions 1 - beta k k^T between keys), so float16, with as many
+digits as tf32 has, holds it for operands of 16 bits.
+
+Legend as in ops.py; BK keys, BV columns and BT rows of a tile; u [T, H, V] and w [T, H, K]: a chunk
+writes u - w S onto the state S before it; inner [T, H, BT]: what its rows read of its own writes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.delta_net.config import ChunkConfig
+from qkernels.delta_net.reference import L2_EPS
+from qkernels.delta_net.state import StateStep
+from qkernels.delta_net.triton_gates import decay_log, write_share
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.launch import launch
+
+
+def run_chunks_(
+    mixed_TC: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHKV: torch.Tensor,
+    o_THV: torch.Tensor,
+    step: StateStep,
+    config: ChunkConfig,
+) -> None:
+    """As ops.delta_rule_ for the requests with more than one row: their part of `o`, `memory`."""
+    T, C = mixed_TC.shape
+    _, H, K, V = memory_PHKV.shape
+    R = step.slots_R.shape[0]
+    sizes = {"J": (C - H * V) // (2 * K), "H": H, "K": K, "V": V}
+    operands = {"dtype": config.operands, "device": mixed_TC.device}
+    u_THV = torch.empty((T, H, V), **operands)
+    w_THK = torch.empty((T, H, K), **operands)
+    inner_THB = torch.empty((T, H, config.rows), **operands)
+    factors_3HT = torch.empty((3, H, T), dtype=torch.float32, device=mixed_TC.device)
+    launch(
+        _chunk_systems,
+        # Request r has its chunks from starts[r] / rows + r on: numbers that no other has.
+        (T // config.rows + R, H),
+        mixed_TC,
+        b_TH,
+        a_TH,
+        a_log_H,
+        dt_bias_H,
+        u_THV,
+        w_THK,
+        inner_THB,
+        factors_3HT,
+        step.query_starts_R1,
+        R,
+        T,
+        mixed_TC.stride(0),
+        b_TH.stride(0),
+        a_TH.stride(0),
+        **sizes,
+        SCALE=K**-0.5,
+        EPS=L2_EPS,
+        BK=config.keys,
+        BV=config.values,
+        PART=config.part,
+        BT=config.rows,
+        PRECISION=config.precision,
+        num_warps=config.system_warps,
+    )
+    launch(
+        _chunk_scan,
+        (ceil_div(V, config.columns), H, R),
+        mixed_TC,
+        u_THV,
+        w_THK,
+        inner_THB,
+        factors_3HT,
+        memory_PHKV,
+        o_THV,
+        step.query_starts_R1,
+        step.context_lengths_R,
+        step.slots_R,
+        T,
+        mixed_TC.stride(0),
+        **sizes,
+        BK=config.keys,
+        BV=config.columns,
+        BT=config.rows,
+        PRECISION=config.precision,
+        STAGES=config.stages,
+        num_warps=config.scan_warps,
+    )
+
+
+@triton.jit
+def _request_of(chunk, starts_ptr, R, BT: tl.constexpr):
+    """The request whose number for its first chunk is the largest that is not above `chunk`."""
+    BR: tl.constexpr = 128
+    found = 0
+    for first in range(0, R, BR):
+        r = first + tl.arange(0, BR)
+        number = tl.load(starts_ptr + r, mask=r < R, other=0) // BT + r
+        found += tl.sum(((number <= chunk) & (r < R)).to(tl.int32), 0)
+    return found - 1
+
+
+@triton.jit
+def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + lower)^-1 of a strictly lower triangular matrix [BT, BT].
+
+    From the inverses of the blocks on the diagonal to those of twice their size: the block below
+    the diagonal is -inv(right) lower inv(left).
+    """
+    i = tl.arange(0, BT)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    lower = lower.to(OPERAND)
+    for level in tl.static_range(8):
+        size = 2**level
+        if size < BT:
+            same = (i // (2 * size))[:, None] == (i // (2 * size))[None, :]
+            below = same & ((i & size)[:, None] > (i & size)[None, :])
+            of_level = tl.where(below, lower, 0.0)
+            if size == 1:
+                inverse -= of_level.to(tl.float32)
+            else:
+                known = inverse.to(OPERAND)
+                found = tl.dot(of_level, known, input_precision=PRECISION)
+                inverse = tl.dot(known, -found.to(OPERAND), inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _chunk_systems(
+    mixed_ptr,
+    b_ptr,
+    a_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    u_ptr,
+    w_ptr,
+    inner_ptr,
+    factors_ptr,
+    starts_ptr,
+    R,
+    T,
+    stride_mixed,
+    stride_b,
+    stride_a,
+    J: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PART: tl.constexpr,
+    BT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    OPERAND: tl.constexpr = w_ptr.dtype.element_ty
+    INVERSE: tl.constexpr = tl.float32 if tl.float32 == OPERAND else tl.float16
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    r = _request_of(chunk, starts_ptr, R, BT)
+    start = tl.load(starts_ptr + r)
+    count = tl.load(starts_ptr + r + 1) - start
+    first = (chunk - (start // BT + r)) * BT
+    if (count > 1) & (first < count):
+        i, k = tl.arange(0, BT), tl.arange(0, BK)
+        in_t = i < count - first
+        of_keys = in_t[:, None] & (k < K)[None, :]
+        # From here on at the chunk's first row of this head.
+        row = (start + first).to(tl.int64)
+        mixed_ptr += row * stride_mixed
+        query_ptrs = mixed_ptr + h // (H // J) * K + i[:, None] * stride_mixed + k[None, :]
+        key_ptr = mixed_ptr + J * K + h // (H // J) * K
+        of_head = row * H + h
+        factors_ptr += h.to(tl.int64) * T + row
+        key = tl.load(query_ptrs + J * K, mask=of_keys, other=0.0)
+        wide = key.to(tl.float32)
+        key_norm = tl.rsqrt(tl.sum(wide * wide, 1) + EPS)
+        key = key.to(OPERAND)
+        a = tl.load(a_ptr + row * stride_a + h + i * stride_a, mask=in_t, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + row * stride_b + h + i * stride_b, mask=in_t, other=0.0).to(tl.float32)
+        # Rows behind the end write nothing and forget nothing.
+        beta = tl.where(in_t, write_share(b), 0.0)
+        decay = decay_log(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
+        decay = tl.where(in_t, decay, 0.0)
+        total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
+        causal = i[:, None] >= i[None, :]
+        left = tl.where(causal, total[:, None] - total[None, :], 0.0)
+        left = tl.where(causal, tl.exp(left), 0.0) * key_norm[None, :]
+
+        query = tl.load(query_ptrs, mask=of_keys, other=0.0)
+        wide = query.to(tl.float32)
+        read = tl.rsqrt(tl.sum(wide * wide, 1) + EPS) * SCALE
+        inner = tl.dot(query.to(OPERAND), tl.trans(key), input_precision=PRECISION)
+        inner *= left * read[:, None]
+        inner_ptrs = inner_ptr + of_head * BT + i[:, None] * (H * BT) + i[None, :]
+        tl.store(inner_ptrs, inner.to(OPERAND), mask=in_t[:, None])
+        tl.store(factors_ptr + i, read * tl.exp(total), mask=in_t)
+        factors_ptr += H * T.to(tl.int64)
+        tl.store(factors_ptr + i, key_norm * tl.exp(last - total), mask=in_t)
+        tl.store(factors_ptr + H * T.to(tl.int64), tl.exp(last))
+
+        overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        overlap *= left * (key_norm * beta)[:, None]
+        inverse = _inverse(overlap, BT, INVERSE, PRECISION)
+        own = (inverse * beta[None, :]).to(OPERAND)
+        old = (inverse * (beta * key_norm * tl.exp(total))[None, :]).to(OPERAND)
+        value_ptr = mixed_ptr + 2 * J * K + h * V
+        CV: tl.constexpr = min(BV, PART)
+        for part in tl.static_range(BV // CV):
+            v = part * CV + tl.arange(0, CV)
+            of_values = in_t[:, None] & (v < V)[None, :]
+            value_ptrs = value_ptr + i[:, None] * stride_mixed + v[None, :]
+            value = tl.load(value_ptrs, mask=of_values, other=0.0).to(OPERAND)
+            u = tl.dot(own, value, input_precision=PRECISION)
+            u_ptrs = u_ptr + of_head * V + i[:, None] * (H * V) + v[None, :]
+            tl.store(u_ptrs, u.to(OPERAND), mask=of_values)
+        CK: tl.constexpr = min(BK, PART)
+        for part in tl.static_range(BK // CK):
+            if CK < BK:
+                k = part * CK + tl.arange(0, CK)
+                of_keys = in_t[:, None] & (k < K)[None, :]
+                key_ptrs = key_ptr + i[:, None] * stride_mixed + k[None, :]
+                key = tl.load(key_ptrs, mask=of_keys, other=0.0).to(OPERAND)
+            w = tl.dot(old, key, input_precision=PRECISION)
+            w_ptrs = w_ptr + of_head * K + i[:, None] * (H * K) + k[None, :]
+            tl.store(w_ptrs, w.to(OPERAND), mask=of_keys)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _chunk_scan(
+    mixed_ptr,
+    u_ptr,
+    w_ptr,
+    inner_ptr,
+    factors_ptr,
+    memory_ptr,
+    o_ptr,
+    starts_ptr,
+    lengths_ptr,
+    slots_ptr,
+    T,
+    stride_mixed,
+    J: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    OPERAND: tl.constexpr = w_ptr.dtype.element_ty
+    h, r = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + r)
+    count = tl.load(starts_ptr + r + 1) - start
+    if count > 1:
+        slot = tl.load(slots_ptr + r)
+        goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
+        # Keys of the state that are read and written: all or none.
+        keys_read, keys_kept = tl.where(goes_on, K, 0), tl.where(slot >= 0, K, 0)
+        i, k = tl.arange(0, BT), tl.arange(0, BK)
+        v = tl.program_id(0) * BV + tl.arange(0, BV)
+        in_k, in_v = (k < K)[None, :], (v < V)[None, :]
+        place = (slot.to(tl.int64) * H + h) * K * V
+        state_ptrs = memory_ptr + place + k[:, None] * V + v[None, :]
+        state = tl.load(state_ptrs, mask=(k < keys_read)[:, None] & in_v, other=0.0)
+        # From here on at the request's first row of this head.
+        base = start.to(tl.int64)
+        query_ptr = mixed_ptr + base * stride_mixed + h // (H // J) * K
+        of_head = base * H + h
+        u_ptr += of_head * V
+        o_ptr += of_head * V
+        w_ptr += of_head * K
+        inner_ptr += of_head * BT
+        factors_ptr += h.to(tl.int64) * T + base
+        per_factor = H * T.to(tl.int64)
+        query_ptrs = query_ptr + i[:, None] * stride_mixed + k[None, :]
+        w_ptrs = w_ptr + i[:, None] * (H * K) + k[None, :]
+        of_values = i[:, None] * (H * V) + v[None, :]
+        inner_ptrs = inner_ptr + i[:, None] * (H * BT) + i[None, :]
+        for first in tl.range(0, count, BT, num_stages=STAGES):
+            t = tl.cast(first, tl.int64)
+            inside = i < count - first
+            in_t = inside[:, None]
+            w = tl.load(w_ptrs + t * (H * K), mask=in_t & in_k, other=0.0)
+            u = tl.load(u_ptr + t * (H * V) + of_values, mask=in_t & in_v, other=0.0)
+            inner = tl.load(inner_ptrs + t * (H * BT), mask=in_t, other=0.0)
+            keys_ptrs = query_ptrs + t * stride_mixed
+            query = tl.load(keys_ptrs, mask=in_t & in_k, other=0.0).to(OPERAND)
+            key = tl.load(keys_ptrs + J * K, mask=in_t & in_k, other=0.0).to(OPERAND)
+            read = tl.load(factors_ptr + first + i, mask=inside, other=0.0)
+            kept = tl.load(factors_ptr + per_factor + first + i, mask=inside, other=0.0)
+            left = tl.load(factors_ptr + 2 * per_factor + first)
+            before = state.to(OPERAND)
+            written = u - tl.dot(w, before, input_precision=PRECISION)
+            out = tl.dot(query, before, input_precision=PRECISION) * read[:, None]
+            out = tl.dot(inner, written.to(OPERAND), out, input_precision=PRECISION)
+            o_ptrs = o_ptr + t * (H * V) + of_values
+            tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=in_t & in_v)
+            at_end = (written * kept[:, None]).to(OPERAND)
+            state = tl.dot(tl.trans(key), at_end, state * left, input_precision=PRECISION)
+        tl.store(state_ptrs, state, mask=(k < keys_kept)[:, None] & in_v)

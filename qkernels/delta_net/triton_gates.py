@@ -1,0 +1,25 @@
+"""What a token's gates say, in Triton: how much of a head's state it keeps, and how much it writes.
+
+Legend as in ops.py.
+"""
+
+import triton
+import triton.language as tl
+
+# exp(-50) of a number is nothing beside it in float32. Sums of such logarithms stay so small that
+# differences of them are exact to 2e-4.
+LEAST_DECAY_LOG = tl.constexpr(-50.0)
+
+
+@triton.jit
+def decay_log(a, a_log, dt_bias):
+    """-exp(a_log) softplus(a + dt_bias), but at least -50: the logarithm of what is kept."""
+    x = a + dt_bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.maximum(-tl.exp(a_log) * softplus, LEAST_DECAY_LOG)
+
+
+@triton.jit
+def write_share(b):
+    """sigmoid(b): the share of what a token would write that it does write."""
+    return 1.0 / (1.0 + tl.exp(-b))
