@@ -31,8 +31,6 @@ class ChunkConfig:
 
     rows: int  # of a chunk
     keys: int  # K, as a power of two
-    values: int  # V, as a power of two
-    part: int  # columns of u and of w that the first kernel makes at once, at most
     operands: torch.dtype  # of products, and of what the first kernel hands to the scan
     precision: str  # of products, where operands are float32
     columns: int  # of a head's state in one program of the scan
@@ -65,8 +63,6 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     config = ChunkConfig(
         rows=64,
         keys=keys,
-        values=width,
-        part=max(keys, width),
         operands=dtype if dtype == torch.bfloat16 else torch.float32,
         precision="tf32x3" if is_float else "tf32",
         columns=min(32, width),
@@ -83,7 +79,6 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
         # stages the next chunk's loads would begin behind a chunk's products, not beside them.
         return replace(
             config,
-            part=min(64, keys, width),
             columns=min(64, width),
             stages=3,
             system_warps=4,
