@@ -36,6 +36,7 @@ class ChunkConfig:
     columns: int  # of a head's state in one program of the scan
     stages: int  # of the scan's loop
     system_warps: int
+    system_registers: int | None  # of a thread, at most; None: as the compiler likes
     scan_warps: int
 
 
@@ -68,6 +69,7 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
         columns=min(32, width),
         stages=2,
         system_warps=8,
+        system_registers=None,
         scan_warps=8,
     )
     if config.operands == torch.float32:
@@ -75,13 +77,6 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     if keys > 128:
         return replace(config, rows=32, columns=16)
     if arch == "sm_90":
-        # Its products read one operand from shared memory, so more of the state fits. With two
-        # stages the next chunk's loads would begin behind a chunk's products, not beside them.
-        return replace(
-            config,
-            columns=min(64, width),
-            stages=3,
-            system_warps=4,
-            scan_warps=4,
-        )
+        # With two stages the next chunk's loads would begin behind a chunk's products.
+        return replace(config, stages=3, system_warps=4, scan_warps=4)
     return config

@@ -71,6 +71,7 @@ def run_chunks_(
         BT=config.rows,
         PRECISION=config.precision,
         num_warps=config.system_warps,
+        maxnreg=config.system_registers,
     )
     launch(
         _chunk_scan,
@@ -188,8 +189,8 @@ def _chunk_systems(
         decay = tl.where(in_t, decay, 0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
         causal = i[:, None] >= i[None, :]
-        left = tl.where(causal, total[:, None] - total[None, :], 0.0)
-        left = tl.where(causal, tl.exp(left), 0.0) * key_norm[None, :]
+        left = tl.where(causal, total[:, None] - total[None, :], float("-inf"))
+        left = tl.exp(left) * key_norm[None, :]
 
         query = tl.load(query_ptrs, mask=of_keys, other=0.0)
         wide = query.to(tl.float32)
