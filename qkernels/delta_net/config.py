@@ -62,21 +62,24 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     keys, width = max(16, power_of_two(K)), max(16, power_of_two(V))
     is_float = dtype == torch.float32
     config = ChunkConfig(
-        rows=64,
+        rows=32,
         keys=keys,
         operands=dtype if dtype == torch.bfloat16 else torch.float32,
         precision="tf32x3" if is_float else "tf32",
         columns=min(32, width),
         stages=2,
-        system_warps=8,
+        system_warps=4,
         system_registers=None,
         scan_warps=8,
     )
+    if is_float:
+        return replace(config, rows=16, columns=min(16, width), stages=1, system_warps=8)
     if config.operands == torch.float32:
-        return replace(config, rows=16 if is_float else 32, stages=1)
+        return replace(config, stages=1, system_warps=8)
     if keys > 128:
-        return replace(config, rows=32, columns=16)
+        return replace(config, columns=16, system_warps=8)
     if arch == "sm_90":
+        # Its products read operands from shared memory: elsewhere 64 rows do not fit into registers.
         # With two stages the next chunk's loads would begin behind a chunk's products.
-        return replace(config, stages=3, system_warps=4, scan_warps=4)
+        return replace(config, rows=64, stages=3, scan_warps=4)
     return config
