@@ -1,18 +1,18 @@
 """The gated delta rule for prompts in Triton: all chunks' systems at once, then a scan over chunks.
 
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
-first kernel inverts it for every chunk of every request and head in parallel, and writes what the
-scan multiplies the state with; the scan has some columns of a head's state in registers and takes
-its request's chunks in order, products only. Requests with one row are left to triton_delta.py.
+first kernel inverts it for every chunk of every request and head in parallel; the scan has some
+columns of a head's state in registers and takes its request's chunks in order, products only.
+Requests with one row are left to triton_delta.py.
 
 Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
-as they are, and scaled to length 1 in the sums: no rounding. Logarithms of decays enter exp as sums
-and differences that are never above 0. The inverse, and all that makes it, is at most 1 in size
-(each entry is a product of contractions 1 - beta k k^T between keys), so float16, with as many
-digits as tf32 has, holds it for operands of 16 bits.
+as they are, and scaled to length 1 in the sums: no rounding. What enters exp is never above 0. The
+inverse, and all that makes it, is at most 1 in size (each entry is a product of contractions
+1 - beta k k^T between keys), so float16, with as many digits as tf32 has, holds it for operands of
+16 bits.
 
-Legend as in ops.py; BK keys, BV columns and BT rows of a tile; u [T, H, V] and w [T, H, K]: a chunk
-writes u - w S onto the state S before it; inner [T, H, BT]: what its rows read of its own writes.
+Legend as in ops.py; BK keys, BV columns and BT rows of a tile; solve [T, H, BT]: what a chunk
+writes is solve (v - k S), with S the state before it; inner [T, H, BT]: what its rows read of that.
 """
 
 import torch
