@@ -34,7 +34,7 @@ from calibrate.recipe import (
     integer_activations,
     with_act_order,
 )
-from calibrate.report import REPORT, LinearReport, QuantizationReport, tool_versions
+from calibrate.report import REPORT, LinearReport, QuantizationReport, public_name, tool_versions
 from calibrate.report_html import REPORT_HTML, to_html
 from calibrate.solving import LayerContext, LayerState
 from calibrate.verify import LinearDigest, kept_tensors, verify
@@ -259,7 +259,7 @@ def quantize_checkpoint(
             verify(staged, output.digests, model, output.rewritten, config)
         verdicts = inspect_checkpoint(staged).loads_in
         report = QuantizationReport(
-            source=str(source),
+            source=public_name(source),
             source_sha256=combined(
                 [run_identity["model"], *(model.layer_digests[i] for i in range(model.num_layers))]
             ),
@@ -269,9 +269,9 @@ def quantize_checkpoint(
             linears=tuple(output.reports),
             bytes_before=sum(entry.num_bytes for entry in model.entries.values()),
             bytes_after=sum(e.num_bytes for e in CheckpointReader(staged).entries.values()),
-            calibration=run_identity["calibration"],
+            calibration=_public(run_identity["calibration"]),
             kv_cache=kv_cache,
-            adapter=adapter and {"folder": str(adapter), "sha256": run_identity["adapter"]},
+            adapter=adapter and {"name": public_name(adapter), "sha256": run_identity["adapter"]},
             kv_scales=output.kv_scales,
             perplexity=perplexity,
             seconds_by_stage=clock.seconds,
@@ -467,7 +467,7 @@ def _compare(
         changed = (model_tensors[names.last_norm], model_tensors[names.head])
     before, after = stream.perplexities(original, changed)
     return {
-        "text": eval_text,
+        "text": public_name(eval_text),
         "before": before.value,
         "after": after.value,
         "windows": before.windows,
@@ -477,6 +477,11 @@ def _compare(
 
 def _config_changes(model: FloatModel, model_tensors: LayerState) -> dict[str, Any]:
     return {"tie_word_embeddings": False} if model.layer_map.head in model_tensors else {}
+
+
+def _public(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The facts of the data, for readers of the report."""
+    return calibration and {**calibration, "source": public_name(calibration["source"])}
 
 
 def _warnings(

@@ -1,9 +1,11 @@
 """What a quantization run did, in numbers. Knows how to print itself, not how to quantize."""
 
+import os
 import platform
 import re
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -15,11 +17,27 @@ from formats.table import size_text, text_table
 from formats.weights import Weight
 
 REPORT = "quantization_report.json"
+HUB_KINDS = ("models--", "datasets--")  # folders of the hub's cache: kind--owner--name
 NUM_WORST = 5  # linears named in the summary
 MAX_NAMES_SHOWN = 8  # of those left in float for one reason
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")  # (mixture, number)
+
+
+def public_name(source: str | Path) -> str:
+    """What a model or data set is called by others: its name on the hub, or its file's or folder's.
+
+    Reports go out with a model; where it lay on somebody's machine does not.
+    """
+    if not Path(source).exists():
+        return str(source)  # a name already
+    path = Path(os.path.abspath(source))
+    for index, part in enumerate(path.parts[:-2]):
+        if part.startswith(HUB_KINDS) and path.parts[index + 1] == "snapshots":
+            name = part.partition("--")[2].replace("--", "/")
+            return "/".join([name, *path.parts[index + 3 :]])
+    return path.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +108,7 @@ class LinearReport:
 class QuantizationReport:
     """The whole run. Written beside the weights as quantization_report.json."""
 
-    source: str
+    source: str  # the model's name, as its readers know it
     source_sha256: str = ""  # of config.json and of every tensor
     scheme: str
     recipe: str
@@ -101,7 +119,7 @@ class QuantizationReport:
     calibration: dict[str, Any] | None = None  # source, seed, windows, hash of the token ids
     kv_cache: str | None = None  # "int8" or "fp8": the checkpoint has scales for such a KV cache
     kv_scales: dict[str, float] = field(default_factory=dict)  # the largest, by tensors' names
-    adapter: dict[str, str] | None = None  # that stood beside the layers: folder, hash
+    adapter: dict[str, str] | None = None  # that stood beside the layers: name, hash
     perplexity: dict[str, Any] | None = None  # before and after, on which text
     seconds_by_stage: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -149,7 +167,7 @@ class QuantizationReport:
         if self.kv_cache is not None:
             lines.append(f"{self.kv_cache} KV cache: {', '.join(self._kv_ranges())}")
         if self.adapter is not None:
-            lines.append(f"data ran with the adapter {self.adapter['folder']}, which is not in it")
+            lines.append(f"data ran with the adapter {self.adapter['name']}, which is not in it")
         if self.perplexity:
             lines.append(
                 f"perplexity {self.perplexity['before']:.4f} -> {self.perplexity['after']:.4f} on"

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["auto", "int8"])
     parser.add_argument("--json", help="file for the figures")
     arguments = parser.parse_args()
+    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     found = {dtype: measure(arguments, dtype) for dtype in arguments.dtypes}
     if arguments.json:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

@@ -17,32 +17,36 @@ from pathlib import Path
 
 import torch
 from bench_generate import SHAPES, write_config
+from safetensors.torch import save_file
 
 BATCHES = (1, 8, 32, 128)
 KINDS = ("plain engine", "none", "one", "own", "half")
 
 
-def random_adapters(llm, count: int, rank: int):
-    """Register adapters of random numbers, without files. Returns what requests name them by."""
-    from qkernels.lora.weights import TABLE_COLUMNS
-    from qserve.lora.layout import PackedAdapter
+def write_adapters(folder: Path, shape: str, count: int, rank: int) -> list:
+    """PEFT folders of random numbers for every linear. Returns what requests name them by."""
+    from formats.families import FAMILIES
+    from formats.lora import adapted_shapes
     from qserve.lora.request import LoRARequest
 
-    layout, dtype = llm.engine.runner.adapters.layout, llm.engine.runner.decoder.dtype
-    generator = torch.Generator().manual_seed(0)
-    pieces = (torch.randn(rank, layout.piece, generator=generator) * 0.01).to(dtype)
-    tables = len(layout.places), TABLE_COLUMNS
-    ranks = torch.full(tables, rank, dtype=torch.int32)
+    write_config(folder, shape, None)
+    config = json.loads((folder / "config.json").read_text())
+    shapes = adapted_shapes(FAMILIES[config["architectures"][0]], config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stated = {"peft_type": "LORA", "r": rank, "lora_alpha": rank // 2, "bias": "none"}
+    stated["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes})
     found = []
     for number in range(1, count + 1):
-        packed = PackedAdapter(
-            pieces=pieces.roll(number, 1).pin_memory() if torch.cuda.is_available() else pieces,
-            ranks=ranks,
-            scales=torch.full(tables, 0.5),
-            digest=f"random {number}",
-        )
-        llm.engine.adapters.put(f"a{number}", "", packed)
-        found.append(LoRARequest(f"a{number}", number))
+        tensors = {}
+        for module, (outputs, inputs) in shapes.items():
+            for part, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                values = torch.randn(size, device=device, dtype=torch.bfloat16) * 0.01
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = values.cpu()
+        adapter = folder / f"a{number}"
+        adapter.mkdir()
+        save_file(tensors, adapter / "adapter_model.safetensors")
+        (adapter / "adapter_config.json").write_text(json.dumps(stated))
+        found.append(LoRARequest(adapter.name, number, str(adapter)))
     return found
 
 
@@ -78,7 +82,9 @@ def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         write_config(Path(folder), arguments.shape, "w4a16-sym")
         plain = LLM(folder, **settings)
         llm = LLM(folder, enable_lora=True, **adapted, **settings)
-    loras = random_adapters(llm, arguments.max_loras, arguments.rank)
+    with tempfile.TemporaryDirectory() as folder:
+        loras = write_adapters(Path(folder), arguments.shape, arguments.max_loras, arguments.rank)
+        step_ms(llm, len(loras), 8, 2, loras, random.Random(0))  # reads them
     rng, found = random.Random(1), {}
     for batch in BATCHES:
         if batch > arguments.max_batch:

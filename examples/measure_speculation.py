@@ -90,7 +90,7 @@ def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
         quantize_head(source, folder, scheme=scheme, recipe="rtn", device=device, progress=False)
 
 
-def make_llm(arguments: argparse.Namespace, folder: str, head: str, batch: int):
+def make_llm(arguments: argparse.Namespace, folder: str, head: str):
     from qserve import LLM
 
     settings = json.loads(arguments.engine)
@@ -104,7 +104,7 @@ def make_llm(arguments: argparse.Namespace, folder: str, head: str, batch: int):
             "adaptive": arguments.adaptive,
         }
     length = arguments.input + arguments.output + 64
-    settings |= {"max_num_seqs": max(batch, 8), "max_model_len": length}
+    settings |= {"max_num_seqs": max(8, *arguments.batch), "max_model_len": length}
     return LLM(folder, load_format="dummy", **settings)
 
 
@@ -138,47 +138,37 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         write_config(folder, arguments.shape, "w4a16-sym")
         if arguments.drafts:
             write_head(head, arguments.shape, arguments.bits, arguments.device)
+        llm = make_llm(arguments, str(folder), str(head))
         for batch in arguments.batch:
-            llm = make_llm(arguments, str(folder), str(head), batch)
-            seconds(llm, batch, arguments.input, arguments.output)  # captures, and learns
-            first = min(seconds(llm, batch, arguments.input, 1) for _ in range(2))
-            whole = min(
-                seconds(llm, batch, arguments.input, arguments.output)
-                for _ in range(arguments.repeats)
-            )
-            found[f"tokens_per_s_{batch}"] = batch * (arguments.output - 1) / (whole - first)
-            speculation = llm.engine.scheduler.speculation
-            if speculation is not None:
-                verifies, drafts, *accepted = speculation.take_counts()
-                found[f"length_{batch}"] = 1 + sum(accepted) / max(1, verifies)
-                found[f"drafts_{batch}"] = drafts / max(1, verifies)
-            if batch == 1:
-                found |= breakdown(llm)
+            found |= measure_batch(arguments, llm, batch)
             print(arguments.name, json.dumps(found), file=sys.stderr, flush=True)
-            drop(llm)
-            del llm
     return found
 
 
-def drop(llm) -> None:
-    """Give the memory back before the next engine."""
-    import gc
-
-    import torch
-
-    runner = llm.engine.runner
-    runner.graphs, runner.caches = None, []
-    if runner.speculator is not None:
-        runner.speculator.graphs = None
-        runner.speculator.caches.clear()
-    llm.engine.workers.runner = None
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def measure_batch(arguments: argparse.Namespace, llm, batch: int) -> dict[str, float]:
+    seconds(llm, batch, arguments.input, arguments.output)  # captures, and learns
+    first = min(seconds(llm, batch, arguments.input, 1) for _ in range(2))
+    whole = min(
+        seconds(llm, batch, arguments.input, arguments.output) for _ in range(arguments.repeats)
+    )
+    found = {f"tokens_per_s_{batch}": batch * (arguments.output - 1) / (whole - first)}
+    speculation = llm.engine.scheduler.speculation
+    if speculation is not None:
+        verifies, drafts, *accepted = speculation.take_counts()
+        found[f"length_{batch}"] = 1 + sum(accepted) / max(1, verifies)
+        found[f"drafts_{batch}"] = drafts / max(1, verifies)
+    if batch == 1:
+        found |= breakdown(llm)
+        if arguments.drafts:  # what is left of a step: the drafter, and gaps
+            rows = f"{arguments.drafts + 1}_rows"
+            step_ms = found["step_ms"] = 1e3 * found["length_1"] / found["tokens_per_s_1"]
+            parts = found.get(f"model_ms_{rows}", 0.0) + found.get(f"sampler_ms_{rows}", 0.0)
+            found["drafter_ms"] = step_ms - parts
+    return found
 
 
 def breakdown(llm) -> dict[str, float]:
-    """Milliseconds of a step's parts at batch 1, each replayed alone."""
+    """Milliseconds of the model and the sampler at batch 1, by rows, each replayed alone."""
     import torch
 
     runner = llm.engine.runner
@@ -209,13 +199,6 @@ def breakdown(llm) -> dict[str, float]:
         found[f"sampler_ms_{key.num_tokens}_rows"] = timed(
             lambda logits=logits, settings=settings: ops.sample_(logits, settings, None)
         )
-    graphs = None if runner.speculator is None else runner.speculator.graphs
-    for key, entry in () if graphs is None else graphs._entries.items():
-        if key.num_requests != 1:
-            continue
-        found[f"fill_ms_{key.num_tokens}_rows"] = timed(entry.fill.run)
-        for (drafts, _, _), captured in entry.behind.items():
-            found[f"drafter_ms_{key.num_tokens}_rows_{drafts}_drafts"] = timed(captured.run)
     return found
 
 

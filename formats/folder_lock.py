@@ -1,4 +1,4 @@
-"""A folder that one process writes at a time. Knows nothing of what is written."""
+"""A folder, or a file, that one process writes at a time. Knows nothing of what is written."""
 
 import fcntl
 import os
@@ -18,8 +18,8 @@ def make_locked(folder: Path) -> int:
         except FileNotFoundError:  # the holder has just published or dropped it: make it anew
             continue
         try:
-            _lock(descriptor)
-            if _is_still_named(descriptor, folder):
+            lock(descriptor)
+            if is_still_named(descriptor, folder):
                 for path in folder.iterdir():  # a killed run's
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 return descriptor
@@ -29,7 +29,8 @@ def make_locked(folder: Path) -> int:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> None:
+def lock(descriptor: int) -> None:
+    """Hold a file until the descriptor is closed. Raises BlockingIOError where another has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -38,9 +39,9 @@ def _lock(descriptor: int) -> None:
         pass  # a file system without locks, such as some of a network: two runs are not kept apart
 
 
-def _is_still_named(descriptor: int, folder: Path) -> bool:
-    """Did the folder keep its name until it was locked?"""
+def is_still_named(descriptor: int, path: Path) -> bool:
+    """Did a folder or file keep its name until it was locked?"""
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False

@@ -4,7 +4,7 @@ Versions: vLLM 0.33.0 (and 0.25.1 and 0.29.0 where it says so), SGLang 0.5.23, t
 with optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
-from formats.families import served_architectures
+from formats.families import FAMILIES, served_architectures
 from formats.loads_in import Facts, Rule, Verdict, judge
 from formats.loads_in_compressed import COMPRESSED_RULES
 from formats.loads_in_terms import (
@@ -118,6 +118,19 @@ RULES: tuple[Rule, ...] = (
         "compressed-tensors",
         "auto-round",
         "fp8",
+    ),
+    row(
+        "delta-net",
+        VLLM,
+        "yes",
+        when(
+            lambda f: (family := FAMILIES.get(f.architecture)) is not None and family.delta_net,
+            "its source supports gated delta nets; not run here",
+        ),
+        "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "
+        "layers/mamba/gdn/qwen_gdn_linear_attn.py create_qkvz_proj and create_ba_proj, "
+        "layers/linear.py weight_loader_v2 of 0.33.0: in_proj_qkv and in_proj_z are one matrix in "
+        "one scheme, as are in_proj_b and in_proj_a, in float or quantized",
     ),
     # what this project runs without a kernel of its own
     row(

@@ -19,6 +19,7 @@ from qkernels.delta_net import supports as delta_net
 from qkernels.errors import KernelError
 from qkernels.linear import supports as linear
 from qkernels.moe import supports as moe
+from qkernels.moe.variants import NAMES as MOE_NAMES
 from qkernels.problem import Problem
 from qkernels.rowwise import supports as rowwise
 from qkernels.w8a8 import supports as w8a8
@@ -184,7 +185,22 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rowwise", "gelu_and_mul", "norm_act", problem.needs_triton_on_gpu),
     *_rows("moe", "route", "triton_route", problem.needs_triton_on_gpu),
     *_rows("moe", "route_tokens", "triton_route", problem.needs_triton_on_gpu),
-    *_rows("moe", "experts", "triton_experts", moe.triton_experts),
+    Kernel(
+        op="experts",
+        name="triton",
+        module="moe.triton_experts",
+        priority=20,
+        supports=moe.triton_experts,
+        variants=MOE_NAMES,
+        explain_variants=moe.explain_variants,
+    ),
+    Kernel(
+        op="experts",
+        name="reference",
+        module="moe.reference",
+        priority=10,
+        supports=problem.anything,
+    ),
     *_rows("lora", "lora_shrink", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("lora", "lora_expand_", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("delta_net", "causal_conv_", "triton_conv", problem.needs_triton_on_gpu),

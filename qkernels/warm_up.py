@@ -79,8 +79,10 @@ def experts_compiled(experts: PreparedExperts, M: int) -> object:
     """As `compiled`: what decides which machine code M tokens run."""
     plan = plan_experts(experts, M)
     pairs = M * experts.problem.top_k
-    # a block that looks for its pairs has room for all of them
-    return plan, power_of_two(pairs) if plan.variant == "few" else sort_chunk(pairs)
+    if plan.variant == "sorted":
+        return plan, sort_chunk(pairs)
+    # a block that looks through all pairs has room for them; one token's experts need no list
+    return plan, power_of_two(pairs), M == 1
 
 
 def decode_boundaries(

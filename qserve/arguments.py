@@ -52,7 +52,8 @@ def add_commands(
             sub.add_argument(
                 config_file.FLAG,
                 metavar="FILE",
-                help="YAML, TOML or JSON file with flags of this command; others count more",
+                help="YAML, TOML or JSON file with this command's flags; those on the command line"
+                " take precedence",
             )
         for cls in sorted(command.settings, key=_section):
             group = sub.add_argument_group(SECTIONS[cls]) if cls in SECTIONS else sub

@@ -45,14 +45,14 @@ class EngineConfig:
         None, "longest prompt plus output, in tokens; default: the model's own limit"
     )
     tensor_parallel_size: int = setting(
-        1, "GPUs that each layer is shared out over; on a CPU, processes", low=1, high=64
+        1, "GPUs that each layer is split over; on a CPU, processes", low=1, high=64
     )
     pipeline_parallel_size: int = setting(
-        1, "stages that the layers are shared out over, each on GPUs of its own", low=1, high=64
+        1, "stages that the layers are split into, each on its own GPUs", low=1, high=64
     )
     distributed_executor_backend: str = setting(
         "mp",
-        "who starts the ranks of such a model; mp: processes of this machine, ray: actors of a"
+        "who starts the ranks of such a model; mp: processes on this machine, ray: actors in a"
         " cluster",
         EXECUTORS,
     )
@@ -97,8 +97,8 @@ class EngineConfig:
     )
     num_state_snapshots: int = setting(
         32,
-        "of models whose layers have states: copies of states on the device, which requests with"
-        " the same start begin from; 0: none are reused",
+        "for models whose layers have states: copies of states on the device, from which requests"
+        " with the same beginning start; 0: none are reused",
         low=0,
         high=2**20,
     )
@@ -107,7 +107,7 @@ class EngineConfig:
     )
     kv_offload_gb: float = setting(
         0.0,
-        "GiB of the host's memory for KV pages that the device has no room for any more",
+        "GiB of the host's memory for KV pages for which the device has no more room",
         low=0,
         high=2**20,
     )
@@ -119,7 +119,8 @@ class EngineConfig:
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "who is computed next: fcfs, priority (a request's field, lower first), prefill-first,"
+        "which request is computed next: fcfs, priority (a request's field, lower first),"
+        " prefill-first,"
         " longest-prefix, controlled (one phase at a time), or module:Class with your own",
     )
     prefill_batch_size: int = setting(
@@ -127,8 +128,8 @@ class EngineConfig:
     )
     target_itl_ms: float | None = setting(
         None,
-        "milliseconds from a token to its next that prompts must not make longer: they are cut into"
-        " chunks that fit",
+        "milliseconds from one token to the next; prompts are cut into chunks so that they do not"
+        " exceed it",
         low=0.1,
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
@@ -150,7 +151,7 @@ class EngineConfig:
     )
     kernel: list[str] = setting(
         [],
-        "OP=NAME asks for a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
+        "OP=NAME requests a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
         " attention; NAME as qkernels/README.md lists them; may be repeated",
     )
     enable_lora: bool = setting(False, "serve LoRA adapters beside the model")
@@ -164,7 +165,7 @@ class EngineConfig:
     max_lora_rank: int = setting(16, "largest rank of an adapter", low=1, high=MAX_RANK)
     max_cpu_loras: int | None = setting(
         None,
-        "most adapters in the host's memory, others are read again; default: 4 times --max-loras",
+        "most adapters in the host's memory; others are read again; default: 4 times --max-loras",
         low=1,
     )
     speculative_config: str | None = setting(
@@ -175,9 +176,9 @@ class EngineConfig:
     )
     spec_acceptance: str = setting(
         "exact",
-        "which drafts become output; exact: those that make the same text as without them;"
-        " rejection: more where tokens are drawn, of the same distribution; typical: Medusa's rule,"
-        " of another distribution",
+        "which drafts become output; exact: those that leave the text as it would be without them;"
+        " rejection: more of them where tokens are sampled, from the same distribution; typical:"
+        " Medusa's rule, from another distribution",
         ("exact", "rejection", "typical"),
     )
     load_format: str = setting(
@@ -273,8 +274,7 @@ class ServerConfig:
     allow_credentials: bool = setting(False, "let these pages send cookies and certificates")
     served_model_name: list[str] = setting(
         [],
-        "names that clients may give, the first of which replies state; default: the model"
-        " folder as typed",
+        "names that clients may give; replies state the first; default: the model folder as typed",
         many=True,
     )
     api_key: list[str] = setting(
@@ -282,24 +282,24 @@ class ServerConfig:
         "require one of these keys as a Bearer token on every route but /health, /ready, /ping",
         many=True,
     )
-    api_key_file: str | None = setting(None, "file with a key in each line; # begins a comment")
+    api_key_file: str | None = setting(None, "file with one key per line; # begins a comment")
     api_key_env: str = setting(
-        "QSERVE_API_KEY", "environment variable with keys, parted by commas, if it is set"
+        "QSERVE_API_KEY", "environment variable with keys, separated by commas, if it is set"
     )
     max_requests_per_minute: int | None = setting(
         None, "requests that a key (without keys, an address) may send a minute; more: 429", low=1
     )
     request_timeout: float | None = setting(
         None,
-        "seconds that an answer may take; longer: 408. Clients can ask for less by the header"
+        "seconds that an answer may take; longer: 408. Clients can ask for less with the header"
         " X-Request-Timeout",
         low=0.001,
     )
     shutdown_timeout: float = setting(
         10.0, "seconds that running requests get to finish after SIGTERM", low=0
     )
-    log_level: str = setting("info", "least level of log lines", LEVELS)
-    log_format: str = setting("text", "form of log lines", LOG_FORMATS)
+    log_level: str = setting("info", "lowest level that is logged", LEVELS)
+    log_format: str = setting("text", "format of log lines", LOG_FORMATS)
     otlp_traces_endpoint: str | None = setting(
         None, "where spans of requests go, by OTLP over HTTP, such as http://host:4318/v1/traces"
     )
@@ -307,17 +307,20 @@ class ServerConfig:
         "qserve", "prefix of the metrics' names; vllm: dashboards made for vLLM work", PREFIXES
     )
     max_num_queued_reqs: int = setting(
-        2048, "outputs that may wait beyond --max-num-seqs; more get 503 until some are done", low=0
+        2048,
+        "outputs that may wait beyond --max-num-seqs; further ones get 503 until some are done",
+        low=0,
     )
     max_num_queued_tokens: int = setting(
         2**22,
         "tokens of all prompts, once for each output, that may be under way; beyond: 503",
         low=0,
     )
-    max_body_bytes: int = setting(8 * 2**20, "longest body of a request; longer: 413", low=1)
+    max_body_bytes: int = setting(8 * 2**20, "largest request body; larger: 413", low=1)
     max_connections: int | None = setting(
         None,
-        "most open connections; beyond, the longest idle one is closed, else 503; default: what"
+        "most open connections; beyond that, the one idle longest is closed, or else 503; default:"
+        " what"
         " the limit of file descriptors allows",
         low=1,
     )
@@ -328,7 +331,7 @@ class ServerConfig:
         600.0, "seconds that one step may take before the engine counts as dead", low=1
     )
     restart_engine: int = setting(
-        0, "times that a dead engine is started again; meanwhile: 503 with Retry-After", low=0
+        0, "how often a dead engine is started again; meanwhile: 503 with Retry-After", low=0
     )
     cache_salt_by_key: bool = setting(
         False, "share KV pages of equal prompts only between requests with the same API key"

@@ -13,6 +13,7 @@ from qserve.beam_outputs import BeamSearchOutput
 from qserve.beam_search_params import BeamSearchParams
 from qserve.config import engine_config
 from qserve.engine.engine import Engine
+from qserve.engine.start_phases import phase
 from qserve.generation_defaults import load_defaults
 from qserve.llm_engine import LLMEngine
 from qserve.llm_pooling import (
@@ -42,6 +43,10 @@ class LLM:
         """`settings` are EngineConfig's fields. Raises InputError."""
         self.llm_engine = LLMEngine(engine_config("LLM", model, settings))
         self._num_requests = 0
+        if self.engine.use_idle_time():  # requests come at once: there will be no idle time
+            with phase("Capturing the other CUDA graphs"):
+                while self.engine.use_idle_time():
+                    pass
 
     @property
     def engine(self) -> Engine:

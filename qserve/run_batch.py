@@ -5,73 +5,73 @@ The server's app answers them in this process, without a port, beside an engine 
 
 import asyncio
 import json
+import logging
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.errors import InputError, one_line
+from formats.errors import InputError
 from qserve import logs
+from qserve.batch_answers import BatchAnswers, digest
+from qserve.batch_file import BatchRequest, WrongLine, read_batch
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.process import ENGINE
 from qserve.engine.supervisor import EngineSupervisor
 from qserve.lora.request import parse_modules
 from qserve.server.app import build_app
+from qserve.server.errors import INTERNAL
 from qserve.text import Tokenizer
 from qserve.tool_config import BatchConfig
 
-URLS = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
-    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
-)
 MANY = 2**31 - 1  # no limit: one user's file is no crowd
+
+logger = logging.getLogger(__name__)
 
 
 def run_batch(engine_config: EngineConfig, config: BatchConfig, *, engine: str = ENGINE) -> int:
-    """Answer all lines; 1 if some failed. Raises InputError for a file that cannot be read."""
-    requests = list(read_requests(Path(config.input)))
+    """Answer all lines; 1 if some were wrong or failed.
+
+    Raises InputError for files that cannot be used, and where the engine or the disk gives up: the
+    same call then goes on with the answers that are there.
+    """
+    content, lines = read_batch(Path(config.input))
     target = Path(config.output)
     if target.exists() and target.samefile(config.input):
         raise InputError(str(target), "is the input, too", "give another output")
-    return asyncio.run(_run(engine_config, config, requests, target, engine))
-
-
-def read_requests(path: Path) -> Iterator[dict[str, Any]]:
-    """The requests of a file, checked line by line. Raises InputError."""
+    wrong = [line for line in lines if isinstance(line, WrongLine)]
+    requests = [line for line in lines if isinstance(line, BatchRequest)]
+    if wrong:
+        first = f"line {wrong[0].line}: {wrong[0].message}"
+        print(f"{len(wrong)} of {len(lines)} lines cannot be run; {first}", file=sys.stderr)
+    models = engine_config.model, engine_config.lora_modules, config.served_model_name
+    answers = BatchAnswers(target, digest(content, *models))
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeError) as error:
-        raise InputError(str(path), f"cannot be read: {one_line(error)}") from error
-    seen = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            request = json.loads(line)
-            name, url, body = (request[key] for key in ("custom_id", "url", "body"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                where, "expected a JSON object with custom_id, method, url and body"
-            ) from error
-        if url not in URLS or request.get("method", "POST") != "POST":
-            raise InputError(where, f"expected POST to one of {', '.join(URLS)}, found {url!r}")
-        if not isinstance(body, dict) or body.get("stream"):
-            raise InputError(where, "expected a body that is an object, without stream")
-        if not isinstance(name, str) or name in seen:
-            raise InputError(where, f"expected a custom_id of its own, found {name!r}")
-        seen.add(name)
-        yield request
+        if answers.answered:
+            told = f"answered already: {len(answers.answered)} of {len(lines)} lines"
+            print(f"{answers.partial}: {told}", file=sys.stderr)
+        left = [request for request in requests if request.custom_id not in answers.answered]
+        if left:
+            asyncio.run(_run(engine_config, config, left, answers, engine))
+        for line in wrong:
+            if line.line not in answers.answered:
+                answers.write(_line(line.custom_id, None, line.error))
+        answers.publish()
+    finally:
+        answers.close()
+    num_failed = answers.num_failed
+    print(f"Wrote {target}: {len(lines)} answers, {num_failed} of them errors")
+    return 1 if num_failed else 0
 
 
 async def _run(
     engine_config: EngineConfig,
     config: BatchConfig,
-    requests: list[dict[str, Any]],
-    target: Path,
+    requests: Sequence[BatchRequest],
+    answers: BatchAnswers,
     engine: str,
-) -> int:
+) -> None:
     server = ServerConfig(
         served_model_name=config.served_model_name,
         max_num_queued_reqs=MANY,
@@ -83,7 +83,7 @@ async def _run(
     client = await EngineSupervisor.start(
         engine_config, engine=engine, arguments=logs.arguments("warning", "text")
     )
-    num_done = num_failed = 0
+    num_done = 0
     try:
         app = build_app(
             client,
@@ -94,39 +94,46 @@ async def _run(
         )
         # Enough that the engine always has as many as it can take, and texts wait for no one.
         places = asyncio.Semaphore(2 * engine_config.max_num_seqs)
-        partial = target.with_name(f"{target.name}.partial")
-        with partial.open("w") as file:
 
-            async def answer(request: dict[str, Any]) -> None:
-                nonlocal num_done, num_failed
-                async with places:
-                    status, reply = await _post(app, request["url"], request["body"])
-                num_done, num_failed = num_done + 1, num_failed + (status != 200)
-                file.write(json.dumps(_line(request["custom_id"], status, reply)) + "\n")
-                if sys.stderr.isatty():
-                    print(f"\r{num_done} of {len(requests)}", end="", file=sys.stderr)
+        async def answer(request: BatchRequest) -> None:
+            nonlocal num_done
+            async with places:
+                status, reply = await _post(app, request.url, request.body)
+                if status >= 500 and not client.is_alive:
+                    raise InputError(
+                        engine_config.model,
+                        f"the engine has ended with {num_done} of {len(requests)} lines answered",
+                        "run the same command again: it goes on with what is there",
+                    )
+            answers.write(_answer(request.custom_id, status, reply))
+            num_done += 1
+            if sys.stderr.isatty():
+                print(f"\r{num_done} of {len(requests)}", end="", file=sys.stderr)
 
+        try:
             async with asyncio.TaskGroup() as group:
                 for request in requests:
                     group.create_task(answer(request))
-        partial.replace(target)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
     finally:
         await client.close()
-    print(f"Wrote {target}: {num_done} answers, {num_failed} of them errors")
-    return 1 if num_failed else 0
 
 
-def _line(custom_id: str, status: int, reply: dict[str, Any]) -> dict[str, Any]:
+def _answer(custom_id: str, status: int, reply: dict[str, Any]) -> dict[str, Any]:
+    """The line of a request that was run."""
     response = {"status_code": status, "request_id": reply.get("id", ""), "body": reply}
     error = None
     if status != 200:
         error = {"code": str(status), "message": reply["error"]["message"]}
-    return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+    return _line(custom_id, response, error)
+
+
+def _line(
+    custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> dict[str, Any]:
+    name = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": name, "custom_id": custom_id, "response": response, "error": error}
 
 
 async def _post(app: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -159,5 +166,10 @@ async def _post(app: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[st
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 0),
     }
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:  # the framework raises what it has answered with a 500
+        logger.exception("A request failed")
+        if status < 500:
+            return 500, {"error": {"message": INTERNAL}}
     return status, json.loads(b"".join(parts))

@@ -168,6 +168,10 @@ class Tokenizer:
         """Whether the chat template writes the tools that it is given."""
         return "tools" in self._template_names([{}])
 
+    def is_in_template(self, text: str) -> bool:
+        """Whether the chat template, or one of several, writes or looks for a text."""
+        return text in str(self._tokenizer.chat_template or "")
+
     def _template_names(self, tools: list[dict] | None = None) -> frozenset[str]:
         """The names that the chat template reads."""
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
@@ -390,10 +394,14 @@ class TextStream:
                 num_cached=event.num_cached,
                 drafts=(event.num_accepted, event.num_rejected),
             )
-        text, stop = self._take(self._detokenizer.flush())
-        shown.append(text)
-        if stop is not None and event.finish_reason != "error":
-            return self._end_at(stop, shown, event, len(event.token_ids))
+        rest = self._detokenizer.flush()
+        if event.finish_reason == "error":
+            self._held += rest  # all that there is: nothing in it ends what has failed
+        else:
+            text, stop = self._take(rest)
+            shown.append(text)
+            if stop is not None:
+                return self._end_at(stop, shown, event, len(event.token_ids))
         shown.append(self._held)
         self.finished = True
         return TextDelta(

@@ -13,7 +13,7 @@ from qserve.setting import REQUIRED, check_settings, setting
 class QuantizeConfig:
     """What `qserve quantize` is told beside the model."""
 
-    output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
+    output: str = setting(REQUIRED, "folder to write; must not exist, or be empty")
     scheme: str = setting(
         "w4a16-sym", "numerics of the linear layers, such as w4a16-sym, w8a8, w8a8-fp8"
     )
@@ -32,7 +32,7 @@ class QuantizeConfig:
     calibration: str | None = setting(
         None,
         "texts for calibration: .txt, .jsonl with text or messages, .parquet, or a data set's name"
-        " or folder (default: a small set that the package brings)",
+        " or folder (default: a small set that comes with the package)",
     )
     samples: int = setting(128, "calibration windows", low=1)
     sequence_length: int = setting(2048, "tokens of a calibration window", low=2)
@@ -42,16 +42,16 @@ class QuantizeConfig:
         tuple(KV_CACHES),
     )
     kv_per_head: bool = setting(
-        False, "with --kv-cache-scheme: scales of its own for each KV head (vLLM: FlashAttention 3)"
+        False, "with --kv-cache-scheme: a separate scale for each KV head (vLLM: FlashAttention 3)"
     )
     seed: int = setting(0, "seed of the order of the texts, and of rotations")
     eval_text: str | None = setting(
         None, "file to measure perplexity on, before and after, in windows of 1024 tokens"
     )
     adapter: str | None = setting(
-        None, "LoRA adapter (PEFT folder) that data runs with; the base alone is quantized"
+        None, "LoRA adapter (PEFT folder) that the data runs with; only the base is quantized"
     )
-    spill: str | None = setting(None, "folder for the data's hidden states, to spare memory")
+    spill: str | None = setting(None, "folder for the data's hidden states, to save memory")
     group_size: int | None = setting(
         None, "inputs that share a scale; -1: one scale for each output (default: 128)"
     )
@@ -62,22 +62,23 @@ class QuantizeConfig:
     )
     bits: float | None = setting(
         None,
-        "mean bits per weight, scales included: each linear gets 2 to 8 by what the data says that"
-        " it needs (compressed-tensors)",
+        "mean bits per weight, scales included: each linear gets 2 to 8, depending on what the"
+        " data says it needs (compressed-tensors)",
         low=2,
         high=9,
     )
     config: str | None = setting(
-        None, "recipe file (YAML) with these settings; flags that are given go before it"
+        None, "recipe file (YAML) with these settings; flags on the command line take precedence"
     )
     act_order: bool = setting(
         False,
-        "group inputs of like size and write the index of groups (gptq): more accurate, slower to"
+        "group inputs of similar magnitude and write the index of groups (gptq): more accurate,"
+        " slower to"
         " run, refused by vLLM 0.33",
     )
     ignore: list[str] = setting(
         [],
-        "leave linears in float whose name has this part, fits this glob or re:EXPRESSION;"
+        "leave in float the linears whose name contains this, matches this glob or re:EXPRESSION;"
         " may be given again",
     )
     override: list[str] = setting(
@@ -96,7 +97,7 @@ class QuantizeConfig:
 class ConvertConfig:
     """What `qserve convert` is told beside the folder to read."""
 
-    output: str = setting(REQUIRED, "folder to write; must not exist or be empty", positional=True)
+    output: str = setting(REQUIRED, "folder to write; must not exist, or be empty", positional=True)
     format: str = setting(REQUIRED, "layout on disk", FORMATS)
     max_shard_size: str = setting("1GB", "most bytes of one weight file, such as 500MB")
 
@@ -118,12 +119,12 @@ class TalkConfig:
     """What `qserve chat` and `qserve complete` are told."""
 
     url: str = setting("http://127.0.0.1:8000/v1", "the server, up to its /v1")
-    model_name: str | None = setting(None, "the model; default: the first that the server has")
+    model_name: str | None = setting(None, "the model; default: the server's first")
     api_key: str | None = setting(
         None, "the server's key; default: the environment's QSERVE_API_KEY or OPENAI_API_KEY"
     )
-    quick: str | None = setting(None, "answer this one text and end")
-    system_prompt: str | None = setting(None, "what the system says before a chat")
+    quick: str | None = setting(None, "answer this one text and exit")
+    system_prompt: str | None = setting(None, "system message at the beginning of a chat")
     max_tokens: int | None = setting(None, "most tokens of an answer", low=1)
     temperature: float | None = setting(None, "default: the server's", low=0, high=2)
     top_p: float | None = setting(None, "default: the server's", low=0, high=1)

@@ -37,7 +37,7 @@ OPERATIONS = {
     "rowwise": {"linear.plan"},
     "moe": {
         *("linear.ops", "linear.prepared", "rowwise.ops"),
-        *("wna16.layout", "wna16.prepack", "wna16.triton_gemm"),
+        *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
     },
     "linear": {"rowwise.ops", "rowwise.reference"},
     "collective": {

@@ -21,7 +21,7 @@ from calibrate.heads.rebuild import HeadModule
 from calibrate.heads.target import Target
 from calibrate.layer_map import find_layer_map
 from calibrate.recipe import Recipe, find_recipe, integer_activations
-from calibrate.report import REPORT, LinearReport, tool_versions
+from calibrate.report import REPORT, LinearReport, public_name, tool_versions
 from calibrate.solving import SolverError, check_solved
 from calibrate.statistics import InputStatistics
 from formats.checkpoint import CheckpointWriter, read_json
@@ -150,7 +150,7 @@ def quantize_head(
             writer.write_json(plan.layout.second_file, block)
         num_bytes = _verify(staged, folder, packed, plan)
         report = HeadReport(
-            source=str(source),
+            source=public_name(source),
             kind=folder.config.kind,
             scheme=str(scheme),
             recipe=recipe.name,

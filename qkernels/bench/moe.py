@@ -4,7 +4,9 @@ Tokens are random, so every expert is as likely as any other. Calls differ in th
 reads experts of its own, and the floor counts those that a call reads on average.
 """
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -17,6 +19,8 @@ from qkernels.bench.linear import GROUP, random_weight
 from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights, PreparedExperts
 from qkernels.moe.routing import SILU, Routes, Routing
+from qkernels.moe.tuned import TUNED, tuned_problem
+from qkernels.moe.variants import NAMES, SM90_FEW_TOKENS
 
 # hidden size, inner size, experts, experts of a token
 MOE_SHAPES = {
@@ -28,6 +32,7 @@ MOE_SHAPES = {
 }
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 MOST_CALLS = 16  # each of other tokens
+SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
 Make = Callable[[int, int, int], ExpertMatrix]  # of N, K and a seed
 
@@ -87,6 +92,14 @@ class _Layer:
         self.router_EC = torch.randn(E, C, device="cuda", dtype=torch.bfloat16) * C**-0.5
         self.norm_C = torch.ones(C, device="cuda", dtype=torch.bfloat16)
 
+    def without(self, variants: frozenset[str]) -> "_Layer":
+        """The same layer, by other kernels."""
+        never = ",".join(f"-{name}" for name in sorted(variants))
+        other = copy.copy(self)
+        problem = replace(self.prepared.problem, requested=never)
+        other.prepared = replace(self.prepared, problem=problem)
+        return other
+
     def route(self, x_MC: torch.Tensor) -> Routes:
         return ops.route_tokens(x_MC, self.router_EC, self.routing)
 
@@ -112,12 +125,16 @@ def _case(
     zeros_MC = torch.zeros(m, C, device="cuda", dtype=torch.bfloat16)
     routes = [layer.route(x) for x in xs]
     read = sum(len(each.ids_Mk.unique()) for each in routes) / count
+    has_tiles = ops.plan_experts(layer.prepared, m).variant == SM90_FEW_TOKENS.name
     others: dict[str, list[Call]] = {}
     if "experts" in baselines:  # without router and norm
         others["experts"] = [
             lambda x=x, r=r: ops.experts(x, r, layer.prepared)
             for x, r in zip(xs, routes, strict=True)
         ]
+    if "triton" in baselines:  # by the kernels for any GPU
+        plain = layer.without(SM90_VARIANTS)
+        others["triton"] = [lambda x=x: plain.run(x, zeros_MC) for x in xs]
     return Case(
         op=op,
         shape=shape,
@@ -131,6 +148,7 @@ def _case(
         # between the products the kernels round to bfloat16, some to 8 bits
         allowed_error=7e-2 if bits == 8 else 1.5e-2,
         baselines=others,
+        tuned=(TUNED, tuned_problem(layer.prepared.problem, m)) if has_tiles else None,
     )
 
 
@@ -156,7 +174,7 @@ def _op(op: str, make: Make, bits: int, leave_out: tuple[str, ...] = ()) -> Benc
         cases=_cases(op, make, bits),
         shapes=shapes,
         default_m=dict.fromkeys(shapes, MOE_M),
-        baselines=("experts",),
+        baselines=("experts", "triton"),
     )
 
 

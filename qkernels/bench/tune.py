@@ -19,6 +19,7 @@ from qkernels.attention.tuned import TUNED as ATTENTION
 from qkernels.bench.measure import REPLAYS, Case, check, time_calls
 from qkernels.errors import KernelError
 from qkernels.gpu import device as gpu_device
+from qkernels.moe.tuned import TUNED as MOE
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import Config, TunedOp
 from qkernels.tuning.table import TuningRow, TuningTable
@@ -27,7 +28,7 @@ from qkernels.wna16.tuned import TUNED as WNA16
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5
-TUNED_OPS = (ATTENTION, W8A8, WNA16)  # whose rows a table may hold
+TUNED_OPS = (ATTENTION, MOE, W8A8, WNA16)  # whose rows a table may hold
 
 
 class NotTaken(Exception):

@@ -35,39 +35,38 @@ class ExpertsConfig:
 class ExpertsPlan:
     """How M tokens run."""
 
-    variant: Literal["few", "sorted", "reference"]
-    gate_up: ExpertsConfig | None = None
-    down: ExpertsConfig | None = None
+    variant: str  # a row of variants.py, or "reference"
+    gate_up: object | None = None  # the variant's launch numbers; None: it has none
+    down: object | None = None
     # parts: partial sums [split k, M, C] for the norm that follows
     output: Literal["parts", "sum"] = "sum"
 
 
-def plan_experts(
-    *,
-    M: int,
-    top_k: int,
-    num_experts: int,
-    hidden: int,
-    inner: int,
-    sm_count: int,
-    shared_bytes: int,
-    packed: bool,
-) -> ExpertsPlan:
-    """Of the kernels for any GPU. `packed`: 4 or 8 bits beside 16-bit activations.
-
-    `shared_bytes`: what one block may have.
-    """
+def few_plan(
+    *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int
+) -> ExpertsPlan | None:
+    """Of the kernels for any GPU, where each block finds its tokens itself; None: too many."""
     pairs = M * top_k
-    if M <= FEW_TOKENS and pairs <= FEW_PAIRS:
-        block_m = max(MIN_ROWS, power_of_two(M))
-        distinct = min(num_experts, pairs)
-        one = ExpertsConfig(block_m=block_m, block_n=64, stages=4, pdl=True)
-        split = _down_split(distinct * (hidden // 64), inner // 128, top_k, M * hidden, sm_count)
-        down = ExpertsConfig(block_m=block_m, block_n=64, split=split, stages=4, pdl=True)
-        if split * top_k * M * hidden <= MOST_PARTIALS and split * top_k <= MOST_PARTS:
-            return ExpertsPlan(variant="few", gate_up=one, down=down, output="parts")
-        return ExpertsPlan(variant="few", gate_up=one, down=one)
-    config = _sorted_config(pairs / num_experts, packed, shared_bytes)
+    if M > FEW_TOKENS or pairs > FEW_PAIRS:
+        return None
+    block_m = max(MIN_ROWS, power_of_two(M))
+    distinct = min(num_experts, pairs)
+    one = ExpertsConfig(block_m=block_m, block_n=64, stages=4, pdl=True)
+    split = _down_split(distinct * (hidden // 64), inner // 128, top_k, M * hidden, sm_count)
+    down = ExpertsConfig(block_m=block_m, block_n=64, split=split, stages=4, pdl=True)
+    if split * top_k * M * hidden <= MOST_PARTIALS and split * top_k <= MOST_PARTS:
+        return ExpertsPlan(variant="few", gate_up=one, down=down, output="parts")
+    return ExpertsPlan(variant="few", gate_up=one, down=one)
+
+
+def sorted_plan(
+    *, M: int, top_k: int, num_experts: int, shared_bytes: int, packed: bool
+) -> ExpertsPlan:
+    """Of the kernels for any GPU and any number of tokens.
+
+    `packed`: 4 or 8 bits beside 16-bit activations. `shared_bytes`: what one block may have.
+    """
+    config = _sorted_config(M * top_k / num_experts, packed, shared_bytes)
     return ExpertsPlan(variant="sorted", gate_up=config, down=config)
 
 

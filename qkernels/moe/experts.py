@@ -71,6 +71,7 @@ class ExpertsProblem:
     inner: int  # I
     dtype: torch.dtype
     device: torch.device
+    requested: str | None = None  # kernels that were asked for or forbidden (choice.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

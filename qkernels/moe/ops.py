@@ -4,6 +4,7 @@ Legend as in ops.py of the package; E experts, k experts of a token.
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from qkernels.moe.routing import Routes, Routing
 from qkernels.moe.stack import stack_fault
 from qkernels.operands.split_k import LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
+from qkernels.tuning import table as tuning_table
 
 
 def route(
@@ -86,7 +88,8 @@ def prepare_experts(
         alike=fault,
     )
     row = dispatch.choose("experts", problem)
-    return dispatch.module_of("experts", row.name).prepare_experts(weights, dtype, device)
+    prepared = dispatch.module_of("experts", row.name).prepare_experts(weights, dtype, device)
+    return replace(prepared, problem=replace(prepared.problem, requested=kernel))
 
 
 def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
@@ -111,13 +114,13 @@ def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
 
 
 @functools.lru_cache(maxsize=2**14)
-def _plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
+def _plan(problem: ExpertsProblem, M: int, tuned: int) -> ExpertsPlan:
     return dispatch.module_of("experts", problem.kernel).plan(problem, M)
 
 
 def plan_experts(prepared: PreparedExperts, M: int) -> ExpertsPlan:
     """How `experts` runs M >= 1 tokens. Cached."""
-    return _plan(prepared.problem, M)
+    return _plan(prepared.problem, M, tuning_table.num_changes())
 
 
 def experts(

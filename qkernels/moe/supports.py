@@ -1,6 +1,11 @@
 """Why a row of dispatch.py cannot run a layer's experts; None: it can."""
 
+import torch
+
+from qkernels.choice import parse_choice
+from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import fits
+from qkernels.moe.variants import VARIANTS, Layer
 from qkernels.problem import HALF_DTYPES, Problem, has_float8_products, needs_triton
 from qkernels.wna16.layout import MIN_K_STEP, k_step
 
@@ -45,3 +50,31 @@ def _refuses_packed(problem: Problem) -> str | None:
         if k_step(group) < MIN_K_STEP or size % group:
             return f"takes groups divisible by {MIN_K_STEP}, not {group} of {size}"
     return None
+
+
+def explain_variants(problem: Problem) -> list[tuple[str, str]]:
+    """(variant, how many tokens it takes or why none)."""
+    spec, activation = problem.spec, problem.activation
+    weight_only = spec is not None and activation is None
+    layer = Layer(
+        kind="float" if spec is None else "packed" if weight_only else "codes",
+        spec=spec,
+        num_experts=1,  # which variant refuses a layer depends on none of the zeros and ones
+        top_k=1,
+        hidden=problem.out_features,
+        inner=problem.in_features,
+        sm_count=0,
+        shared_bytes=0,
+        lacks_sm90=gpu_device.lacks_arch(torch.device(problem.device), "sm_90"),
+    )
+    choice = parse_choice(problem.requested)
+    lines = []
+    for variant in VARIANTS:
+        reason = variant.refuses(layer)
+        if reason is None and variant.name in choice.never:
+            reason = "forbidden by name"
+        note = reason or variant.tokens
+        if reason is None and variant.name == choice.only:
+            note += ", and wherever it runs: it was asked for"
+        lines.append((variant.name, note))
+    return lines

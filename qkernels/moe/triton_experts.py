@@ -8,10 +8,11 @@ hidden size, I inner size.
 import torch
 import triton.language as tl
 
+from qkernels.choice import parse_choice
 from qkernels.gpu.config import power_of_two
-from qkernels.gpu.device import has_pdl, shared_bytes, sm_count, uses_ptx
+from qkernels.gpu.device import has_pdl, uses_ptx
 from qkernels.gpu.launch import launch, on_device
-from qkernels.moe.config import ExpertsConfig, ExpertsPlan, num_blocks, plan_experts
+from qkernels.moe.config import ExpertsConfig, ExpertsPlan, num_blocks
 from qkernels.moe.experts import (
     ExpertsProblem,
     ExpertStack,
@@ -25,6 +26,9 @@ from qkernels.moe.tiles_triton import ExpertsTile
 from qkernels.moe.triton_packed import experts_packed
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
 from qkernels.moe.triton_plain import experts_plain
+from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
+from qkernels.moe.tuned import measured_plan
+from qkernels.moe.variants import layer_of, plan_experts
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
 from qkernels.wna16.layout import TILE_N, k_step
@@ -67,16 +71,9 @@ def prepare_experts(
 
 def plan(problem: ExpertsProblem, M: int) -> ExpertsPlan:
     """How M tokens run on the problem's GPU."""
-    return plan_experts(
-        M=M,
-        top_k=problem.top_k,
-        num_experts=problem.num_experts,
-        hidden=problem.hidden,
-        inner=problem.inner,
-        sm_count=sm_count(problem.device),
-        shared_bytes=shared_bytes(problem.device),
-        packed=problem.kind == "packed",
-    )
+    choice = parse_choice(problem.requested)
+    measured = measured_plan(problem, M, choice)
+    return measured or plan_experts(layer_of(problem), M, choice)
 
 
 def experts(
@@ -90,6 +87,8 @@ def experts(
     (M, C), problem = x_MC.shape, prepared.problem
     ids_Mk, shares_Mk = routes.ids_Mk.contiguous(), routes.shares_Mk.contiguous()
     k, E = ids_Mk.shape[1], problem.num_experts
+    if plan.variant == "sm90_few_tokens":
+        return _few_tokens(x_MC, Routes(ids_Mk, shares_Mk), prepared, plan, shared_MC)
     lists = (ids_Mk, None, None)
     if plan.variant == "sorted":
         lists = (ids_Mk, *sort_pairs(ids_Mk, E))
@@ -100,9 +99,7 @@ def experts(
         tile = ExpertsTile(glu=True, **common, **_constants(prepared.glu))
         _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, shares_Mk, hidden_PI, tile)
         if plan.output == "parts":
-            # the shared expert's output is one more part
-            count = plan.down.split * k + (shared_MC is not None)
-            parts = torch.empty((count, M, C), dtype=torch.float32, device=x_MC.device)
+            parts = _empty_parts(x_MC, plan.down.split * k, shared_MC)
             tile = ExpertsTile(glu=False, parts=True, weighted=True, **common)
             _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, parts, tile)
             if shared_MC is not None:
@@ -114,6 +111,44 @@ def experts(
         out_MC = torch.empty_like(x_MC)
         sum_pairs(y_PC, k, shared_MC, out_MC)
     return out_MC
+
+
+def _few_tokens(
+    x_MC: torch.Tensor,
+    routes: Routes,
+    prepared: PreparedExperts,
+    plan: ExpertsPlan,
+    shared_MC: torch.Tensor | None,
+) -> LinearOutput:
+    # Gluon is imported only where it runs
+    from qkernels.moe import sm90_few_tokens as kernel
+
+    ids_Mk, shares_Mk = routes
+    with on_device(x_MC):
+        E = prepared.problem.num_experts
+        if plan.gate_up.sorts:
+            wanted = wanted_pairs(x_MC, routes, E, plan.gate_up.block_m)
+        else:
+            wanted = wanted_experts(ids_Mk, E)
+        gate_up, down = prepared.gate_up, prepared.down
+        hidden = kernel.gate_up(x_MC, ids_Mk, wanted, gate_up, prepared.glu, plan.gate_up)
+        if plan.output == "parts":
+            parts = _empty_parts(x_MC, plan.down.split * ids_Mk.shape[1], shared_MC)
+            kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, parts)
+            if shared_MC is not None:
+                parts[-1].copy_(shared_MC)
+            return SplitKPartials(parts=parts, dtype=x_MC.dtype)
+        y_PC = x_MC.new_empty(ids_Mk.numel(), x_MC.shape[1])
+        kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, y_PC)
+        out_MC = torch.empty_like(x_MC)
+        sum_pairs(y_PC, ids_Mk.shape[1], shared_MC, out_MC)
+    return out_MC
+
+
+def _empty_parts(x_MC: torch.Tensor, count: int, shared_MC: torch.Tensor | None) -> torch.Tensor:
+    """Memory for partial sums; the shared expert's output is one more."""
+    count += shared_MC is not None
+    return torch.empty((count, *x_MC.shape), dtype=torch.float32, device=x_MC.device)
 
 
 def _constants(glu: Glu) -> dict[str, float]:

@@ -17,7 +17,8 @@ from qkernels.moe.routing import Routes, Routing
 
 # Beyond, cuBLAS multiplies; every token's blocks read the whole weight here, from the L2.
 ROUTER_MOST_TOKENS = 32
-ROUTER_EXPERTS = 4  # logits of a block
+ROUTER_BLOCKS = 64  # of a token, about: what one adds up alone is latency
+ROUTER_BLOCK = 4096  # weights that a block asks for at once, before the kernel before has ended
 
 
 def route(
@@ -65,10 +66,11 @@ def route_tokens(
     ids_Mk = torch.empty((M, k), dtype=torch.int32, device=device)
     shares_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
     _, counters = workspace(device)
+    block_e = power_of_two(ceil_div(E, ROUTER_BLOCKS))
     with on_device(x_MC):
         launch(
             _route_tokens,
-            (ceil_div(E, ROUTER_EXPERTS), M),
+            (ceil_div(E, block_e), M),
             x_MC,
             weight_EC,
             bias_E,
@@ -81,8 +83,8 @@ def route_tokens(
             C,
             routing.factor,
             RULE=rule_of(routing),
-            BE=ROUTER_EXPERTS,
-            BC=min(1024, power_of_two(C)),
+            BE=block_e,
+            BC=min(ROUTER_BLOCK // block_e, power_of_two(C)),
             num_warps=4,
             **pdl_options(x_MC, M),
         )
@@ -134,7 +136,11 @@ def _route_tokens(
     counter_ptr = counters_ptr + token
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.debug_barrier()
-        choose_experts(logits_ptr, correction_ptr, ids_ptr, shares_ptr, token, E, factor, RULE)
+        # more experts would be more pairs than registers
+        BY_RANK: tl.constexpr = RULE.padded_groups * RULE.in_group <= 128
+        choose_experts(
+            logits_ptr, correction_ptr, ids_ptr, shares_ptr, token, E, factor, RULE, BY_RANK
+        )
         tl.store(counter_ptr, 0)
 
 
@@ -192,13 +198,63 @@ def _route(
     if PDL:
         pdl_launch_and_wait()
     choose_experts(
-        logits_ptr, correction_ptr, ids_ptr, shares_ptr, tl.program_id(0), E, factor, RULE
+        logits_ptr, correction_ptr, ids_ptr, shares_ptr, tl.program_id(0), E, factor, RULE, False
     )
 
 
 @triton.jit
+def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
+    """(ids, shares) [SLOTS] of the largest, of equal ones the lowest."""
+    NONE: tl.constexpr = 1 << 30
+    ids = tl.zeros_like(j)
+    shares = tl.full(j.shape, -float("inf"), tl.float32)
+    left = mask
+    for i in tl.static_range(TOP_K):
+        # among those left, so that one is found even where all scores are NaN or -inf
+        best_score = tl.max(tl.where(left, choice, -float("inf")))
+        candidates = left & (choice >= best_score)
+        chosen = tl.min(tl.where(candidates, e, NONE))
+        chosen = tl.where(chosen == NONE, tl.min(tl.where(left, e, NONE)), chosen)
+        share = tl.sum(tl.where(e == chosen, tl.where(mask, scores, 0.0), 0.0))
+        ids = tl.where(j == i, chosen, ids)
+        shares = tl.where(j == i, share, shares)
+        left = left & (e != chosen)
+    return ids, shares
+
+
+@triton.jit
+def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
+    """As `_one_by_one`, all at once: an expert's rank is how many come before it.
+
+    Each of a block's reductions waits for all of its warps, and choosing one by one takes four for
+    each expert.
+    """
+    SIZE: tl.constexpr = choice.shape[0] * choice.shape[1]
+    # NaN is last, like -inf
+    key = tl.where(choice > -float("inf"), choice, -float("inf")).reshape(SIZE)
+    inside = mask.reshape(SIZE)
+    i = tl.arange(0, SIZE)
+    ahead = (key[:, None] > key[None, :]) | (
+        (key[:, None] == key[None, :]) & (i[:, None] < i[None, :])
+    )
+    rank = tl.sum((ahead & inside[:, None]).to(tl.int32), 0)
+    chosen = (rank[None, :] == j[:, None]) & inside[None, :]
+    ids = tl.sum(tl.where(chosen, e.reshape(SIZE)[None, :], 0), 1)
+    shares = tl.sum(tl.where(chosen, scores.reshape(SIZE)[None, :], 0.0), 1)
+    return ids, tl.where(j < TOP_K, shares, -float("inf"))
+
+
+@triton.jit
 def choose_experts(
-    logits_ptr, correction_ptr, ids_ptr, shares_ptr, token, E, factor, RULE: tl.constexpr
+    logits_ptr,
+    correction_ptr,
+    ids_ptr,
+    shares_ptr,
+    token,
+    E,
+    factor,
+    RULE: tl.constexpr,
+    BY_RANK: tl.constexpr,
 ):
     """Write a token's experts and their shares."""
     NONE: tl.constexpr = 1 << 30
@@ -216,7 +272,8 @@ def choose_experts(
     logits = logits.to(tl.float32)
     if RULE.scores == "softmax":
         exps = tl.exp(logits - tl.max(logits))
-        scores = exps / tl.sum(exps)
+        # not a division: `_first_ranks` may have each thread compute the scores of all experts
+        scores = exps * (1 / tl.sum(exps))
     elif RULE.scores == "sigmoid":
         scores = 1 / (1 + tl.exp(-logits))
     else:
@@ -239,19 +296,10 @@ def choose_experts(
             best = tl.where(g == chosen, -float("inf"), best)
         choice = tl.where(kept[:, None], choice, -float("inf"))
     j = tl.arange(0, SLOTS)
-    ids = tl.zeros((SLOTS,), tl.int32)
-    shares = tl.full((SLOTS,), -float("inf"), tl.float32)
-    left = mask
-    for i in tl.static_range(TOP_K):
-        # among those left, so that one is found even where all scores are NaN or -inf
-        best_score = tl.max(tl.where(left, choice, -float("inf")))
-        candidates = left & (choice >= best_score)
-        chosen = tl.min(tl.where(candidates, e, NONE))
-        chosen = tl.where(chosen == NONE, tl.min(tl.where(left, e, NONE)), chosen)
-        share = tl.sum(tl.where(e == chosen, tl.where(mask, scores, 0.0), 0.0))
-        ids = tl.where(j == i, chosen, ids)
-        shares = tl.where(j == i, share, shares)
-        left = left & (e != chosen)
+    if BY_RANK:
+        ids, shares = _first_ranks(choice, scores, mask, e, j, TOP_K)
+    else:
+        ids, shares = _one_by_one(choice, scores, mask, e, j, TOP_K)
     if RULE.scores == "softmax_of_chosen":
         exps = tl.exp(shares - tl.max(shares))
         shares = exps / tl.sum(exps)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.packed import PackedWeight
+from formats.scheme import QuantSpec
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import K_STEP
@@ -107,10 +108,21 @@ class WeightNumerics:
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
     """Of a prepacked weight, and of the bias that is added."""
+    return stack_numerics(weight.spec, weight.in_features, weight.dtype, weight.tensors, bias)
+
+
+def stack_numerics(
+    spec: QuantSpec,
+    in_features: int,
+    dtype: torch.dtype,
+    tensors: dict[str, torch.Tensor],
+    bias: torch.Tensor | None,
+) -> WeightNumerics:
+    """Of the tensors of one prepacked weight or several, for activations of `dtype`."""
     return WeightNumerics(
-        bits=weight.spec.bits,
-        steps_per_group=weight.spec.group_length(weight.in_features) // K_STEP,
-        offset=offset_of(weight),
-        has_offsets="offsets" in weight.tensors,
+        bits=spec.bits,
+        steps_per_group=spec.group_length(in_features) // K_STEP,
+        offset=VALUE_OF_ZERO[dtype, spec.bits] + spec.symmetric_zero,
+        has_offsets="offsets" in tensors,
         has_bias=bias is not None,
     )

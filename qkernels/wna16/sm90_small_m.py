@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -30,19 +29,11 @@ from qkernels.gpu.split_k_reduce import reduce_in_last_arriver
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.dequant import (
-    codes_minus_zeros,
-    load_k_subtiles,
-    rows_layout,
-    scale_of_codes,
-    zeros_to_subtract,
-)
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
+from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, step_scales
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 
-X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle
-WEIGHT_BOX = [32, 32]  # a stored tile's packed words of a K step, in rows of 128 bytes
 NUM_CONSUMERS = gl.constexpr(2)
 
 
@@ -161,45 +152,6 @@ class _Gemm:
         )
 
 
-@aggregate
-class _Stages:
-    """Shared memory of the pipeline."""
-
-    weight: gl.shared_memory_descriptor  # [stages * NUM_CONSUMERS, 32, 32]
-    x: gl.shared_memory_descriptor  # [stages * 2, BM, 64]
-    scales: gl.shared_memory_descriptor  # [stages * NUM_CONSUMERS, 64]
-    offsets: gl.shared_memory_descriptor  # [stages * NUM_CONSUMERS, 64], valid if has_offsets
-
-
-@gluon.jit
-def _multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """Issues a K step's products: sums [64, BM] of codes minus zero points, times x.
-
-    A wgmma goes on reading operand A's registers after it was issued, so each has its own.
-    """
-    NUMERICS: gl.constexpr = gemm.NUMERICS
-    DTYPE: gl.constexpr = stages.x.dtype
-    BM: gl.constexpr = gemm.CONFIG.block_m
-    K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
-    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = rows_layout(K_SUBTILE, 4)
-    own = stage * NUM_CONSUMERS + CONSUMER
-    if NUMERICS.has_offsets:
-        offset = stages.offsets.index(own).load(ROWS)
-    else:
-        offset = gl.full([64], NUMERICS.offset, DTYPE, ROWS)
-    zeros = zeros_to_subtract(offset, DTYPE)
-    packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
-    sums = gl.zeros([64, BM], gl.float32, SUMS)
-    for i in gl.static_range(128 // K_SUBTILE):
-        a = gl.convert_layout(codes_minus_zeros(packed[i], zeros, DTYPE), A, assert_trivial=True)
-        x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
-        if K_SUBTILE < 64:
-            x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
-        sums = warpgroup_mma(a, x.permute([1, 0]), sums, use_acc=i > 0, is_async=True)
-    return sums
-
-
 @gluon.jit
 def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     """A consumer warpgroup: 64 outputs of each work tile, and their results."""
@@ -212,10 +164,8 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
-            own = state.stage * NUM_CONSUMERS + CONSUMER
-            scale = stages.scales.index(own).load(gl.SliceLayout(1, SUMS))
-            scale = scale_of_codes(scale.to(gl.float32), stages.x.dtype)
-            product = _multiply(gemm, stages, state.stage, CONSUMER, SUMS)
+            scale = step_scales(gemm, stages, state.stage, CONSUMER, SUMS)
+            product = multiply(gemm, stages, state.stage, CONSUMER, SUMS)
             product = warpgroup_mma_wait(0, deps=[product])
             pipeline.consumer_release(state)
             sums += product * scale[:, None]
@@ -361,7 +311,7 @@ def _wna16_small_m(
         offset_stages = gl.allocate_shared_memory(offsets.dtype, [OWN, 64], offsets.layout)
     else:
         offset_stages = scale_stages
-    stages = _Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
+    stages = Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
     pipeline = make_pipeline(stages, STAGES, NUM_CONSUMERS)
     fence_async_shared()
     gemm = _Gemm(

@@ -32,6 +32,10 @@ class SmallMConfig(CompileTimeConfig):
     launch_dependents_first: bool = False
 
     @property
+    def num_consumers(self) -> int:
+        return BLOCK_N // TILE_N
+
+    @property
     def k_subtile(self) -> int:
         """Inputs that are unpacked at once."""
         return 32 if self.block_m == 64 and self.blocks_per_sm == 2 else 64

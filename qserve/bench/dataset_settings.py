@@ -28,18 +28,18 @@ class DatasetSettings:
         " timed_trace (Mooncake's jsonl): lengths, and times with --use-trace-timestamps",
         DATASETS,
     )
-    dataset_path: str | None = setting(None, "the file of a data set that is one")
+    dataset_path: str | None = setting(None, "the data set's file, if it is one")
     num_prompts: int = setting(1000, "requests to send", low=1)
-    input_len: int | None = setting(None, "prompt tokens, whatever the data set calls them", low=1)
+    input_len: int | None = setting(None, "prompt tokens, for any data set", low=1)
     output_len: int | None = setting(
-        None, "output tokens, whatever the data set calls them or its file says", low=1
+        None, "output tokens, for any data set, whatever its file says", low=1
     )
     random_input_len: int = setting(1024, "prompt tokens of random", low=1)
     random_output_len: int = setting(128, "output tokens of random", low=1)
     random_range_ratio: float = setting(
         0.0,
-        "lengths of random are uniform from floor(L(1-r)) to ceil(L(1+r)), as in vLLM; SGLang and"
-        " InferenceX mean L*r to L by it",
+        "lengths of random are uniform from floor(L(1-r)) to ceil(L(1+r)), as in vLLM; in SGLang"
+        " and InferenceX it means L*r to L",
         low=0,
         high=1,
     )

@@ -15,8 +15,9 @@ class ForwardSettings:
 
     case: list[str] = setting(
         [],
-        "NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],...: N requests of so many new tokens on so many"
-        " that are there; c: no end of a prompt; such as decode=32*1@8192 mix=2048,32*1@4096",
+        "NAME=[N*]TOKENS[@CONTEXT][c][:DRAFTS],...: N requests with TOKENS new tokens after"
+        " CONTEXT computed ones; c: not the end of a prompt; such as decode=32*1@8192"
+        " mix=2048,32*1@4096",
         many=True,
     )
     shapes: str | None = setting(
@@ -24,10 +25,14 @@ class ForwardSettings:
         'file of cases: {"cases": [{"name", "requests": [{"query_len", "kv_len", "count",'
         ' "chunked", "num_draft_tokens"}]}]}',
     )
-    decode_batches: str | None = setting(None, "also decode steps of so many requests, as 1,8,32")
-    decode_contexts: str = setting("512", "of these, the tokens of each request, as 512,4096")
-    prefill_tokens: str | None = setting(None, "also prompts of so many tokens, as 128,2048")
-    prefill_contexts: str = setting("0", "of these, the tokens that are there already")
+    decode_batches: str | None = setting(
+        None, "also decode steps with this many requests, such as 1,8,32"
+    )
+    decode_contexts: str = setting(
+        "512", "context tokens of each of these requests, such as 512,4096"
+    )
+    prefill_tokens: str | None = setting(None, "also prompts of this many tokens, such as 128,2048")
+    prefill_contexts: str = setting("0", "tokens already computed before these prompts")
     iters: int = setting(20, "replays of one sample", low=1)
     samples: int = setting(5, "samples, of which the median counts", low=1)
     profile_dir: str | None = setting(

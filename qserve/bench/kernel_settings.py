@@ -19,7 +19,7 @@ class KernelBenchSettings:
     baseline: str | None = setting(
         None, "compare with these, such as cublas,int_mm,gemlite, or none; default: all installed"
     )
-    json: bool = setting(False, "print one JSON object a line")
+    json: bool = setting(False, "print one JSON object per line")
     plot: str | None = setting(None, "also draw the times into this PNG file")
     tune: bool = setting(
         False,

@@ -15,7 +15,7 @@ class LatencySettings:
     n: int = setting(1, "outputs of each request", low=1)
     num_iters_warmup: int = setting(10, "iterations before those that count", low=0)
     num_iters: int = setting(30, "iterations that count", low=1)
-    disable_detokenize: bool = setting(False, "make no text of the tokens")
+    disable_detokenize: bool = setting(False, "do not turn the tokens into text")
     profile: bool = setting(False, "profile one more iteration (as `qserve profile` does)")
     profile_dir: str = setting("profile", "folder of --profile's trace and table")
     output_json: str | None = setting(None, "file for the result")
@@ -29,8 +29,8 @@ class ThroughputSettings:
     """All requests at once, in this process. Names are vLLM's."""
 
     n: int = setting(1, "outputs of each request", low=1)
-    num_warmups: int = setting(0, "requests that are run before and not counted", low=0)
-    disable_detokenize: bool = setting(False, "make no text of the tokens")
+    num_warmups: int = setting(0, "requests that are run first and not counted", low=0)
+    disable_detokenize: bool = setting(False, "do not turn the tokens into text")
     disable_tqdm: bool = setting(False, "no progress bar")
     profile: bool = setting(False, "profile it (as `qserve profile` does)")
     profile_dir: str = setting("profile", "folder of --profile's trace and table")

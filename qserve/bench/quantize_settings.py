@@ -10,7 +10,7 @@ from qserve.setting import check_settings, setting
 class QuantizeBenchSettings:
     """How much to quantize, and how."""
 
-    layers: int = setting(4, "layers that are measured, of 32", low=1)
+    layers: int = setting(4, "layers to measure, of 32", low=1)
     samples: int = setting(128, "calibration windows", low=1)
     sequence_length: int = setting(2048, "tokens of a calibration window", low=1)
     recipe: str = setting("gptq", "how codes are chosen", RECIPES)

@@ -50,7 +50,7 @@ class ServeBenchSettings:
         "most requests under way; times of others begin when they are sent",
         low=1,
     )
-    num_warmups: int = setting(0, "requests that are sent before and not counted", low=0)
+    num_warmups: int = setting(0, "requests that are sent first and not counted", low=0)
     ready_check_timeout_sec: float = setting(
         0.0, "seconds to wait until the server answers one request; 0: do not ask", low=0
     )
@@ -59,9 +59,9 @@ class ServeBenchSettings:
     )
     seed: int = setting(0, "of prompts, lengths and times", low=0)
     ignore_eos: bool = setting(
-        False, "ask for all output tokens; on by itself for data sets that are made up"
+        False, "ask for all output tokens; the default for synthetic data sets"
     )
-    disable_ignore_eos: bool = setting(False, "let made-up data sets end early, too")
+    disable_ignore_eos: bool = setting(False, "let answers end early for synthetic data sets, too")
     logprobs: int | None = setting(None, "alternatives to ask for with each token", low=0)
     temperature: float = setting(0.0, "of sampling", low=0)
     top_p: float | None = setting(None, "of sampling; default: the server's")
@@ -81,8 +81,8 @@ class ServeBenchSettings:
         many=True,
     )
     save_result: bool = setting(False, "write the result as JSON")
-    save_detailed: bool = setting(False, "with every request's numbers and texts")
-    append_result: bool = setting(False, "add a line to the file in place of writing it anew")
+    save_detailed: bool = setting(False, "also save every request's numbers and texts")
+    append_result: bool = setting(False, "append a line to the file instead of overwriting it")
     result_dir: str | None = setting(None, "folder of the result; default: this one")
     result_filename: str | None = setting(
         None, "name of the result; default: from label, rate, concurrency, model and date"

@@ -19,7 +19,7 @@ class SimulateSettings:
         " of `bench serve`); default: --dataset-name and --request-rate",
     )
     steps: str | None = setting(None, "result of `bench forward`: how long steps take")
-    step_ms: float | None = setting(None, "in place of --steps: every step takes so long", low=0)
+    step_ms: float | None = setting(None, "in place of --steps: every step takes this long", low=0)
     num_pages: int = setting(30_000, "KV pages", low=1)
     block_size: int = setting(16, "tokens of one KV page", low=1)
     max_num_seqs: int = setting(256, "most requests in one step", low=1)

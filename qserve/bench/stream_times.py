@@ -1,8 +1,8 @@
 """StreamTimes: when the tokens of one streamed answer came. Knows OpenAI's events, no sockets.
 
-A chunk counts when it has new tokens: text, reasoning or a tool call, or a token count that rose
-(`usage` in every chunk, or `token_ids`), so tokens without text yet count when a server tells of
-them. Chunks that only open or end an answer do not.
+A chunk counts when it has new tokens: text, reasoning or a tool call, a token count that rose
+(`usage` in every chunk, or `token_ids`), or an empty text, which servers send for a token whose
+text is held back. Chunks that only open or end an answer do not.
 """
 
 import json
@@ -87,7 +87,9 @@ class StreamTimes:
         if text or others:
             self.text.append(text or others)
         has_tokens = text or others or rose or choice.get("token_ids") or delta.get("tool_calls")
-        if has_tokens or delta.get("token_ids"):
+        is_empty = "text" in choice or ("content" in delta and "role" not in delta)
+        held_back = is_empty and not text and not choice.get("finish_reason")
+        if has_tokens or held_back or delta.get("token_ids"):
             self.token_times.append(when)
         if choice.get("finish_reason"):
             self.finish_reason = choice["finish_reason"]

@@ -18,22 +18,22 @@ class DeploySettings:
     )
     replicas: int = setting(1, "engines, each with the whole model, behind one address", low=1)
     max_replicas: int | None = setting(
-        None, "more engines under load, up to so many; --replicas is the least", low=1
+        None, "under load, add engines up to this number; --replicas is the minimum", low=1
     )
     target_ongoing_requests: int | None = setting(
         None,
-        "requests under way for each engine beyond which there come to be more; default: 0.8 of"
+        "requests under way per engine, beyond which engines are added; default: 0.8 of"
         " --max-num-seqs",
         low=1,
     )
     router: str = setting(
         "prefix",
-        "which engine a request goes to; prefix: the one that has computed how its prompt begins,"
-        " unless that has much more to do than others",
+        "which engine a request goes to; prefix: the one that has already computed the beginning"
+        " of its prompt, unless it is much busier than the others",
         ROUTERS,
     )
     drain_timeout: float = setting(
-        600.0, "seconds that an engine which is not needed any more gets to end its requests", low=0
+        600.0, "seconds that an engine which is no longer needed gets to finish its requests", low=0
     )
     gpus_per_replica: float | None = setting(
         None,
@@ -41,15 +41,15 @@ class DeploySettings:
         low=0,
     )
     ray_address: str | None = setting(
-        None, "a running Ray cluster, or auto; default: one of this machine, for this server alone"
+        None, "a running Ray cluster, or auto; default: one on this machine, for this server alone"
     )
     multiplexed_model: list[str] = setting(
         [],
         "NAME=FOLDER: another model that clients may name; an engine loads it when it is asked for,"
-        " in place of the one asked for longest ago",
+        " in place of the one that was asked for longest ago",
         many=True,
     )
-    models_per_replica: int = setting(1, "models that an engine's place holds at once", low=1)
+    models_per_replica: int = setting(1, "models that a replica holds at once", low=1)
 
     def __post_init__(self) -> None:
         check_settings(self)

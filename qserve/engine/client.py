@@ -17,20 +17,20 @@ from qserve.config import EngineConfig
 from qserve.engine import messages
 from qserve.engine.messages import (
     Abort,
-    AdapterLoaded,
     Add,
     Beat,
+    Done,
     EngineDied,
     Events,
     FromEngine,
     LoadAdapter,
     Profile,
-    Profiled,
     Ready,
     Refused,
     ResetPrefixCache,
     Start,
     StartFailed,
+    ToEngine,
     UnloadAdapter,
 )
 from qserve.engine.process import ENGINE
@@ -145,10 +145,8 @@ class EngineClient:
         self._heard = True  # a message has come since the last look
         self._busy_seconds = 0.0  # that the engine's present step has taken
         self._adding = asyncio.Lock()
-        self._profiling = asyncio.Lock()
-        self._profiled: asyncio.Future[str] | None = None  # what `profile` waits for
-        self._loading = asyncio.Lock()
-        self._adapter_loaded: asyncio.Future[str] | None = None  # the same of `load_adapter`
+        self._num_asked = 0
+        self._answers: dict[int, asyncio.Future[str]] = {}  # by the questions' numbers
         self._outputs: dict[str, _Output] = {}
         self._tasks: list[asyncio.Task] = []
         self._dead = asyncio.Event()
@@ -264,21 +262,24 @@ class EngineClient:
 
     async def profile(self, config: ProfilerConfig | None) -> str:
         """Record steps, or end that with None. Returns when it is done: empty, or why not."""
-        async with self._profiling:
-            self._profiled = asyncio.get_running_loop().create_future()
-            if not self.is_alive:
-                return self._cause_of_death
-            self._writer.write(messages.encode(Profile(config=config)))
-            return await self._profiled
+        return await self._ask(lambda number: Profile(number=number, config=config))
 
     async def load_adapter(self, lora: LoRARequest) -> str:
         """Have the engine read an adapter. Returns when requests can have it: empty, or why not."""
-        async with self._loading:
-            self._adapter_loaded = asyncio.get_running_loop().create_future()
-            if not self.is_alive:
-                return self._cause_of_death
-            self._writer.write(messages.encode(LoadAdapter(lora=lora)))
-            return await self._adapter_loaded
+        return await self._ask(lambda number: LoadAdapter(number=number, lora=lora))
+
+    async def _ask(self, question: Callable[[int], ToEngine]) -> str:
+        """The engine's answer. Who stops waiting for one does not leave it to the next."""
+        if not self.is_alive:
+            return self._cause_of_death
+        self._num_asked += 1
+        number = self._num_asked
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(messages.encode(question(number)))
+            return await answer
+        finally:
+            del self._answers[number]
 
     def unload_adapter(self, name: str) -> None:
         """Let the engine forget an adapter. Requests that have it keep it."""
@@ -336,10 +337,8 @@ class EngineClient:
                 elif isinstance(message, Refused) and message.request_id in self._outputs:
                     refusal = RefusedError(message.subject, message.problem, message.remedy)
                     self._outputs[message.request_id].refuse(refusal)
-                elif isinstance(message, Profiled):
-                    _settle(self._profiled, message.problem)
-                elif isinstance(message, AdapterLoaded):
-                    _settle(self._adapter_loaded, message.problem)
+                elif isinstance(message, Done):
+                    _settle(self._answers.get(message.number), message.problem)
                 elif isinstance(message, Beat):
                     self._busy_seconds = message.busy_seconds
                 elif isinstance(message, EngineDied):
@@ -379,8 +378,8 @@ class EngineClient:
         self._cause_of_death = cause
         self._dead.set()
         self._watch(EngineReport())
-        _settle(self._profiled, cause)
-        _settle(self._adapter_loaded, cause)
+        for answer in self._answers.values():
+            _settle(answer, cause)
         for request_id, output in self._outputs.items():
             output.put(self._death_event(request_id))
 

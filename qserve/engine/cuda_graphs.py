@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from qserve.engine.batch import Batch
+from qserve.engine.out_of_memory import ran_out
 from qserve.engine.step_buffers import GraphKey, StepBuffers
 from qserve.engine.step_input import StepInput, table_width
 from qserve.engine.step_outputs import StepOutputs
@@ -28,6 +29,15 @@ logger = logging.getLogger(__name__)
 # Beyond, kernels take longer than that, 45 ms for 2048 tokens: a graph would only add padding.
 CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FEW_REQUESTS = 8  # of a chunk step
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether a capture failed for want of memory. Its end may raise an error of its own on top."""
+    while isinstance(error, RuntimeError | MemoryError):
+        if ran_out(error):
+            return True
+        error = error.__context__
+    return False
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -152,8 +162,9 @@ class StepGraphs:
         if key not in self._batches:
             try:
                 self._capture(key)
-            except torch.OutOfMemoryError:
-                if self._in_step:  # the others have the graph, and would wait for this rank in it
+            except (RuntimeError, MemoryError) as error:
+                # With `_in_step` the others have the graph, and would wait for this rank in it.
+                if self._in_step or not _ran_out(error):
                     raise
                 self._keys = [each for each in self._keys if each in self._batches]
                 logger.warning(

@@ -188,13 +188,16 @@ class Engine:
             raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
         pages: list[int] = []
         pool.grow_(pages, len(token_ids))
+        moves = pool.take_moves()  # what those pages held goes to the host first
         try:
             step = StepInput.of_sequence(
                 token_ids, pages, page_size=page_size, params=SamplingParams()
             )
-            # What those pages held goes to the host first.
-            step = replace(step, page_moves=pool.take_moves())
-            return self.workers.logits(step)
+            return self.workers.logits(replace(step, page_moves=moves))
+        except BaseException:
+            if moves is not None:
+                pool.doubt(moves)
+            raise
         finally:
             pool.release_(pages)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from qserve.engine.mask_jobs import MaskJobs
-from qserve.engine.memory import ran_out
 from qserve.engine.model_runner import StepHandle
+from qserve.engine.out_of_memory import ran_out
 from qserve.engine.pooling import PoolPlan, plan_pool_rows
 from qserve.engine.prompt_logprobs import PromptPlan, plan_prompt_rows
 from qserve.engine.request import Request, RequestEvent
@@ -104,7 +104,9 @@ class Flights:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-            # What is in flight first: it may hold tokens of the same requests.
+            # What is in flight first: it may hold tokens of the same requests, and end them. Of
+            # their pages nobody is to find what this step would have computed.
+            self._scheduler.keep_private(plan)
             return events + self.take(0) + self._fail(plan, error)
         self._flights.append(Flight(plan, prompts, pools, handle, launched))
         return events

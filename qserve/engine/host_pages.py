@@ -4,7 +4,7 @@ Which key lies in which slot, and what has to be copied. The copies themselves a
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,6 +110,12 @@ class HostPages:
         slot = self._slots.pop(key, None)
         if slot is not None:
             (self._dropped if slot in self._loading else self._free).append(slot)
+
+    def forget(self, slots: Collection[int]) -> None:
+        """Drop what slots stand for that may not hold it."""
+        doubtful = set(slots)
+        for key in [key for key, slot in self._slots.items() if slot in doubtful]:
+            self.drop(key)
 
     def drop_all(self) -> None:
         for key in list(self._slots):

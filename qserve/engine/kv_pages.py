@@ -131,18 +131,9 @@ class PagePool:
 
         In place of those that were given back tables list NULL_PAGE, which is passed over.
         """
-        for page in pages:
-            if page == NULL_PAGE:
-                continue
-            key, self._keys[page] = self._keys[page], None
-            if key is None:
-                continue
-            del self._pages[key]
+        for key in self._unkey(pages):
             if self.host is not None:
                 self.host.drop(key)
-            if page in self._cached:
-                del self._cached[page]
-                self._blank.append(page)
 
     def withdraw_keys(self, keys: Iterable[bytes]) -> None:
         """Let nobody find what these keys stand for, on the device or the host."""
@@ -191,6 +182,18 @@ class PagePool:
             moves = replace(moves or PageMoves(), copied_from=copies[:, 0], copied_to=copies[:, 1])
         return moves
 
+    def doubt(self, moves: PageMoves) -> set[int]:
+        """Let nobody find what was to be copied: nobody knows which of it was.
+
+        Returns the pages that may hold anything, whose holders have to go. Keys of pages that were
+        to be loaded are still those of the host's slots.
+        """
+        if self.host is not None:
+            self.host.forget(moves.stored_slots.tolist())
+        doubtful = {*moves.loaded_pages.tolist(), *moves.copied_to.tolist()}
+        self._unkey(doubtful)
+        return doubtful
+
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Assert that holders, keys and free pages are those of `block_tables`."""
         tables = [[page for page in table if page != NULL_PAGE] for table in block_tables]
@@ -207,6 +210,22 @@ class PagePool:
             raise AssertionError("keys and pages do not agree")
         if not keyed.keys() >= self._cached.keys() or keyed.keys() & set(self._blank):
             raise AssertionError("a free page is in the wrong list")
+
+    def _unkey(self, pages: Iterable[int]) -> list[bytes]:
+        """Take their keys off pages. Returns those that there were."""
+        keys = []
+        for page in pages:
+            if page == NULL_PAGE:
+                continue
+            key, self._keys[page] = self._keys[page], None
+            if key is None:
+                continue
+            del self._pages[key]
+            keys.append(key)
+            if page in self._cached:
+                del self._cached[page]
+                self._blank.append(page)
+        return keys
 
     def _evict(self) -> int:
         """The free page whose contents are the least likely to be asked for."""

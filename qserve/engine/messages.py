@@ -49,20 +49,16 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine: record steps; None: end that. Answered by Profiled."""
+    """To the engine: record steps; None: end that. Answered by Done."""
 
+    number: int  # of the question
     config: ProfilerConfig | None
 
 
-class Profiled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the engine: it records, or has written what it recorded."""
-
-    problem: str = ""  # why not
-
-
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the engine: read this adapter, in place of one of its name. Answered by AdapterLoaded."""
+    """To the engine: read this adapter, in place of one of its name. Answered by Done."""
 
+    number: int  # of the question
     lora: LoRARequest
 
 
@@ -72,9 +68,10 @@ class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
-class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the engine: requests can have it from now on."""
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the engine: what a question asks for is done. Others may be answered before it."""
 
+    number: int  # of the question
     problem: str = ""  # why not
 
 
@@ -123,7 +120,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToEngine = Start | Add | Abort | ResetPrefixCache | Profile | LoadAdapter | UnloadAdapter
-FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Profiled | AdapterLoaded
+FromEngine = Ready | StartFailed | Events | Refused | EngineDied | Beat | Done
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {

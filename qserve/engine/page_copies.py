@@ -6,6 +6,7 @@ buffer there, so steps need not wait for it; a step that needs loaded pages wait
 Legend: N pages of one transfer, P pages of the device, S slots, F bytes of a page in all layers.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
@@ -14,7 +15,10 @@ import torch
 
 from qkernels.attention.cache import PagedKv
 from qserve.engine.host_pages import PageMoves
+from qserve.engine.out_of_memory import ran_out
 from qserve.engine.transfer import HostCopy, to_device
+
+logger = logging.getLogger(__name__)
 
 # A page of an 8B model is 2 MiB: the buffers on the device stay below 64 MiB.
 PAGES_AT_ONCE = 32
@@ -35,12 +39,12 @@ class PageCopies:
         self._stream = torch.cuda.Stream(device) if is_cuda else None
 
     def store(self, moves: PageMoves) -> None:
-        """Store pages before whatever is launched next. Does not wait for the device."""
+        """Store pages before whatever is launched next. Waits only where memory ran out."""
         for pages, slots in _batches(moves.stored_pages, moves.stored_slots):
             self._store(pages, slots)
 
     def load(self, moves: PageMoves) -> None:
-        """Load pages before whatever is launched next. Does not wait for the device."""
+        """Load pages before whatever is launched next. Waits only where memory ran out."""
         for pages, slots in _batches(moves.loaded_pages, moves.loaded_slots):
             self._load(pages, slots)
 
@@ -68,23 +72,52 @@ class PageCopies:
         return self._slots_SF.shape[1]
 
     def _store(self, pages: np.ndarray, slots: np.ndarray) -> None:
-        index = to_device(pages, self._device)
-        buffer_NF = torch.cat([_bytes(part[index]) for part in self._parts], dim=1)
+        try:
+            index = to_device(pages, self._device)
+            buffer_NF = torch.cat([_bytes(part[index]) for part in self._parts], dim=1)
+        except (RuntimeError, MemoryError) as error:
+            self._wait_where_memory_ran_out(error)
+            for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+                for part, piece in zip(self._parts, self._pieces(slot), strict=True):
+                    piece.copy_(_bytes(part[page : page + 1])[0])
+            return
         with self._transfers(buffer_NF):
             for row, slot in enumerate(slots.tolist()):
                 self._slots_SF[slot].copy_(buffer_NF[row], non_blocking=True)
 
     def _load(self, pages: np.ndarray, slots: np.ndarray) -> None:
         width = self._slots_SF.shape[1]
-        buffer_NF = torch.empty(len(pages), width, dtype=torch.uint8, device=self._device)
+        try:
+            index = to_device(pages, self._device)
+            buffer_NF = torch.empty(len(pages), width, dtype=torch.uint8, device=self._device)
+        except (RuntimeError, MemoryError) as error:
+            self._wait_where_memory_ran_out(error)
+            for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+                for part, piece in zip(self._parts, self._pieces(slot), strict=True):
+                    part[page].copy_(piece.clone().view(part.dtype).view(part.shape[1:]))
+            return
         with self._transfers(buffer_NF):
             for row, slot in enumerate(slots.tolist()):
                 buffer_NF[row].copy_(self._slots_SF[slot], non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        index = to_device(pages, self._device)
         for part, piece in zip(self._parts, buffer_NF.split(self._sizes, dim=1), strict=True):
             part[index] = piece.contiguous().view(part.dtype).view(-1, *part.shape[1:])
+
+    def _pieces(self, slot: int) -> tuple[torch.Tensor, ...]:
+        """A slot's bytes of each part."""
+        return self._slots_SF[slot].split(self._sizes)
+
+    def _wait_where_memory_ran_out(self, error: Exception) -> None:
+        """Be ready to copy page by page, which needs no buffer. Raises any other error.
+
+        A page that is not copied would be lost, and a step that reads it would read another.
+        """
+        if not ran_out(error):
+            raise error
+        logger.warning("No memory to copy KV pages together: each is copied alone, and waited for")
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _transfers(self, buffer: torch.Tensor) -> object:
         """The stream of transfers as a context, behind what was launched for `buffer` so far."""

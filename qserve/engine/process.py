@@ -23,15 +23,14 @@ from qserve import logs
 from qserve.engine import cpu_threads, messages
 from qserve.engine.messages import (
     Abort,
-    AdapterLoaded,
     Add,
     Beat,
+    Done,
     EngineDied,
     Events,
     FromEngine,
     LoadAdapter,
     Profile,
-    Profiled,
     Ready,
     Refused,
     ResetPrefixCache,
@@ -42,7 +41,6 @@ from qserve.engine.messages import (
 from qserve.engine.request import RequestEvent
 from qserve.engine.start_phases import phase
 from qserve.log_limit import limit_logging
-from qserve.lora.request import LoRARequest
 
 ENGINE = "qserve.engine.engine:Engine"
 EXIT_GRACE = 2.0  # seconds that a step or a load may still run after the client is gone
@@ -227,15 +225,14 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
         elif isinstance(message, Profile):
             line.send(_profile(engine, message))
         elif isinstance(message, LoadAdapter):
-            _start_thread(_read_adapter, line, engine, message.lora, inbox)
+            _start_thread(_read_adapter, line, engine, message, inbox)
         elif isinstance(message, _AdapterRead):
             if not message.problem:
-                lora = message.lora
-                packed, number = message.packed, lora.lora_int_id
-                engine.adapters.put(lora.lora_name, lora.lora_path, packed, number)
-            line.send(AdapterLoaded(problem=message.problem))
+                lora, packed = message.asked.lora, message.packed
+                engine.adapters.put(lora.lora_name, lora.lora_path, packed, lora.lora_int_id)
+            line.send(Done(number=message.asked.number, problem=message.problem))
         elif isinstance(message, UnloadAdapter):
-            engine.adapters.remove(message.name)
+            engine.adapters.unload(message.name)
         else:
             raise ClientGone
 
@@ -244,29 +241,31 @@ def _take_messages(engine: object, line: _Line, inbox: queue.SimpleQueue) -> Non
 class _AdapterRead:
     """In the inbox: a thread has read an adapter, or knows why it cannot."""
 
-    lora: LoRARequest
+    asked: LoadAdapter
     packed: object = None
     problem: str = ""
 
 
-def _read_adapter(line: _Line, engine: object, lora: LoRARequest, inbox: queue.SimpleQueue) -> None:
+def _read_adapter(
+    line: _Line, engine: object, asked: LoadAdapter, inbox: queue.SimpleQueue
+) -> None:
     """Read an adapter while steps go on. The main thread takes it."""
     try:
-        read = _AdapterRead(lora=lora, packed=engine.adapters.read(lora.lora_path))
+        read = _AdapterRead(asked=asked, packed=engine.adapters.read(asked.lora.lora_path))
     except (InputError, OSError) as error:
-        read = _AdapterRead(lora=lora, problem=str(error))
+        read = _AdapterRead(asked=asked, problem=str(error))
     inbox.put(read)
 
 
-def _profile(engine: object, message: Profile) -> Profiled:
+def _profile(engine: object, message: Profile) -> Done:
     try:
         if message.config is None:
             engine.profiler.stop()
         else:
             engine.profiler.start(message.config)
     except (InputError, OSError) as error:
-        return Profiled(problem=str(error))
-    return Profiled()
+        return Done(number=message.number, problem=str(error))
+    return Done(number=message.number)
 
 
 def _send(line: _Line, events: list[RequestEvent], engine: object) -> None:

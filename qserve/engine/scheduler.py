@@ -12,7 +12,7 @@ Of steps in flight `schedule()` counts the tokens; `update()` takes them when th
 
 from formats.errors import InputError
 from qserve.engine.admission import Admission
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_pages import NULL_PAGE, PagePool
 from qserve.engine.places import Places
 from qserve.engine.policies import MAX_PROMPT_STEPS, Counts, Phase, Policy
 from qserve.engine.prefix_cache import PrefixCache
@@ -220,9 +220,20 @@ class Scheduler:
         self.finish(request)
         return RequestEvent.failure(request.request_id, reason)
 
+    def keep_private(self, plan: StepPlan) -> None:
+        """Publish nothing more of the requests of a step that could not be launched."""
+        for chunk in plan.chunks:
+            self.cache.keep_private(chunk.request)
+
     def fail_step(self, plan: StepPlan, reason: str) -> list[RequestEvent]:
-        """End the requests of a step that could not be launched."""
+        """End the requests of a step that could not be launched, and those that share its pages."""
         requests = {chunk.request: None for chunk in plan.chunks}
+        wrong = set() if plan.moves is None else self.pool.doubt(plan.moves)
+        for request, start, _, _ in plan.chunks:
+            wrong.update(request.block_table[start // self.pool.page_size :])
+        wrong.discard(NULL_PAGE)
+        # Who was admitted with the step, but waits for a mask, has no tokens in it.
+        requests |= {each: None for each in self.running if not wrong.isdisjoint(each.block_table)}
         if self.snapshots is not None:
             # Nobody knows which of the copies before it were made.
             self.snapshots.drop_all()

@@ -24,10 +24,10 @@ from qserve.engine.memory import (
     LESS_MEMORY,
     num_pages_in,
     num_pages_on_gpu,
-    out_of_memory_is_named,
     weight_bytes,
 )
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.out_of_memory import out_of_memory_is_named
 from qserve.engine.replay import Replay
 from qserve.engine.start_phases import phase
 from qserve.engine.step_input import StepInput

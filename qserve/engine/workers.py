@@ -17,8 +17,8 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.crew import Crew
 from qserve.engine.devices import pick_device, use_device
-from qserve.engine.memory import ran_out
 from qserve.engine.model_runner import ModelRunner, StepHandle
+from qserve.engine.out_of_memory import ran_out
 from qserve.engine.rank_executors import ProcessExecutor
 from qserve.engine.rank_link import RankDiedError
 from qserve.engine.start_phases import phase

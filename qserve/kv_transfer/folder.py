@@ -1,13 +1,14 @@
 """FolderConnector: KV pages as files of a folder that several engines share. Knows bytes alone.
 
-A file is MAGIC, the page's key, the page, and a BLAKE2b digest of all before it. It is written
-under another name and renamed, so that nobody reads half of one. What has another length, is no
-plain file, or fails its digest is refused and removed. With a secret, the digest is keyed: files
-from who does not know it are refused, too. When the folder outgrows its limit the files go that
-nobody loaded for longest.
+A file is MAGIC, the page's key, the page, and an HMAC of all before it by SHA-256, which processors
+have instructions for. It is written under another name and renamed, so that nobody reads half of
+one. What has another length, is no plain file, or fails its digest is refused and removed. With a
+secret as the HMAC's key, files from who does not know it are refused, too. When the folder outgrows
+its limit the files go that nobody loaded for longest.
 """
 
 import contextlib
+import hmac
 import logging
 import os
 import secrets
@@ -15,14 +16,13 @@ import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError, one_line
 from qserve.kv_transfer.config import FLAG
 
-MAGIC = b"qserveKV1\0\0\0\0\0\0\0"
+MAGIC = b"qserveKV2\0\0\0\0\0\0\0"
 KEY_BYTES = DIGEST_BYTES = 32
 OVERHEAD = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
 SUFFIX, PARTIAL = ".kv", ".partial"
@@ -33,7 +33,7 @@ GIB = 2**30
 RECOUNT_SHARE = 1 / 20
 KEPT_SHARE = 0.9  # of the limit, after files were removed
 ABANDONED_SECONDS = 600.0  # a partial file so old has no writer any more
-MAX_SECRET_BYTES = 64  # a BLAKE2b key's
+MAX_SECRET_BYTES = 64  # of a key that SHA-256 takes as it is
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class FolderConnector:
         return self.path / name[:2] / f"{name}{SUFFIX}"
 
     def _digest(self, head: bytes, page: memoryview) -> bytes:
-        digest = blake2b(head, digest_size=DIGEST_BYTES, key=self._secret)
+        digest = hmac.new(self._secret, head, "sha256")
         digest.update(page)
         return digest.digest()
 

@@ -11,6 +11,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from qserve.engine.out_of_memory import ran_out
 from qserve.engine.page_copies import PageCopies
 from qserve.engine.transfer import HostCopy
 from qserve.kv_transfer.connector import KvConnector
@@ -49,8 +50,16 @@ class RankPages:
         return self._loaders.submit(_load, self._connector, self._own(keys_NB), pages, idle)
 
     def save(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
-        """Keep pages as they are after all that was launched so far."""
-        copy = self._copies.read(pages)
+        """Keep pages as they are after all that was launched so far, where there is memory."""
+        try:
+            copy = self._copies.read(pages)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            logger.warning("%d KV pages are not saved: memory ran out", len(pages))
+            done: Future = Future()
+            done.set_result(None)
+            return done
         return self._writers.submit(_save, self._connector, self._own(keys_NB), copy)
 
     def _own(self, keys_NB: np.ndarray) -> list[bytes]:

@@ -8,6 +8,7 @@ longest, no more of them do until it has its slot.
 The host keeps the adapters used last. Others are read from their folders again, in a thread.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -21,6 +22,8 @@ from qserve.lora.request import LoRARequest, parse_modules
 from qserve.lora.shared_adapters import SharedAdapter, SharedAdapters
 
 MAX_PASSES = 16
+# How long, and how many adapters, one that was loaded anew is kept for outputs on their way.
+KEPT_SECONDS, MAX_REPLACED = 60.0, 8
 MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
 
 Read = Callable[[str], SharedAdapter]
@@ -31,13 +34,22 @@ Ready = list[tuple[Request, str | None]]
 class AdapterTable:
     """One model's adapters."""
 
-    def __init__(self, read: Read, place: Place, *, num_slots: int, num_on_host: int) -> None:
+    def __init__(
+        self,
+        read: Read,
+        place: Place,
+        *,
+        num_slots: int,
+        num_on_host: int,
+        time: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`read` makes an adapter of a folder, or raises InputError; `place` fills a slot."""
-        self._read, self._place = read, place
+        self._read, self._place, self._time = read, place, time
         self._num_on_host = num_on_host
         self.slots = AdapterSlots(num_slots)
         self._known: dict[str, Adapter] = {}
         self._ids: dict[int, str] = {}
+        self._replaced: list[tuple[Adapter, float]] = []  # and until when, the oldest first
         self._waiting: dict[Adapter, deque[Request]] = {}  # by arrival of their first
         self._num_waiting = 0
         self._num_arrived = 0
@@ -70,23 +82,33 @@ class AdapterTable:
         """Let requests that come from now on have this under a name, new or known.
 
         `number`: of the load, where there may be more of the name. Requests that were made before
-        it, with a lower one, and are still on their way have this, too.
+        it, with a lower one, and are still on their way have what stood there: the outputs of one
+        API request come one by one, and all are to have the same.
         """
-        self.remove(name)
+        self.unload(name)
         adapter = Adapter(name=name, path=path, number=number)
         self._known[name] = adapter
         self._keep(adapter, packed)
 
+    def unload(self, name: str) -> None:
+        """Forget a name, but not at once for requests that were made before it is loaded anew."""
+        adapter = self._known.get(name)
+        if adapter is None:
+            return
+        self._forget_replaced()
+        self._replaced.append((adapter, self._time() + KEPT_SECONDS))
+        most = min(MAX_REPLACED, self._num_on_host)
+        for old, _ in self._replaced[:-most]:
+            self._let_go(old)
+        del self._replaced[:-most]
+        self._take_off(name)
+
     def remove(self, name: str) -> bool:
         """Forget a name; requests that have the adapter keep it. Returns whether it was known."""
-        adapter = self._known.pop(name, None)
-        self._ids = {number: each for number, each in self._ids.items() if each != name}
-        if adapter is None:
-            return False
-        if adapter not in self._waiting:
-            self.slots.drop(adapter)
-            adapter.packed = None
-        return True
+        adapter = self._take_off(name)
+        if adapter is not None:
+            self._let_go(adapter)
+        return adapter is not None
 
     def find(self, lora: LoRARequest) -> Adapter:
         """The adapter that a request asks for, which may have to be read. Raises InputError."""
@@ -96,6 +118,8 @@ class AdapterTable:
                 f"adapter {name}", f"its id {number} is that of {self._ids[number]}", "take another"
             )
         adapter = self._known.get(name)
+        if adapter is not None and number < adapter.number:
+            adapter = self._before(name, number) or adapter
         if adapter is None:
             if not lora.lora_path:
                 known = ", ".join(self._known) or "none"
@@ -154,6 +178,27 @@ class AdapterTable:
         if held_back is None:
             self._note_oldest(None)
         return ready
+
+    def _take_off(self, name: str) -> Adapter | None:
+        self._ids = {number: each for number, each in self._ids.items() if each != name}
+        return self._known.pop(name, None)
+
+    def _let_go(self, adapter: Adapter) -> None:
+        """Free what an adapter has that nobody will ask for; who has it keeps it."""
+        if adapter not in self._waiting:
+            self.slots.drop(adapter)
+            adapter.packed = None
+
+    def _before(self, name: str, number: int) -> Adapter | None:
+        """What stood under a name when a request with this number was made."""
+        self._forget_replaced()
+        fits = (a for a, _ in self._replaced if a.name == name and a.number <= number)
+        return max(fits, key=_number, default=None)
+
+    def _forget_replaced(self) -> None:
+        now = self._time()
+        while self._replaced and self._replaced[0][1] <= now:
+            self._let_go(self._replaced.pop(0)[0])
 
     def _arrival(self, adapter: Adapter) -> int:
         return self._arrivals[self._waiting[adapter][0]]
@@ -234,6 +279,10 @@ class AdapterTable:
         unused = sorted((each for each in on_host if each not in needed), key=_last_used)
         for adapter in unused[: max(0, len(on_host) - self._num_on_host)]:
             adapter.packed = None
+
+
+def _number(adapter: Adapter) -> int:
+    return adapter.number
 
 
 def _last_used(adapter: Adapter) -> int:

@@ -11,7 +11,7 @@ class MergeConfig:
     """What `qserve merge` is told beside the float model."""
 
     adapter: str = setting(REQUIRED, "folder of a LoRA adapter that PEFT saved", positional=True)
-    output: str = setting(REQUIRED, "folder to write; must not exist or be empty")
+    output: str = setting(REQUIRED, "folder to write; must not exist, or be empty")
     max_shard_size: str = setting("2GB", "most bytes of one weight file, such as 500MB")
 
 

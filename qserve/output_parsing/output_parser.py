@@ -66,15 +66,23 @@ class ParseSettings:
         form = REASONING_PARSERS[self.reasoning_parser]
         return ReasoningTokens(form, prompt_end=self.prompt_end)
 
-    def grammar_prefix(self, is_special: Callable[[str], bool]) -> str:
+    def grammar_prefix(
+        self, is_special: Callable[[str], bool], is_used: Callable[[str], bool]
+    ) -> str:
         """Lark of what may come before a text that a grammar holds to a form; empty: nothing.
 
-        `is_special`: whether a marker is a special token.
+        `is_special`: whether a marker is a special token; `is_used`: whether the model's chat
+        template writes or reads it, as those of models that reason do.
         """
         if self.reasoning_parser is None:
             return ""
         form = REASONING_PARSERS[self.reasoning_parser]
-        return grammar_prefix(form, self.prompt_end, are_special=is_special(form.end))
+        return grammar_prefix(
+            form,
+            self.prompt_end,
+            are_special=is_special(form.end),
+            thinks=is_used(form.start) or is_used(form.end),
+        )
 
 
 class OutputParser:

@@ -22,6 +22,7 @@ REASONING_PARSERS = {
 # What a prompt's end says of the reasoning.
 OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
 SPACE = r"/[ \t\r\n]{0,4}/"
+MAX_SPACE = 64  # characters before reasoning; more are no reasoning, and not held back
 ANY = r"(.|\n)*"
 
 
@@ -33,13 +34,17 @@ def state_after(form: ReasoningFormat, prompt_end: str) -> str:
     return OPEN if form.is_implied or before.endswith(form.start) else POSSIBLE
 
 
-def grammar_prefix(form: ReasoningFormat, prompt_end: str, *, are_special: bool = False) -> str:
+def grammar_prefix(
+    form: ReasoningFormat, prompt_end: str, *, are_special: bool = False, thinks: bool = True
+) -> str:
     """Lark of the reasoning that may come before a text of some form; empty: none may.
 
-    `are_special`: the markers are special tokens, which no text matches.
+    `are_special`: the markers are special tokens, which no text matches. `thinks`: the model was
+    trained to reason. One that was not would be led to it by a form that forbids it all other
+    words, and not come out of it again.
     """
     state = state_after(form, prompt_end)
-    if state == CLOSED:
+    if state == CLOSED or (state == POSSIBLE and not thinks):
         return ""
     start = form.start if state == POSSIBLE else ""
     prefix = f"prefix: (thought {SPACE})?" if start else f"prefix: thought {SPACE}"
@@ -86,7 +91,9 @@ class ReasoningScanner:
                 found = self._held.lstrip()
                 if found == self._form.start:
                     self._held, self._may_begin, self._is_open = "", False, True
-                elif not self._form.start.startswith(found):
+                elif not self._form.start.startswith(found) or len(self._held) > MAX_SPACE + len(
+                    found
+                ):
                     self._may_begin = False
                     held, self._held = self._held, ""
                     if not self._is_open:

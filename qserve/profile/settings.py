@@ -21,8 +21,12 @@ class ProfileSettings:
         " profile --capture-range=cudaProfilerApi --cuda-graph-trace=node",
         ("torch", "cuda"),
     )
-    trace: str | None = setting(None, "read this chrome trace in place of running: needs no GPU")
-    with_trace: str | None = setting(None, "and print what differs in this one from --trace")
+    trace: str | None = setting(
+        None, "read this Chrome trace instead of running the model; needs no GPU"
+    )
+    with_trace: str | None = setting(
+        None, "also read this trace, and print how it differs from --trace"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -43,8 +43,10 @@ class ServedAdapters:
             raise InputError(f"adapter {name}", "the model is called so", "give it another name")
 
     def next_request(self, name: str, path: str) -> LoRARequest:
-        """One with a number of its own."""
-        return LoRARequest(name, self._num_numbered + 1, path)
+        """One with a number of its own, also where an earlier one was not loaded."""
+        lora = LoRARequest(name, self._num_numbered + 1, path)
+        self._num_numbered += 1
+        return lora
 
     def add(self, lora: LoRARequest) -> None:
         self.of_name[lora.lora_name] = lora

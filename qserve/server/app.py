@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import logging
 import signal
 import socket
 import ssl
@@ -24,6 +25,7 @@ from qserve.engine.supervisor import EngineSupervisor
 from qserve.generation_defaults import load_defaults
 from qserve.log_limit import limit_logging
 from qserve.lora.request import LoRARequest, parse_modules
+from qserve.output_parsing.reasoning import REASONING_PARSERS
 from qserve.server import (
     lora_routes,
     page_routes,
@@ -59,6 +61,8 @@ from qserve.server.tracing import Tracing, tracing_to
 from qserve.server.worker import WorkerClient
 from qserve.server.worker_messages import Setup
 from qserve.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 NUM_BODIES = 32  # of the greatest length that are held at once, or more of shorter ones
 # Policies that do not look at a request's priority; one of the user's own may.
@@ -96,6 +100,7 @@ def build_app(
     model_names = config.model_names(tokenizer.folder)
     metrics = metrics or Metrics(model_names[0], config.metrics_prefix)
     metrics.watch_admission(admission)
+    _check_reasoning(tokenizer, config.reasoning_parser)
     app.state.service = Service(
         client=client,
         tokenizer=tokenizer,
@@ -265,6 +270,20 @@ def _load_tokenizer(folder: str) -> Tokenizer:
     # A mistyped folder is named as such, not by what its lack does to the tokenizer.
     read_json(Path(folder) / CONFIG)
     return Tokenizer(folder)
+
+
+def _check_reasoning(tokenizer: Tokenizer, parser: str | None) -> None:
+    """Warn of a parser for reasoning where nothing says that the model reasons."""
+    form = REASONING_PARSERS.get(parser)
+    if form is None or form.is_implied:
+        return
+    if not any(map(tokenizer.is_in_template, (form.start, form.end))):
+        logger.warning(
+            "--reasoning-parser %s: the model's chat template has no %s, so outputs with a schema"
+            " or grammar begin with it at once, without reasoning",
+            parser,
+            form.start,
+        )
 
 
 def start_worker(

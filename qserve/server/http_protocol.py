@@ -78,7 +78,10 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(_LingeringTransport(transport, self))
-        _give_up_on_vanished_peers(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        if connection.family != socket.AF_UNIX:  # whose peers cannot vanish
+            _send_at_once(connection)
+            _give_up_on_vanished_peers(connection)
         self._await_request()
         if len(self.connections) - self._shared.num_refused > self._shared.limit:
             self._make_room()
@@ -232,10 +235,17 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
+def _send_at_once(connection: socket.socket) -> None:
+    """Let no chunk wait until the client has acknowledged the one before, 40 ms later.
+
+    asyncio does this for sockets that name their protocol; those of a listener that was made by
+    others, or inherited, need not.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def _give_up_on_vanished_peers(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other end no longer answers, or never reads."""
-    if connection.family == socket.AF_UNIX:
-        return  # whose peers cannot vanish
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = int(UNREAD_SECONDS * 1000)

@@ -13,12 +13,14 @@ from qserve.handling import DEFAULT, Handling
 from qserve.output_parsing.output_parser import ParseSettings
 from qserve.sampling_params import SamplingParams
 from qserve.server import beam_fields, template_settings
+from qserve.server.conversation_cut import most_that_fit
 from qserve.server.errors import ApiError
 from qserve.server.output_form import output_form
 from qserve.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    Message,
     parse,
 )
 from qserve.server.sampling import sampling_params
@@ -28,6 +30,10 @@ from qserve.structured.params import StructuredOutputsParams
 
 NUM_END_TOKENS = 16  # of the prompt: whether it begins or ends reasoning
 MAX_CHOICES = 1024  # outputs of one request, over all its prompts
+
+
+class PromptTooLong(ApiError):
+    """A prompt that leaves no room for an answer in the model's context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +144,17 @@ def chat_request_job(
     *,
     ignored: Sequence[str],
     is_parsed: bool = False,
+    is_cut: bool = False,
     repeated: dict[str, Any] | None = None,
 ) -> Job:
     """The job of a chat's fields. Raises ApiError and InputError.
 
     `is_parsed`: its reply looks for reasoning and calls of tools.
+    `is_cut`: a conversation that does not fit loses its beginning.
     """
     _check(model, request, 1)
     use = tool_use(request, model)
-    prompt = chat_tokens(model, request, use)
+    prompt = (_cut_chat_tokens if is_cut else chat_tokens)(model, request, use)
     job = _job(model, prefix, request, [prompt], [], arrived, use.form())
     of_template = template_settings.ignored(request, model.tokenizer)
     ignored = (*ignored, *beam_fields.ignored(request), *use.ignored(model), *of_template)
@@ -172,7 +180,7 @@ def _parsed(job: Job, model: ServedModel, use: ToolUse) -> Job:
     params = job.params
     if any(map(model.tokenizer.is_hidden, parsing.markers)):
         params = [replace(each, skip_special_tokens=False) for each in params]
-    prefix = parsing.grammar_prefix(model.tokenizer.is_hidden)
+    prefix = parsing.grammar_prefix(model.tokenizer.is_hidden, model.tokenizer.is_in_template)
     if prefix and (form := params[0].structured_outputs):
         params = [replace(params[0], structured_outputs=replace(form, prefix=prefix))]
     return replace(job, parsing=parsing, params=params)
@@ -208,6 +216,29 @@ def chat_tokens(
         before, after = model.tokenizer.special_affixes
         prompt = [*before, *prompt, *after]
     return prompt
+
+
+def _cut_chat_tokens(model: ServedModel, request: ChatCompletionRequest, use: ToolUse) -> list[int]:
+    """The tokens of as much of a conversation as fits before its answer.
+
+    An answer of no stated length needs one token. Raises ApiError and InputError.
+    """
+    asked = request.max_completion_tokens or request.max_tokens or 1
+    found: dict[int, list[int]] = {}  # the tokens by the number of messages
+
+    def fits(messages: list[Message]) -> bool:
+        try:
+            tokens = chat_tokens(model, request.model_copy(update={"messages": messages}), use)
+        except PromptTooLong:
+            return False
+        found[len(messages)] = tokens
+        return len(tokens) + asked <= model.max_model_len
+
+    kept = most_that_fit(request.messages, fits)
+    if len(kept) not in found:
+        # What has to stay was not tried, or is too long for any answer.
+        return chat_tokens(model, request.model_copy(update={"messages": kept}), use)
+    return found[len(kept)]
 
 
 def new_job(prefix: str, *, prompts: list[list[int]], arrived: float, **fields: Any) -> Job:
@@ -327,9 +358,9 @@ def _check_length(model: ServedModel, text: str, request: GenerationRequest) -> 
         raise _too_long(model, f"at least {at_least}")
 
 
-def _too_long(model: ServedModel, length: str) -> ApiError:
+def _too_long(model: ServedModel, length: str) -> PromptTooLong:
     limit = model.max_model_len
-    return ApiError(
+    return PromptTooLong(
         400,
         f"This model's maximum context length is {limit} tokens. However, your prompt contains "
         f"{length} input tokens, and an answer needs at least one. Shorten the prompt.",

@@ -107,7 +107,6 @@ class ResponseReply:
             "tool_choice": "auto",
             "tools": [],
             "top_p": params.top_p,
-            "truncation": "disabled",
             "usage": None if output is None else self._usage(output),
             **self.job.repeated,
         }

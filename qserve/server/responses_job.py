@@ -48,12 +48,20 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -
             "max_output_tokens",
         )
     chat = request.as_chat()
+    is_cut = request.truncation == "auto"
+    if is_cut and chat.truncate_prompt_tokens is not None:
+        raise ApiError(
+            400,
+            'truncation: expected no "auto" beside truncate_prompt_tokens. Leave one of them out.',
+            "truncation",
+        )
     repeated = {
         "instructions": request.instructions,
         "max_output_tokens": limit,
         "metadata": request.metadata or {},
         "user": chat.user,
         "reasoning": {"effort": request.effort, "summary": None},
+        "truncation": request.truncation or "disabled",
     }
     if request.wants_logprobs:
         repeated["top_logprobs"] = request.top_logprobs or 0
@@ -70,7 +78,14 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrived: float) -
         }
     try:
         job = chat_request_job(
-            model, chat, arrived, "resp", ignored=ignored, is_parsed=True, repeated=repeated
+            model,
+            chat,
+            arrived,
+            "resp",
+            ignored=ignored,
+            is_parsed=True,
+            is_cut=is_cut,
+            repeated=repeated,
         )
     except ApiError as error:
         # A chat's tool has a function.

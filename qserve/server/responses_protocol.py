@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple] = unsupported.COMMON | {
     "response_format": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
 REFUSED_OF_TEXT: dict[str, tuple] = {"verbosity": ("medium",)}
@@ -83,7 +82,6 @@ HINTS = unsupported.HINTS | {
     "previous_response_id": "nothing is stored here: send the conversation as input",
     "prompt": "use input",
     "response_format": "use text.format",
-    "truncation": "use truncate_prompt_tokens",
 }
 
 
@@ -241,6 +239,7 @@ class ResponsesRequest(Body):
     ] = None
     top_logprobs: int | None = None  # a chat checks it
     reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     @property
     def wants_logprobs(self) -> bool:

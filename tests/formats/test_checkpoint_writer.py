@@ -209,7 +209,7 @@ def test_target_is_free_again_after_a_run_that_failed(tmp_path, source):
 def test_lock_that_is_got_too_late_is_of_no_use(tmp_path, source, monkeypatch):
     """Between the making of the folder and its lock, the run that held it published it."""
     target, locks = tmp_path / "out", []
-    real = folder_lock._lock
+    real = folder_lock.lock
 
     def late(descriptor):
         if not locks:
@@ -217,7 +217,7 @@ def test_lock_that_is_got_too_late_is_of_no_use(tmp_path, source, monkeypatch):
             (tmp_path / ".out.partial").rename(target)
         locks.append(real(descriptor))
 
-    monkeypatch.setattr(folder_lock, "_lock", late)
+    monkeypatch.setattr(folder_lock, "lock", late)
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         CheckpointWriter(target)
     assert len(locks) == 2

@@ -170,6 +170,7 @@ CASES = {
     "second-file-transformers": ("gptq", "w4a16-sym-g32", only_second_file),
     "second-file-servers": ("gptq", "w4a16-sym-g32", only_second_file),
     "fused-mixed": ("gptq", "w4a16-sym-g32", member_in_float),
+    "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),
     "gptq-without-desc-act": (

@@ -20,6 +20,24 @@ VOCAB_SIZE = 8192
 NUM_PAGES = 77
 
 
+class FakeAdapters:
+    """Reads a folder once there is one; a folder that is a file is none."""
+
+    def __init__(self, journal) -> None:
+        self._journal = journal
+
+    def read(self, path):
+        self._journal(f"reads {os.path.basename(path)}")
+        while not os.path.exists(path):
+            time.sleep(0.005)
+        if not os.path.isdir(path):
+            raise InputError(path, "is no adapter")
+        return path
+
+    def put(self, name, path, packed, number) -> None:
+        self._journal(f"puts {name} {number}")
+
+
 class FakeEngine:
     max_model_len = 2048
     vocab_size = VOCAB_SIZE
@@ -39,6 +57,7 @@ class FakeEngine:
         if os.environ.get("FAKE_ENGINE_BREAKS_READER"):
             messages.receive = self._no_room
         self._running = {}
+        self.adapters = FakeAdapters(self._journal)
         self._journal(f"pid {os.getpid()}")
         self._journal(f"cpu_threads {config.cpu_threads}")
 

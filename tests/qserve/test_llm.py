@@ -7,6 +7,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve import LLM, SamplingParams
+from qserve.engine.engine import Engine
 from qserve.sampling_params import ParameterError
 
 
@@ -17,6 +18,14 @@ def llm(quantized_5m):
 
 def texts(outputs):
     return [[completion.text for completion in output.outputs] for output in outputs]
+
+
+def test_what_a_start_leaves_for_idle_time_is_done_at_once(quantized_5m, monkeypatch):
+    """Else the first call would capture CUDA graphs between its steps."""
+    pieces = [True] * 3
+    monkeypatch.setattr(Engine, "use_idle_time", lambda _: bool(pieces) and pieces.pop())
+    LLM(quantized_5m, device="cpu", num_gpu_blocks_override=8)
+    assert not pieces
 
 
 def test_text_ids_and_batches_are_the_same_prompt(llm):

@@ -302,6 +302,18 @@ def test_error_is_no_stop_even_where_its_last_text_is(tokenizer):
         assert (text, last.finish_reason) == expected
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_what_was_held_is_shown_once_on_an_error(tokenizer, include):
+    """Two stop strings begin in it, and the error's last bytes complete one of them."""
+    ids = [*tokenizer.encode("one"), *tokenizer.encode("\U0001f995", False)[:1]]
+    params = SamplingParams(stop=("one!", "e\ufffd"), include_stop_str_in_output=include)
+    for together in (False, True):
+        events = [event(*ids)] if together else [event(token) for token in ids]
+        events.append(event(finish_reason="error", error="x"))
+        text, last, _ = run(tokenizer, params, events)
+        assert (text, last.finish_reason, last.stop_reason) == ("one\ufffd", "error", None)
+
+
 def test_min_tokens_lets_early_stop_strings_pass(tokenizer):
     token_ids = tokenizer.encode("x.x.x.x.x.x.")
     for minimum in range(len(token_ids)):

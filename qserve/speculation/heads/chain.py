@@ -1,21 +1,24 @@
-"""A chain of drafts from a head with keys and values: what EAGLE and EAGLE-3 have in common.
+"""A chain of drafts from a head with keys and values: the drafter of EAGLE, EAGLE-3 and MTP.
 
 Row i holds the state of position i and the token of position i + 1, at position i; what it gives
 stands for the token of position i + 2. Legend: T tokens of the step, D requests that draft, K
 drafts, C hidden size, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from qkernels.attention.cache import PagedKv
-from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.speculation.draft_step import DraftStep
 
 
 class ChainHead(Protocol):
     """What a chain asks of a head."""
+
+    attentions: Sequence[Attention]  # of its layers, in order
 
     def start(self, step: DraftStep) -> torch.Tensor:
         """The first state [T, C] of each of the step's rows, from the model's own states."""
@@ -31,6 +34,18 @@ class ChainHead(Protocol):
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
         """[D, V] over the model's vocabulary."""
+
+
+class ChainDrafter:
+    """Drafts a chain. See DeviceDrafter. `taps`: the states of the model that the head reads."""
+
+    looks_ahead = True
+
+    def __init__(self, head: ChainHead, taps: tuple[int, ...] = ()) -> None:
+        self.head, self.taps, self.attentions = head, taps, head.attentions
+
+    def propose(self, step: DraftStep) -> torch.Tensor:
+        return chain(self.head, step)
 
 
 def chain(head: ChainHead, step: DraftStep) -> torch.Tensor:

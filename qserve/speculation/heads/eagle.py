@@ -1,4 +1,4 @@
-"""The EAGLE head (arXiv 2401.15077, and EAGLE-2, which has the same weights), and its drafter.
+"""The EAGLE head (arXiv 2401.15077, and EAGLE-2, which has the same weights). It drafts a chain.
 
 Its layer has no norm before attention, and there is none behind it: the model's own output matrix
 reads the sum. Legend: T rows, C hidden size, D requests that draft, V vocabulary.
@@ -16,7 +16,7 @@ from qserve.model.blocks.norm import RmsNorm
 from qserve.model.decoder import Decoder
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
-from qserve.speculation.heads.chain import chain
+from qserve.speculation.heads.chain import ChainDrafter
 from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
 
 
@@ -64,23 +64,11 @@ class EagleHead(torch.nn.Module):
         return total_TC, total_TC
 
 
-class EagleDrafter:
-    """Drafts a chain. See DeviceDrafter."""
-
-    looks_ahead, taps = True, ()
-
-    def __init__(self, head: EagleHead) -> None:
-        self.head, self.attentions = head, head.attentions
-
-    def propose(self, step: DraftStep) -> torch.Tensor:
-        return chain(self.head, step)
-
-
-def build(context: BuildContext) -> EagleDrafter:
+def build(context: BuildContext) -> ChainDrafter:
     """From a folder as its authors write them. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE)
     check_fits(folder.config, context)
-    return EagleDrafter(load_head(HeadWeights(folder, context), folder.config))
+    return ChainDrafter(load_head(HeadWeights(folder, context), folder.config))
 
 
 def load_head(weights: HeadWeights, config: EagleConfig) -> EagleHead:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of the decoder's blocks (arXiv 2503.01840), and its drafter.
+"""The EAGLE-3 head of the decoder's blocks (arXiv 2503.01840). It drafts a chain.
 
 Legend: T rows, C hidden size, F what `fc` reads, D requests that draft, V vocabulary, U draft
 vocabulary.
@@ -21,7 +21,7 @@ from qserve.model.blocks.linear import Linear
 from qserve.model.blocks.norm import RmsNorm
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
-from qserve.speculation.heads.chain import chain
+from qserve.speculation.heads.chain import ChainDrafter
 from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
 
 logger = logging.getLogger(__name__)
@@ -135,19 +135,7 @@ class Eagle3Head(torch.nn.Module):
         return full_DV.index_copy_(1, self.target_ids, logits_DU)
 
 
-class Eagle3Drafter:
-    """Drafts a chain. See DeviceDrafter."""
-
-    looks_ahead = True
-
-    def __init__(self, head: Eagle3Head, taps: tuple[int, ...]) -> None:
-        self.head, self.taps, self.attentions = head, taps, head.attentions
-
-    def propose(self, step: DraftStep) -> torch.Tensor:
-        return chain(self.head, step)
-
-
-def build(context: BuildContext) -> Eagle3Drafter:
+def build(context: BuildContext) -> ChainDrafter:
     """From a folder in any of its layouts. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE3)
     config = folder.config
@@ -161,7 +149,7 @@ def build(context: BuildContext) -> Eagle3Drafter:
         ", ".join(map(str, taps)),
         f" (config.json states {list(config.stated_taps)})" if config.stated_taps else "",
     )
-    return Eagle3Drafter(load_head(HeadWeights(folder, context), config), taps)
+    return ChainDrafter(load_head(HeadWeights(folder, context), config), taps)
 
 
 def load_head(weights: HeadWeights, config: EagleConfig) -> Eagle3Head:

@@ -1,4 +1,4 @@
-"""The layer that a model's checkpoint has for drafts (MTP), and its drafter.
+"""The layer that a model's checkpoint has for drafts (MTP). It drafts a chain.
 
 formats/next_token.py has its equations. It is a decoder layer of the model's own family, shared out
 over ranks as the model's layers are. Of several such layers the first is run again for each draft:
@@ -30,7 +30,7 @@ from qserve.model.weight_source import WeightSource
 from qserve.model.weights import Source, Weights
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
-from qserve.speculation.heads.chain import chain
+from qserve.speculation.heads.chain import ChainDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -85,19 +85,7 @@ class MtpHead(torch.nn.Module):
         return self.head(read_DC)
 
 
-class MtpDrafter:
-    """Drafts a chain. See DeviceDrafter."""
-
-    looks_ahead, taps = True, ()
-
-    def __init__(self, head: MtpHead) -> None:
-        self.head, self.attentions = head, head.attentions
-
-    def propose(self, step: DraftStep) -> torch.Tensor:
-        return chain(self.head, step)
-
-
-def build(context: BuildContext) -> MtpDrafter:
+def build(context: BuildContext) -> ChainDrafter:
     """From the model's own folder, or from `model`. Raises InputError or CheckpointError."""
     folder = context.config.model or context.target_folder
     config = ModelConfig.from_folder(folder)
@@ -130,7 +118,7 @@ def build(context: BuildContext) -> MtpDrafter:
         folder,
         f"; {len(prefixes) - 1} more layers are not read" if len(prefixes) > 1 else "",
     )
-    return MtpDrafter(load_head(layered, source, prefix, context))
+    return ChainDrafter(load_head(layered, source, prefix, context))
 
 
 def check_fits(config: ModelConfig, context: BuildContext) -> None:

@@ -399,8 +399,20 @@ EXPERTS = {
     "experts w4a16 M=16": Case(
         run=lambda: moe.experts(16, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
     ),
+    "experts w4a16 M=2": Case(
+        run=lambda: moe.experts(2, moe.MIXTRAL, "w4a16-asym"), product="wgmma"
+    ),
+    "experts w4a16 M=8": Case(
+        run=lambda: moe.experts(8, moe.MIXTRAL, "w4a16-sym"), quick=SM90, product="wgmma"
+    ),
+    "experts w4a16 M=32": Case(
+        run=lambda: moe.experts(32, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
+    ),
     "experts w4a16 M=64": Case(
         run=lambda: moe.experts(64, moe.QWEN3_30B, "w4a16-sym"), product="wgmma"
+    ),
+    "experts w4a16 M=128": Case(
+        run=lambda: moe.experts(128, moe.MIXTRAL, "w4a16-asym"), quick=SM90, product="wgmma"
     ),
     "experts w4a16 M=4096": Case(
         run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), product="wgmma"
@@ -418,6 +430,7 @@ EXPERTS = {
         product="wgmma",
         least=89,
     ),
+    "wanted experts and pairs": Case(run=lambda: moe.wanted(128, moe.QWEN3_30B)),
     "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),
     "delta net, 8 requests of one token": Case(run=lambda: delta_net(8, 1)),

@@ -61,3 +61,12 @@ def experts(M: int, shape: Shape, scheme: str | None) -> None:
 def route(routing: Routing) -> None:
     ops.route(empty(1, routing.num_experts), routing)
     ops.route_tokens(empty(1, 4096), empty(routing.num_experts, 4096), routing)
+
+
+def wanted(M: int, shape: Shape) -> None:
+    """What `experts` here has for two experts alone."""
+    from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
+
+    routes = Routes(torch.zeros(M, shape[3], dtype=torch.int32), torch.ones(M, shape[3]))
+    wanted_experts(routes.ids_Mk, shape[2])
+    wanted_pairs(empty(M, shape[0]), routes, shape[2], 8)

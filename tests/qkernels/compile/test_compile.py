@@ -162,6 +162,18 @@ def small_m(kernel: dict) -> bool:
     return fits and kernel.get("hgmma", 16) == 16 and not kernel.get("overwritten_in_flight")
 
 
+def few_tokens(kernel: dict) -> bool:
+    """As `small_m`, with one consumer or two beside the loading warp's warpgroup."""
+    blocks = REGISTERS_OF_SM // (kernel["max_registers"] * kernel["threads"])
+    fits = blocks * (kernel["shared"] + 1024) <= (CARDS["sm_90"].shared_kb + 1) * 1024
+    products = 8 * (kernel["threads"] // 128 - 1)
+    return (
+        fits
+        and kernel.get("hgmma", products) == products
+        and not kernel.get("overwritten_in_flight")
+    )
+
+
 def large_m(kernel: dict) -> bool:
     """The next weights are unpacked while a product runs; nobody writes what it reads."""
     return kernel.get("overlapped", True) and not kernel.get("overwritten_in_flight")
@@ -179,6 +191,7 @@ SM90_CHECKS = {
     "wna16.sm90_gemv_imma": gemv,
     "wna16.sm90_small_m": small_m,
     "wna16.sm90_large_m": large_m,
+    "moe.sm90_few_tokens": few_tokens,
     "attention.sm90_prefill": prefill,
 }
 

@@ -7,7 +7,7 @@ from qkernels import ops
 from qkernels.operands.split_k import SplitKPartials
 from tests.qkernels.lora_case import adapted, lora_weights
 
-# rows' slots; more slots than rows of a tile, where each row looks for its adapter's first
+# rows' slots; where there are more slots than rows, each row looks for its adapter's first
 CASES = {
     "one row": ([0], [[8]], 300, [63]),
     "none": ([-1, -1, -1], [[8], [3]], 64, [40]),
@@ -18,7 +18,9 @@ CASES = {
         [96, 33, 33],
     ),
     "rank beyond a block": ([0, 1, 1], [[33, 16], [17, 40]], 260, [70, 70]),
-    "more slots than rows": ([19, 3, 19, -1, 7, 3], [[2]] * 20, 96, [48]),
+    "more slots than rows": ([4, 3, 4, -1, 1], [[2]] * 6, 96, [48]),
+    "one row of many slots": ([5], [[3]] * 6, 64, [20]),
+    "more slots than rows of a tile": ([19, 3, 19, -1, 7, 3] * 3, [[2]] * 20, 96, [48]),
     "two tiles": ([0, 1, -1] * 6, [[4], [9]], 128, [64]),
     "prompts": ([1] * 70 + [-1] * 5 + [0] * 60, [[12], [3]], 200, [129]),
 }

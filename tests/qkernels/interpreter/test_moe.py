@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import ops, reference
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
-from qkernels.moe.experts import ExpertWeights, shape_of
-from qkernels.moe.routing import SILU, Glu, Routing
+from qkernels.moe.experts import shape_of
+from qkernels.moe.routing import SILU, Glu, Routes, Routing
 from qkernels.operands.split_k import reduced
+from tests.qkernels.moe_case import make_experts
 
 ROUTINGS = {
     "mixtral": Routing(num_experts=8, top_k=2, normalized=True),
@@ -87,13 +87,71 @@ def test_route_tokens(device, half, poison, assert_close, name, M, C):
 
 def test_route_of_nan_names_experts(device, half):
     """Whatever the logits are, the products must not read beyond their weights."""
-    from qkernels.moe.triton_route import route
+    from qkernels.moe.triton_route import route, route_tokens
 
     routing = ROUTINGS["glm"]
     logits = torch.full((2, routing.num_experts), float("nan"), dtype=half, device=device)
-    ids = route(logits, routing).ids_Mk
-    assert ((ids >= 0) & (ids < routing.num_experts)).all()
-    assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+    x = torch.full((2, 64), float("nan"), dtype=half, device=device)
+    weight = torch.ones(routing.num_experts, 64, dtype=half, device=device)
+    for routes in (route(logits, routing), route_tokens(x, weight, routing)):
+        ids = routes.ids_Mk
+        assert ((ids >= 0) & (ids < routing.num_experts)).all()
+        assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("name", ["all", "deepseek-v2", "mixtral", "many"])
+def test_choosing_by_rank_is_choosing_one_by_one(device, half, name):
+    """Ties everywhere. 130 experts are too many to be ranked: they are chosen one by one."""
+    from qkernels.moe.triton_route import route_tokens
+
+    routing = ROUTINGS.get(name) or Routing(num_experts=130, top_k=3, normalized=True)
+    E = routing.num_experts
+    generator = torch.Generator().manual_seed(E)
+    weight = (torch.randint(-2, 3, (E, 32), generator=generator) / 4).to(device, half)
+    x = torch.zeros(3, 32)
+    x[0, 0], x[1, 1], x[2, :2] = 1, -1, 0.5
+    x = x.to(device, half)
+    got, want = (module(x, weight, routing) for module in (route_tokens, reference.route_tokens))
+    assert torch.equal(got.ids_Mk, want.ids_Mk)
+
+
+@pytest.mark.parametrize(("M", "k", "E"), [(1, 3, 9), (2, 1, 1), (5, 2, 3), (7, 3, 40), (17, 2, 5)])
+def test_wanted_experts_are_each_named_once(device, M, k, E):
+    from qkernels.moe.triton_wanted import wanted_experts
+
+    generator = torch.Generator().manual_seed(M)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
+    wanted = wanted_experts(ids.to(device, torch.int32), E)
+    found = wanted.list.tolist()
+    assert len(ids.unique()) <= wanted.most == min(E, M * k)
+    if M == 1:
+        assert found == ids[0].tolist(), "one token's experts as they are, without their number"
+    else:
+        assert found[: 1 + found[0]] == [len(ids.unique()), *ids.unique().tolist()]
+
+
+@pytest.mark.parametrize(("M", "k", "E"), [(2, 1, 1), (11, 2, 3), (7, 3, 40)])
+def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
+    """None has more than its columns, all pairs are in one, and each has its token beside it."""
+    from qkernels.moe.triton_wanted import wanted_pairs
+
+    generator = torch.Generator().manual_seed(M)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
+    x = torch.randn(M, 1030, generator=generator).to(device, half)
+    routes = Routes(ids.to(device, torch.int32), torch.rand(M, k, generator=generator).to(device))
+    wanted = wanted_pairs(x, routes, E, 8)
+    order = wanted.order.cpu().long()
+    assert torch.equal(order, ids.flatten().sort(dim=0, stable=True).indices)
+    assert torch.equal(wanted.x_PC, x[wanted.order.long() // k])
+    assert torch.equal(wanted.shares, routes.shares_Mk.flatten()[wanted.order.long()])
+    count = int(wanted.list[0])
+    entries = wanted.list[1:].view(3, wanted.most)[:, :count].t().tolist()
+    covered = []
+    for expert, first, pairs in entries:
+        assert 0 < pairs <= 8
+        covered += range(first, first + pairs)
+        assert set(ids.flatten()[order[first : first + pairs]].tolist()) == {expert}
+    assert covered == list(range(M * k)) and count <= wanted.most
 
 
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 1, 1), (5, 2, 3), (130, 2, 5), (700, 3, 4)])
@@ -105,29 +163,6 @@ def test_sort_is_stable(device, M, k, E):
     found, counts = sort_pairs(ids.to(device, torch.int32), E)
     assert torch.equal(found.cpu().long(), ids.flatten().sort(dim=0, stable=True).indices)
     assert counts.tolist() == [int((ids == e).sum()) for e in range(E)]
-
-
-def make_experts(scheme, hidden, inner, E, k, glu, bias, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(N, K, number):
-        weight = torch.randn(N, K, generator=generator) * K**-0.5
-        if scheme is None:
-            return weight.to(dtype)
-        rounded = round_to_nearest(weight, scheme.weight, f"expert {number}")
-        if scheme.activation is None:
-            return rounded
-        static = None if scheme.activation.dynamic else 0.03
-        return with_activation(rounded, scheme, static)
-
-    return ExpertWeights(
-        top_k=k,
-        gate_up=[matrix(2 * inner, hidden, e) for e in range(E)],
-        down=[matrix(hidden, inner, e) for e in range(E)],
-        gate_up_bias_EN=torch.randn(E, 2 * inner, generator=generator) if bias else None,
-        down_bias_EN=torch.randn(E, hidden, generator=generator) if bias else None,
-        glu=glu,
-    )
 
 
 def run(weights, M, dtype, device, plan=None, shared=False):

@@ -1,35 +1,43 @@
 """How the experts of a layer run M tokens: plans for real models on several GPUs, without one."""
 
+import re
+
 import pytest
 import torch
 
 from formats.scheme import Scheme
 from formats.weights import round_to_nearest
 from qkernels import ops
+from qkernels.choice import parse_choice
 from qkernels.dispatch import explain
 from qkernels.errors import KernelError
-from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, num_blocks, plan_experts, sort_chunk
+from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, num_blocks, sort_chunk
 from qkernels.moe.experts import ExpertWeights
 from qkernels.moe.routing import SILU, Routing
+from qkernels.moe.sm90_few_tokens_config import FewTokensConfig, few_tokens_config_fault
 from qkernels.moe.stack import glu_order, stack_fault
+from qkernels.moe.variants import Layer, plan_experts
 
 # hidden size, inner size, experts, experts of a token
 MODELS = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 1408, 128, 8)]
 SPEC = Scheme.parse("w4a16-sym-g32").weight
 
 
-def plan(M, model=MODELS[1], shared_kb=227):
+def plan(M, model=MODELS[1], shared_kb=227, scheme="w4a16-sym", choice=None, lacks_sm90="no"):
+    """By the kernels for any GPU, unless told otherwise."""
     hidden, inner, E, k = model
-    return plan_experts(
-        M=M,
-        top_k=k,
+    layer = Layer(
+        kind="packed",
+        spec=Scheme.parse(scheme).weight,
         num_experts=E,
+        top_k=k,
         hidden=hidden,
         inner=inner,
         sm_count=132,
         shared_bytes=shared_kb * 1024,
-        packed=True,
+        lacks_sm90=lacks_sm90,
     )
+    return plan_experts(layer, M, parse_choice(choice))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
@@ -46,6 +54,67 @@ def test_plans_hold_what_the_kernels_need(model, M):
         assert 1 <= found.down.split <= inner // 32
     assert found.gate_up.split == 1, "an activation has no parts"
     assert 2 * inner % found.gate_up.block_n == 0 == hidden % found.down.block_n
+
+
+@pytest.mark.parametrize("model", [(4096, 14336, 8, 2), (2048, 768, 128, 8), (4096, 1408, 128, 8)])
+@pytest.mark.parametrize("M", [1, 2, 8, 9, 32, 64])
+def test_few_tokens_on_sm90(model, M):
+    """Its configs run as they are; sums of parts fit the norm that adds them."""
+    hidden, inner, _, k = model
+    found = plan(M, model, lacks_sm90=None)
+    assert found.variant == "sm90_few_tokens"
+    assert found.output == "parts" or k * M * hidden > MOST_PARTIALS
+    assert found.gate_up.block_m == found.down.block_m, "they share the list of entries"
+    assert found.gate_up.sorts == found.down.sorts == (M > 8)
+    for config, N, K in ((found.gate_up, 2 * inner, hidden), (found.down, hidden, inner)):
+        assert few_tokens_config_fault(config, M=M, N=N, K=K) is None
+        threads = 128 * (config.num_consumers + 1)
+        assert config.blocks_per_sm * threads * config.registers <= 2**16
+        given = config.num_consumers * config.consumer_registers + config.producer_registers
+        assert given <= (config.num_consumers + 1) * config.registers
+        assert max(config.consumer_registers, config.registers) <= 255
+    assert found.gate_up.split == 1, "an activation has no parts"
+    if found.output == "parts":
+        assert found.down.split * k <= MOST_PARTS
+        assert found.down.split * k * M * hidden <= MOST_PARTIALS
+    else:
+        assert found.down.split == 1
+
+
+@pytest.mark.parametrize(
+    ("M", "scheme", "choice", "lacks", "variant"),
+    [
+        (32, "w4a16-sym", None, None, "sm90_few_tokens"),
+        (128, "w4a16-sym", None, None, "sm90_few_tokens"),
+        (129, "w4a16-sym", None, None, "sorted"),
+        (129, "w4a16-sym", "sm90_few_tokens", None, "sorted"),
+        (8, "w4a16-sym", "sm90_few_tokens", "no sm_90", "few"),
+        (8, "w4a16-sym", "-sm90_few_tokens", None, "few"),
+        (8, "w4a16-sym", "-few,-sm90_few_tokens", None, "sorted"),
+        (8, "w4a16-sym", "few", None, "few"),
+        (8, "w4a16-sym-g32", None, None, "few"),
+        (8, "w8a16-sym", None, None, "few"),
+    ],
+)
+def test_which_variant_takes_the_tokens(M, scheme, choice, lacks, variant):
+    found = plan(M, scheme=scheme, choice=choice, lacks_sm90=lacks)
+    assert found.variant == variant
+
+
+@pytest.mark.parametrize(
+    ("numbers", "fault"),
+    [
+        ({"block_m": 8}, "at least the 9 tokens"),
+        ({"block_m": 64}, r"block_m must be of \(8, 16, 32\)"),
+        ({"num_consumers": 3}, "1536 outputs divisible by 64 times that"),
+        ({"split": 17}, "split must be 1 to 16"),
+        ({"stages": 1}, "stages 2 to"),
+        ({"blocks_per_sm": 5}, "1 to 4, found 5"),
+    ],
+)
+def test_faults_of_configs_for_few_tokens(numbers, fault):
+    config = FewTokensConfig(**{"block_m": 16} | numbers)
+    assert re.search(fault, few_tokens_config_fault(config, M=9, N=1536, K=2048))
 
 
 def test_fewer_stages_where_blocks_have_less_shared_memory():
@@ -129,3 +198,30 @@ def test_explain_says_which_experts_run_in_triton(scheme, sizes, reason):
     )[0]
     assert triton.taken == (reason is None)
     assert reason is None or reason in triton.reason
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "requested", "reason"),
+    [
+        ("w4a16-sym", (2048, 768), None, "few tokens of an expert"),
+        ("w4a16-sym", (2048, 768), "-sm90_few_tokens", "forbidden by name"),
+        ("w4a16-sym", (2048, 768), "sm90_few_tokens", "wherever it runs: it was asked for"),
+        ("w4a16-sym-g32", (2880, 2880), None, "takes groups divisible by 128, not 32 of 2880"),
+        ("w8a16-sym", (2048, 768), None, "takes 4-bit weights"),
+        ("w8a8", (2048, 768), None, "takes 4-bit weights"),
+    ],
+)
+def test_explain_says_which_experts_the_sm90_kernel_takes(scheme, sizes, requested, reason):
+    parsed = Scheme.parse(scheme)
+    found = explain(
+        "experts",
+        device="cuda",
+        dtype=torch.bfloat16,
+        spec=parsed.weight,
+        activation=parsed.activation,
+        out_features=sizes[0],
+        in_features=sizes[1],
+        requested=requested,
+    )
+    of_variant = {choice.name: choice.reason for choice in found.variants}
+    assert reason in of_variant["sm90_few_tokens"]

@@ -16,6 +16,7 @@ class ScriptedServer:
         self.paths: list[str] = []
         self.first, self.gap = FIRST, GAP
         self.silent_tokens = 0  # of the first tokens, those whose text is held back
+        self.tells_ids = True  # of such tokens
         self.fails = False
         self.num_open = self.most_open = 0
 
@@ -59,7 +60,7 @@ class ScriptedServer:
             if index:
                 await asyncio.sleep(self.gap)
             choice = {"index": 0, "text": "" if index < self.silent_tokens else " word"}
-            if index < self.silent_tokens:
+            if index < self.silent_tokens and self.tells_ids:
                 choice["token_ids"] = [index]
             if index == TOKENS - 1:
                 choice["finish_reason"] = "length"

@@ -71,7 +71,9 @@ def test_goodput_counts_none_where_a_limit_is_missed(server):
     assert result["request_goodput"] == 0
 
 
-def test_tokens_without_text_count_when_they_come(server):
+@pytest.mark.parametrize("tells_ids", [True, False])
+def test_tokens_without_text_count_when_they_come(server, monkeypatch, tells_ids):
+    monkeypatch.setattr(server, "tells_ids", tells_ids)
     server.silent_tokens = 3
     try:
         found = asyncio.run(run(settings(server, save_detailed=True), data(num_prompts=1)))

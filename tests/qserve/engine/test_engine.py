@@ -235,12 +235,35 @@ def test_a_start_without_memory_for_pages_names_the_knob(docs_5m, monkeypatch, s
         Engine(EngineConfig(**config))
 
 
-def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatch):
+def as_a_capture_ends(error):
+    """torch's own error at the end of a capture in which another was raised."""
+    try:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+    except RuntimeError as last:
+        return last
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),  # pinned memory's
+        as_a_capture_ends(RuntimeError("Triton Error [CUDA]: out of memory")),
+        MemoryError(),
+    ],
+    ids=["torch", "triton", "cublas", "pinned", "capture's end", "host"],
+)
+def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatch, error):
     captured = []
 
     def capture(graphs, key):
         if len(captured) == 6:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         captured.append(key)
         graphs._batches[key] = None
 
@@ -257,6 +280,21 @@ def test_without_memory_for_a_graph_the_captured_ones_do(make_engine, monkeypatc
     assert graphs.num_captured == graphs.num_keys == 6
     assert graphs.key_for(make_step([1] * 9)).num_tokens == 32, "the next that is there"
     assert not engine.use_idle_time()
+
+
+def test_another_error_in_a_capture_is_no_lack_of_memory(make_engine, monkeypatch):
+    engine = make_engine(max_num_seqs=32, max_num_batched_tokens=64)
+    monkeypatch.setattr(
+        StepGraphs, "_capture", lambda graphs, key: graphs._batches.update({key: None})
+    )
+    engine.runner.capture_graphs(32, engine.max_model_len)
+
+    def fails(graphs, key):
+        raise as_a_capture_ends(RuntimeError("a kernel failed"))
+
+    monkeypatch.setattr(StepGraphs, "_capture", fails)
+    with pytest.raises(RuntimeError, match="previous error"):
+        engine.runner.graphs.capture_next()
 
 
 def test_a_context_beyond_the_limit_runs_in_no_graph(make_engine, monkeypatch):

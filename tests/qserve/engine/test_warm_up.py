@@ -8,9 +8,15 @@ from formats.packed import PackedWeight
 from formats.scheme import QuantSpec, Scheme
 from qkernels import ops
 from qkernels.attention.config import default_attention_config, prefill_split
+from qkernels.gpu import device as gpu_device
+from qkernels.moe.experts import ExpertsProblem, PreparedExperts
+from qkernels.moe.routing import SILU
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.table import TuningTable
 from qkernels.warm_up import (
     compiled,
     decode_boundaries,
+    experts_compiled,
     plan_boundaries,
     prefill_boundaries,
     row_boundaries,
@@ -66,6 +72,37 @@ def test_every_m_runs_a_kernel_of_the_boundaries(on_an_h200, shape, bits):
     for M in range(1, BUDGET + 1):
         assert compiled(ops.plan_linear(weight, M, consumer), M) in kernels, M
     assert len({variant for variant, *_ in kernels}) >= 3
+
+
+@pytest.mark.parametrize("sizes", [(4096, 14336, 8, 2), (2048, 768, 128, 8)])
+@pytest.mark.parametrize("requested", [None, "-sm90_few_tokens"])
+def test_every_m_of_experts_runs_a_kernel_of_the_boundaries(monkeypatch, sizes, requested):
+    """Also where pairs are looked through, by a kernel that has room for a power of two of them."""
+    monkeypatch.setattr(gpu_device, "sm_count", lambda device: H200)
+    monkeypatch.setattr(gpu_device, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None)
+    hidden, inner, num_experts, top_k = sizes
+    problem = ExpertsProblem(
+        kernel="triton",
+        kind="packed",
+        spec=QuantSpec(bits=4, symmetric=True, group_size=128),
+        activation=None,
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden=hidden,
+        inner=inner,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", 0),
+        requested=requested,
+    )
+    monkeypatch.setattr(tuning_table, "tuning_table_of", lambda device: TuningTable(gpu="none"))
+    experts = PreparedExperts(gate_up=None, down=None, glu=SILU, problem=problem)
+    warmed = plan_boundaries(experts, BUDGET)
+    kernels = {experts_compiled(experts, M) for M in warmed}
+    plans = {plan for plan, *_ in kernels}
+    for M in range(1, BUDGET + 1):
+        assert experts_compiled(experts, M) in kernels, M
+    assert {"sorted", "few" if requested else "sm90_few_tokens"} == {p.variant for p in plans}
 
 
 def test_rows_of_a_decoder_hold_those_of_all_its_products(on_an_h200):

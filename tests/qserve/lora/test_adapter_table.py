@@ -1,5 +1,6 @@
 """Who gets a slot: random arrivals and ends, with what each slot holds watched."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from formats.errors import InputError
 from qserve.engine.request import Request, Status
-from qserve.lora.adapter_table import MAX_PASSES, AdapterTable
+from qserve.lora.adapter_table import KEPT_SECONDS, MAX_PASSES, MAX_REPLACED, AdapterTable
 from qserve.lora.request import LoRARequest
 from qserve.sampling_params import SamplingParams
 
@@ -40,9 +41,14 @@ class Device:
 
     def __init__(self, num_slots, num_on_host=8, broken=()):
         self.slots, self.num_reads, self.broken = {}, 0, broken
+        self.now = 0.0  # seconds
         self.version = 0  # of what folders hold
         self.table = AdapterTable(
-            self.read, self.place, num_slots=num_slots, num_on_host=num_on_host
+            self.read,
+            self.place,
+            num_slots=num_slots,
+            num_on_host=num_on_host,
+            time=lambda: self.now,
         )
         self.running = []
 
@@ -190,17 +196,61 @@ def test_replaced_and_removed_adapters_stay_with_who_has_them():
         device.table.find(LoRARequest("a0", 1))
 
 
-def test_requests_on_their_way_while_an_adapter_is_replaced_have_the_new_one():
-    """A server's requests say the folder, for an engine that was started again; this one knows."""
+def test_outputs_on_their_way_while_an_adapter_is_loaded_anew_have_the_old_one():
+    """The outputs of one API request come one by one: the first may have ended before the last."""
+    device = Device(2)
+    table = device.table
+    table.put("a", "/old", Packed("/old", "1"), 4)
+    old = table.find(LoRARequest("a", 4, "/old"))
+    first = request_of(old)
+    table.add(first)
+    device.look_until(lambda: device.running)
+    device.finish(first)
+    table.put("a", "/new", Packed("/new", "2"), 6)
+    new = table.find(LoRARequest("a", 6, "/new"))
+    assert new is not old and (new.path, old.path) == ("/new", "/old")
+    for number in (4, 5):  # 5: a load that failed
+        assert table.find(LoRARequest("a", number, "/old")) is old
+    last = request_of(old)
+    table.add(last)
+    device.look_until(lambda: device.running)
+    assert device.num_reads == 0 and device.slots[last.adapter_slot] == Packed("/old", "1")
+    with pytest.raises(InputError, match="expected the folder /new, found /third"):
+        table.find(LoRARequest("a", 7, "/third"))
+
+
+def test_also_where_it_was_unloaded_between():
     table = Device(1).table
     table.put("a", "/old", Packed("/old", "1"), 4)
     old = table.find(LoRARequest("a", 4, "/old"))
+    table.unload("a")
+    table.unload("a")  # nothing is there
+    with pytest.raises(InputError, match="adapter a: unknown"):
+        table.find(LoRARequest("a", 4))
     table.put("a", "/new", Packed("/new", "2"), 5)
-    new = table.find(LoRARequest("a", 4, "/old"))
-    assert new is not old and new.path == "/new"
-    assert table.find(LoRARequest("a", 5, "/new")) is new
-    with pytest.raises(InputError, match="expected the folder /new, found /third"):
-        table.find(LoRARequest("a", 6, "/third"))
+    table.put("a", "/newer", Packed("/newer", "3"), 6)
+    found = [table.find(LoRARequest("a", number)) for number in (4, 5, 6)]
+    assert found[0] is old and [each.path for each in found[1:]] == ["/new", "/newer"]
+
+
+def test_what_was_loaded_anew_is_kept_for_a_time_and_in_bounds():
+    device, numbers = Device(1), range(1, MAX_REPLACED + 4)
+    table = device.table
+    for number in numbers:
+        table.put("a", f"/{number}", Packed(f"/{number}", str(number)), number)
+        device.now += 1
+    adapters = [table.find(LoRARequest("a", number)) for number in numbers]
+    newest = adapters[-1]
+    assert adapters[0] is adapters[1] is newest, "too many: what is there now"
+    assert [each.path for each in adapters[2:]] == [f"/{n}" for n in numbers[2:]]
+    device.now += KEPT_SECONDS - 4
+    kept = [table.find(LoRARequest("a", number)) for number in numbers]
+    assert kept[-4:] == adapters[-4:] and {*kept[:-4]} == {newest}
+    assert [each.packed is None for each in adapters[-5:]] == [True, False, False, False, False]
+
+
+def request_of(adapter):
+    return a_request(SimpleNamespace(find=lambda lora: adapter), "a0")
 
 
 def test_names_ids_and_paths_belong_together():

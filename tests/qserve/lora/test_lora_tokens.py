@@ -10,6 +10,7 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.families import FAMILIES
 from formats.lora import adapted_shapes, read_adapter
+from qserve.handling import Handling
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from tests.adapters import write_adapter
 
 PROMPT = [5, 60, 7, 8, 90, 10, 11, 12, 13, 14, 300, 16, 17, 18, 19, 20, 21, 22]
 PARAMS = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # PEFT takes the feed-forward's names in these families for those of fused experts.
 FUSED_IN_PEFT = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
@@ -255,3 +257,27 @@ def test_an_engine_without_adapters_says_so(llama):
         run(llm, loras[:1])
     with pytest.raises(InputError, match="expected one or 1, found 2"):
         llm.generate([PROMPT], PARAMS, False, False, lora_request=loras[:2])
+
+
+def test_outputs_of_one_request_have_one_adapter_though_it_is_loaded_anew(tiny_model, tmp_path):
+    """From the same folder, whose numbers are others by then; in between the first has ended."""
+    model = tiny_model("llama")
+    folder = str(write_adapter(model, tmp_path / "a", seed=1, size=4.0))
+    core = engine(model, max_loras=1).engine
+
+    def tokens_with(name, number):
+        lora = LoRARequest("a", number, folder)
+        core.add_request(name, PROMPT, GREEDY, handling=Handling(lora=lora))
+        found = []
+        while core.has_work():
+            found += [token for event in core.step() for token in event.token_ids]
+        return found
+
+    core.adapters.put("a", folder, core.adapters.read(folder), 1)
+    first = tokens_with("request-0", 1)
+    write_adapter(model, tmp_path / "a", seed=2, size=4.0)
+    core.adapters.put("a", folder, core.adapters.read(folder), 2)
+    new = tokens_with("another-0", 2)
+    assert new != first
+    assert tokens_with("request-1", 1) == first
+    assert tokens_with("another-1", 2) == new

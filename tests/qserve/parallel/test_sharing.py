@@ -13,65 +13,43 @@ from formats.scheme import Scheme
 from qserve.config import EngineConfig
 from qserve.engine import engine_parts
 from qserve.engine.engine import Engine
-from qserve.engine.model_runner import ModelRunner
 from qserve.engine.step_input import StepInput
-from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
-from qserve.model.weight_source import WeightSource
-from qserve.parallel.ranks import Ranks
 from qserve.sampling_params import SamplingParams
-from tests.conftest import STATES, TINY_FAMILIES, make_tiny
+from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
+from tests.qserve.parallel.shared_out import (
+    ODD,
+    families_and_sizes,
+    rank_runner,
+    relative_error,
+)
 
-CPU = torch.device("cpu")
 FEW = ("olmo2", "phi3", "gpt_oss")
 
 
 def rank_logits(folder, communicator=None, **settings):
     """Logits [T, V] of TOKENS, and the decoder that made them."""
-    config = ModelConfig.from_folder(folder)
-    source = WeightSource(CheckpointReader(folder), config, CPU)
     with torch.inference_mode():
-        decoder = load(
-            config,
-            source,
-            device=CPU,
-            dtype=torch.float32,
-            max_model_len=64,
-            progress=False,
-            ranks=Ranks(communicator=communicator),
-        )
-        engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
-        runner = ModelRunner(decoder, engine, CPU)
+        runner = rank_runner(folder, communicator, **settings)
         runner.allocate_pages(4)
         step = StepInput.of_sequence(TOKENS, [1, 2], page_size=16, params=SamplingParams())
-        return runner.logits(step), decoder
+        return runner.logits(step), runner.decoder
 
 
 def assert_shared_out(folder, size, limit=1e-5, **settings):
     """Every rank has the logits of the whole, bitwise the same as the others'."""
     want, _ = rank_logits(folder, **settings)
     found = run_ranks(size, lambda communicator: rank_logits(folder, communicator, **settings))
-    assert all(torch.equal(found[0][0], logits) for logits, _ in found)
-    error = float((found[0][0] - want).norm() / want.norm())
+    error = relative_error([logits for logits, _ in found], want)
     assert error < limit, error
     return [decoder for _, decoder in found]
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [(family, 2) for family in FEW]
-    + [
-        pytest.param(family, size, marks=pytest.mark.exhaustive)
-        for family in TINY_FAMILIES
-        if family not in STATES
-        for size in (2, 4)
-        if (family, size) not in [(few, 2) for few in FEW]
-    ],
-)
+@pytest.mark.parametrize(("family", "size"), families_and_sizes(FEW))
 def test_every_family(family, size, tiny_model):
     assert_shared_out(tiny_model(family), size)
 
@@ -152,19 +130,7 @@ def test_8_bit_pages(kv_cache, tiny_model):
 
 
 def test_shares_need_not_be_equal(tmp_path):
-    """Three KV heads, five groups of features and an odd vocabulary over two ranks."""
-    folder = make_tiny(
-        tmp_path / "odd",
-        "LlamaConfig",
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 16,
-            "hidden_size": 96,
-            "intermediate_size": 160,
-            "vocab_size": 515,
-        },
-    )
+    folder = make_tiny(tmp_path / "odd", "LlamaConfig", ODD)
     decoders = assert_shared_out(folder, 2)
     assert [decoder.config.num_kv_heads for decoder in decoders] == [2, 1]
     assert [decoder.head.inner.weight.shape[0] for decoder in decoders] == [384, 131]

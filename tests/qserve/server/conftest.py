@@ -14,6 +14,7 @@ from qserve.config import ServerConfig
 from qserve.engine.client import RefusedError
 from qserve.engine.request import RequestEvent, TokenLogprobs
 from qserve.handling import Handling
+from qserve.server import listener
 from qserve.server.app import build_app, uvicorn_config
 from qserve.server.http_protocol import Connections
 from qserve.text import Tokenizer
@@ -222,8 +223,11 @@ def run_live():
 
     def run(server: Server, limit: int = 1000) -> int:
         server.connections = Connections(limit=limit)
-        web = uvicorn.Server(uvicorn_config(server.app, server.connections, port=0))
-        thread = threading.Thread(target=web.run, daemon=True)
+        config = uvicorn_config(server.app, server.connections, loop="asyncio")  # as in serve
+        web = uvicorn.Server(config)
+        sockets = [listener.bind(ServerConfig(host="127.0.0.1", port=0))]
+        sockets[0].listen()
+        thread = threading.Thread(target=web.run, args=(sockets,), daemon=True)
         thread.start()
         running.append((web, thread))
         while not web.started:

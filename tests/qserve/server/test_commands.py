@@ -1,17 +1,11 @@
-"""`qserve chat`, `complete` and `run-batch`, against a scripted engine."""
+"""`qserve chat` and `complete`, against a scripted engine."""
 
 import io
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from formats.errors import InputError
 from qserve.cli import main
-from qserve.config import EngineConfig
-from qserve.run_batch import read_requests, run_batch
-from qserve.tool_config import BatchConfig
 
 TEXT = "Hello there, general reader."
 
@@ -107,65 +101,3 @@ def test_no_server_is_one_line(monkeypatch, capsys):
     assert "no server answers there" in capsys.readouterr().err
     assert talk(monkeypatch, "127.0.0.1:9", "chat", "-q", "a") == 1
     assert "--url: expected http" in capsys.readouterr().err
-
-
-def line(name, body, url="/v1/completions", **fields) -> str:
-    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **fields})
-
-
-def test_batch_answers_each_line(docs_5m, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    lines = [line(f"r{n}", {"prompt": [n], "max_tokens": n + 1}) for n in range(40)]
-    lines += ["", line("chat", chat, "/v1/chat/completions"), line("bad", {"prompt": []})]
-    lines.append(line("response", {"input": "Hi", "max_output_tokens": 3}, "/v1/responses"))
-    lines.append(line("vector", {"input": "a"}, "/v1/embeddings"))
-    source.write_text("\n".join(lines))
-    code = run_batch(
-        EngineConfig(model=str(docs_5m), max_num_seqs=2),
-        BatchConfig(input=str(source), output=str(target)),
-        engine="fake_engine:FakeEngine",
-    )
-    assert code == 1 and "44 answers, 2 of them errors" in capsys.readouterr().out
-    found = {entry["custom_id"]: entry for entry in map(json.loads, target.open())}
-    assert len(found) == 44 and [*tmp_path.glob("*.partial")] == []
-    for n in range(40):
-        response = found[f"r{n}"]["response"]
-        assert response["status_code"] == 200 and found[f"r{n}"]["error"] is None
-        assert response["body"]["usage"]["completion_tokens"] == n + 1
-    assert found["chat"]["response"]["body"]["object"] == "chat.completion"
-    assert found["response"]["response"]["body"]["usage"]["output_tokens"] == 3
-    bad = found["bad"]
-    assert bad["response"]["status_code"] == 400 and bad["error"]["code"] == "400"
-    assert "prompt" in bad["error"]["message"]
-    assert "embeddings" in found["vector"]["error"]["message"]  # of a language model
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "line 1: expected a JSON object"),
-        ("[]", "line 1: expected a JSON object"),
-        (line("a", {}, "/v1/models"), "/v1/models"),
-        (line("a", {}, method="GET"), "expected POST"),
-        (line("a", {"stream": True}), "without stream"),
-        (line("a", []), "an object"),
-        (line("a", {}) + "\n" + line("a", {}), "line 2: expected a custom_id of its own"),
-    ],
-)
-def test_file_that_is_no_batch_names_the_line(tmp_path, text, words):
-    path = tmp_path / "in.jsonl"
-    path.write_text(text)
-    with pytest.raises(InputError, match=words):
-        list(read_requests(path))
-
-
-def test_files_that_cannot_be_used(tmp_path, docs_5m):
-    path = tmp_path / "in.jsonl"
-    path.write_text("")
-    engine = EngineConfig(model=str(docs_5m))
-    with pytest.raises(InputError, match="is the input"):
-        run_batch(engine, BatchConfig(input=str(path), output=str(path)))
-    with pytest.raises(InputError, match="cannot be read"):
-        run_batch(engine, BatchConfig(input=str(tmp_path / "no"), output=str(path)))

@@ -10,7 +10,7 @@ import pytest
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine import process
-from qserve.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from qserve.engine.messages import Done, LoadAdapter, UnloadAdapter
 from qserve.engine.report import EngineReport
 from qserve.lora.request import LoRARequest, parse_modules
 from qserve.server.adapters import ServedAdapters
@@ -158,7 +158,7 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
     adapters = SimpleNamespace(
         read=read,
         put=lambda name, path, packed, number: table.update({name: packed}),
-        remove=table.pop,
+        unload=table.pop,
     )
     engine = SimpleNamespace(
         adapters=adapters,
@@ -170,13 +170,13 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
     def send(message):
         sent.append(message)
         if len(sent) == 1:
-            inbox.put(LoadAdapter(lora=LoRARequest("x", 2, "bad")))
+            inbox.put(LoadAdapter(number=8, lora=LoRARequest("x", 2, "bad")))
         else:
             inbox.put(UnloadAdapter(name="a"))
 
-    inbox.put(LoadAdapter(lora=LoRARequest("a", 1, "good")))
+    inbox.put(LoadAdapter(number=7, lora=LoRARequest("a", 1, "good")))
     process._take_messages(engine, SimpleNamespace(send=send, busy_since=None), inbox)
-    assert sent == [AdapterLoaded(), AdapterLoaded(problem="bad: is no adapter")]
+    assert sent == [Done(number=7), Done(number=8, problem="bad: is no adapter")]
 
 
 def test_metrics_do_not_pile_up_names():

@@ -435,9 +435,26 @@ def test_reasoning(make_server, chunks, name):
     streamed, _, ending = joined(chunks(server.chat(stream=True)))
     assert ending == "stop"
     assert (streamed["content"], streamed["reasoning_content"]) == ("Yes.", "Hm, well.")
-    # A form is of what follows the reasoning.
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "has_reasoning"),
+    [
+        ("qwen3", "", False),
+        ("qwen3", "{# strips all up to </think> #}", True),
+        ("deepseek_r1", "", True),
+    ],
+)
+def test_reasoning_before_a_form(make_server, monkeypatch, caplog, name, template, has_reasoning):
+    """A model that does not reason must not be led to it where a form forbids all other words."""
+    backend = make_server(ServerConfig()).tokenizer._tokenizer
+    monkeypatch.setattr(backend, "chat_template", backend.chat_template + template)
+    server = make_server(ServerConfig(reasoning_parser=name))
     server.chat(response_format={"type": "json_object"})
-    assert "</think>" in server.client.requests[-1][2].structured_outputs.prefix
+    prefix = server.client.requests[-1][2].structured_outputs.prefix
+    assert ("</think>" in prefix) == has_reasoning and bool(prefix) == has_reasoning
+    warned = "chat template has no <think>" in caplog.text
+    assert warned == (not has_reasoning)
 
 
 def test_a_call_in_reasoning_is_none(make_server):

@@ -1,0 +1,517 @@
+"""Products of W4A16 experts for few tokens on sm_90, in Gluon: y^T = W x^T with wgmma.
+
+The pipeline is that of wna16/sm90_small_m.py: a producer warp keeps TMA loads of packed weights,
+scales and x in flight, one or two consumer warpgroups multiply 64 outputs each. Work is a tile and
+a split of an expert that some token wants; blocks that stay resident share it evenly, whichever
+the experts are.
+
+Up to 8 tokens a tile has a column for each of them. That of a token which does not want the expert
+is computed, for nothing, and not stored: eight columns cost what one does. So no row is gathered.
+gate_up stores the activated product of the d-th wanted expert and token m in row d M + m, so down
+finds its tokens' rows side by side. More tokens are gathered before, by expert: a tile has a column
+for each of up to BM sorted pairs, and what an expert has beyond is an entry of its own.
+
+Legend: M tokens, k experts of a token, P = M k pairs, D entries: experts that are wanted, by up to
+BM pairs each; N outputs and K inputs of an expert; BM columns of a tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from qkernels.gpu.config import CompileTimeConfig, power_of_two
+from qkernels.gpu.device import sm_count
+from qkernels.gpu.gluon_compat import aggregate, descriptor, integer, tma_load
+from qkernels.gpu.launch import launch
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
+from qkernels.gpu.pipeline import make_pipeline
+from qkernels.gpu.tma import aligned
+from qkernels.moe.experts import ExpertStack
+from qkernels.moe.routing import Glu
+from qkernels.moe.sm90_few_tokens_config import FewTokensConfig
+from qkernels.moe.triton_wanted import Wanted
+from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.prepack import stack_numerics
+from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, step_scales
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensTile(CompileTimeConfig):
+    """Constants of a launch, compiled in."""
+
+    top_k: int
+    glu: bool  # gate_up: outputs are gate and up; else down
+    sorted: bool  # columns are sorted pairs; else tokens
+    counted: bool  # entries follow their number; else they are one token's experts, k of them
+    # down's outputs, times the shares: parts float32 [split, k, M, N], or rows [P, N]
+    parts: bool = False
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float = 0.0  # 0: none
+
+    @property
+    def slots(self) -> int:
+        return power_of_two(self.top_k)
+
+
+def gate_up(
+    x_MC: torch.Tensor,
+    ids_Mk: torch.Tensor,
+    wanted: Wanted,
+    weight: ExpertStack,
+    glu: Glu,
+    config: FewTokensConfig,
+) -> torch.Tensor:
+    """The activated products, [P, I] of sorted pairs, or [D M, I].
+
+    Row d M + m is that of token m and the d-th wanted expert; rows of tokens that do not want it
+    hold anything.
+    """
+    sorts = wanted.order is not None
+    tile = TokensTile(
+        top_k=ids_Mk.shape[1],
+        glu=True,
+        sorted=sorts,
+        counted=sorts or len(ids_Mk) > 1,
+        alpha=glu.alpha,
+        offset=glu.offset,
+        limit=glu.limit or 0.0,
+    )
+    rows = ids_Mk.numel() if sorts else wanted.most * len(ids_Mk)
+    y = x_MC.new_empty(rows, weight.out_features // 2)
+    x = wanted.x_PC if sorts else x_MC
+    _launch(x, ids_Mk, None, wanted, weight, config, y, tile)
+    return y
+
+
+def down(
+    hidden: torch.Tensor,
+    ids_Mk: torch.Tensor,
+    shares_Mk: torch.Tensor,
+    wanted: Wanted,
+    weight: ExpertStack,
+    config: FewTokensConfig,
+    y: torch.Tensor,
+) -> None:
+    """gate_up's result to `y`, times the shares: float32 parts [split k or more, M, C], or [P, C].
+
+    Follows gate_up at once, or a kernel that began after it: the wanted experts' first weights are
+    under way before that has ended.
+    """
+    sorts = wanted.order is not None
+    tile = TokensTile(
+        top_k=ids_Mk.shape[1],
+        glu=False,
+        sorted=sorts,
+        counted=sorts or len(ids_Mk) > 1,
+        parts=y.ndim == 3,
+    )
+    _launch(hidden, ids_Mk, shares_Mk, wanted, weight, config, y, tile)
+
+
+def _launch(
+    x: torch.Tensor,
+    ids_Mk: torch.Tensor,
+    shares_Mk: torch.Tensor | None,
+    wanted: Wanted,
+    weight: ExpertStack,
+    config: FewTokensConfig,
+    y: torch.Tensor,
+    tile: TokensTile,
+) -> None:
+    x = aligned(x)
+    N, K = weight.out_features, weight.in_features
+    scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
+    tiles = N // config.block_n
+    launch(
+        _experts_few_tokens,
+        (min(config.blocks_per_sm * sm_count(x.device), wanted.most * tiles * config.split),),
+        descriptor(weight.tensors["packed"].view(-1, WEIGHT_BOX[1]), WEIGHT_BOX),
+        descriptor(x, [config.block_m, X_BOX_K]),
+        descriptor(scales.view(-1), [TILE_N]),
+        descriptor((scales if offsets is None else offsets).view(-1), [TILE_N]),
+        scales if weight.bias_EN is None else weight.bias_EN,
+        ids_Mk if wanted.order is None else wanted.order,
+        shares_Mk if wanted.shares is None or shares_Mk is None else wanted.shares,
+        wanted.list,
+        y,
+        len(ids_Mk),
+        N,
+        K // 128,
+        tiles,
+        wanted.most,
+        CONFIG=config,
+        NUMERICS=stack_numerics(weight.spec, K, x.dtype, weight.tensors, weight.bias_EN),
+        TILE=tile,
+        num_warps=4,
+        maxnreg=config.registers,
+        launch_pdl=True,
+    )
+
+
+@aggregate
+class _WorkTile:
+    """One split of one tile of an entry."""
+
+    entry: gl.tensor  # its number d
+    expert: gl.tensor
+    first: gl.tensor  # of its sorted pairs
+    pairs: gl.tensor
+    tile: gl.tensor  # among the expert's
+    split: gl.tensor
+    k_begin: gl.tensor  # in K steps
+    k_end: gl.tensor
+
+
+@aggregate
+class _Experts:
+    """The kernel's arguments."""
+
+    weight: tma.tensor_descriptor  # packed [E N/64 K/128 32, 32]
+    x: tma.tensor_descriptor  # [M, K], [D M, K] or [P, K], boxes [BM, 64]
+    scales: tma.tensor_descriptor  # [E N/64 G 64]
+    offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets
+    bias_ptr: gl.tensor  # [E, N], valid if has_bias
+    ids_ptr: gl.tensor  # [M, k]; sorted: the pairs [P]
+    shares_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
+    wanted_ptr: gl.tensor  # as in Wanted
+    y_ptr: gl.tensor  # gate_up: [D M, N / 2] or [P, N / 2]; down: as in TokensTile
+    M: integer
+    N: integer
+    k_steps: integer
+    tiles: integer  # of an expert
+    most: integer  # entries that there can be
+    CONFIG: gl.constexpr  # FewTokensConfig
+    NUMERICS: gl.constexpr  # WeightNumerics
+    TILE: gl.constexpr  # TokensTile
+
+    @gluon.jit
+    def num_entries(self):
+        # .cg, here and below: a block may start before the kernel that wrote these has ended, and
+        # an SM's L1 may hold what was there before
+        if self.TILE.counted:
+            return gl.load(self.wanted_ptr, cache_modifier=".cg")
+        else:
+            return gl.to_tensor(self.TILE.top_k)
+
+    @gluon.jit
+    def work_tile(self, work, num_entries):
+        """After the last one that there is, the last entry again."""
+        SPLIT: gl.constexpr = self.CONFIG.split
+        split = work % SPLIT
+        entry = gl.minimum(work // SPLIT // self.tiles, num_entries - 1)
+        ptr = self.wanted_ptr + entry
+        if self.TILE.counted:
+            ptr += 1
+        expert = gl.load(ptr, cache_modifier=".cg")
+        if self.TILE.sorted:
+            first = gl.load(ptr + self.most, cache_modifier=".cg")
+            pairs = gl.load(ptr + 2 * self.most, cache_modifier=".cg")
+        else:
+            first = entry
+            pairs = entry
+        return _WorkTile(
+            entry=entry,
+            expert=expert,
+            first=first,
+            pairs=pairs,
+            tile=work // SPLIT % self.tiles,
+            split=split,
+            k_begin=split * self.k_steps // SPLIT,
+            k_end=(split + 1) * self.k_steps // SPLIT,
+        )
+
+    @gluon.jit
+    def first_row(self, work_tile):
+        """Of x, in a tile."""
+        if self.TILE.sorted:
+            return work_tile.first
+        elif self.TILE.glu:
+            return gl.to_tensor(0)
+        else:
+            return work_tile.entry * self.M
+
+    @gluon.jit
+    def stored_tile(self, work_tile, CONSUMER: gl.constexpr):
+        tile = work_tile.expert * self.tiles + work_tile.tile
+        return tile * self.CONFIG.num_consumers + CONSUMER
+
+    @gluon.jit
+    def first_output(self, work_tile, CONSUMER: gl.constexpr):
+        """Of a consumer's 64, among those of the expert."""
+        return (work_tile.tile * self.CONFIG.num_consumers + CONSUMER) * 64
+
+
+@gluon.jit
+def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
+    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    BM: gl.constexpr = gemm.CONFIG.block_m
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    LOOK_FIRST: gl.constexpr = BM <= 16  # more columns leave no registers for it
+    griddepcontrol_wait()
+    num_entries = gemm.num_entries()
+    num_work = num_entries * gemm.tiles * gemm.CONFIG.split
+    choices = _choices(gemm)
+    next_tile = gemm.work_tile(gl.program_id(0), num_entries)
+    state = pipeline.consumer_start()
+    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+        # what is looked up here is read behind the K steps, or in the next work tile
+        work_tile = next_tile
+        next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
+        if LOOK_FIRST:
+            pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
+        sums = gl.zeros([64, BM], gl.float32, SUMS)
+        for _ in range(work_tile.k_begin, work_tile.k_end):
+            pipeline.consumer_wait(state)
+            scale = step_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
+            product = multiply(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
+            product = warpgroup_mma_wait(0, deps=[product])
+            pipeline.consumer_release(state)
+            sums += product * scale[:, None]
+            state = state.advance()
+        if not LOOK_FIRST:
+            pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
+        rows, shares = _columns(gemm, work_tile, choices, pairs, gl.SliceLayout(0, SUMS))
+        first_n = gemm.first_output(work_tile, CONSUMER)
+        if gemm.NUMERICS.has_bias:
+            n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+            bias = gl.load(gemm.bias_ptr + work_tile.expert * gemm.N + n).to(gl.float32)
+            sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
+        if gemm.TILE.glu:
+            _store(gemm, _activated(gemm, sums), rows, first_n // 2, gemm.N // 2)
+        else:
+            _store(gemm, sums * shares[None, :], rows, first_n, gemm.N)
+
+
+@gluon.jit
+def _choices(gemm):
+    """Columns that are tokens: their experts and shares [BM, slots], once for all work tiles."""
+    TILE: gl.constexpr = gemm.TILE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // TILE.slots, TILE.slots], [4, 1], [1, 0])
+    m = gl.arange(0, gemm.CONFIG.block_m, gl.SliceLayout(1, LAYOUT))[:, None]
+    j = gl.arange(0, TILE.slots, gl.SliceLayout(0, LAYOUT))[None, :]
+    experts = m + j
+    shares = experts
+    if not TILE.sorted:
+        mask = (m < gemm.M) & (j < TILE.top_k)
+        pair = m * TILE.top_k + j
+        experts = gl.load(gemm.ids_ptr + pair, mask=mask, other=-1, cache_modifier=".cg")
+        if not TILE.glu:
+            shares = gl.load(gemm.shares_ptr + pair, mask=mask, other=0.0, cache_modifier=".cg")
+    return experts, shares, j
+
+
+@gluon.jit
+def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
+    """Columns that are sorted pairs: their pairs and shares [BM], in down."""
+    TILE: gl.constexpr = gemm.TILE
+    pairs = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+    shares = pairs
+    if TILE.sorted and not TILE.glu:
+        place = work_tile.first + pairs
+        mask = pairs < work_tile.pairs
+        pairs = gl.load(gemm.ids_ptr + place, mask=mask, other=0, cache_modifier=".cg")
+        shares = gl.load(gemm.shares_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    return pairs, shares
+
+
+@gluon.jit
+def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
+    """Of each column [BM]: the row of y, -1: none; and down's share."""
+    TILE: gl.constexpr = gemm.TILE
+    column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
+    pair, shares = pairs
+    if TILE.sorted:
+        wants = column < work_tile.pairs
+        if TILE.glu:
+            row = work_tile.first + column
+        elif TILE.parts:
+            row = (work_tile.split * TILE.top_k + pair % TILE.top_k) * gemm.M + pair // TILE.top_k
+        else:
+            row = pair
+    else:
+        of_tokens, their_shares, j = choices
+        wanted = of_tokens == work_tile.expert
+        choice = gl.convert_layout(gl.max(gl.where(wanted, j, -1), 1), COLUMNS)
+        wants = choice >= 0
+        if not TILE.glu:
+            shares = gl.convert_layout(gl.sum(gl.where(wanted, their_shares, 0.0), 1), COLUMNS)
+        if TILE.glu:
+            row = work_tile.entry * gemm.M + column
+        elif TILE.parts:
+            row = (work_tile.split * TILE.top_k + choice) * gemm.M + column
+        else:
+            row = column * TILE.top_k + choice
+    return gl.where(wants, row, -1), shares
+
+
+@gluon.jit
+def _activated(gemm, sums):
+    """Sums [64, BM] of gate and up to [32, BM].
+
+    Their rows alternate by eight, so a thread has a gate and its up (stack.py).
+    """
+    TILE: gl.constexpr = gemm.TILE
+    DTYPE: gl.constexpr = gemm.y_ptr.dtype.element_ty
+    BM: gl.constexpr = sums.shape[1]
+    # rounded where torch rounds the product, the activation and their product
+    rounded = sums.to(DTYPE).to(gl.float32)
+    gate, up = gl.split(rounded.reshape([4, 2, 8, BM]).permute([0, 2, 3, 1]))
+    if TILE.limit > 0:
+        gate = gl.minimum(gate, TILE.limit)
+        up = gl.minimum(gl.maximum(up, -TILE.limit), TILE.limit)
+    act = (gate / (1 + gl.exp(-TILE.alpha * gate))).to(DTYPE).to(gl.float32)
+    return (act * (up + TILE.offset)).reshape([32, BM])
+
+
+@gluon.jit
+def _store(gemm, values, rows, first_n, N):
+    """Values [outputs, BM] to rows of y, as they are in the accumulator.
+
+    Of a row that is 8 outputs at a time, 32 bytes of float32.
+    """
+    LAYOUT: gl.constexpr = values.type.layout
+    n = first_n + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows = gl.convert_layout(rows, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+    ptrs = gemm.y_ptr + ((rows * N)[None, :] + n[:, None])
+    # all n are below N: the mask takes the values' shape by it
+    mask = (rows >= 0)[None, :] & (n < N)[:, None]
+    gl.store(ptrs, values.to(gemm.y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _load_weight(gemm, pipeline, state, work_tile, k_step, pred):
+    """A K step's packed weights and scales; the stage then expects x, too."""
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
+    OFFSET_BYTES: gl.constexpr = gemm.offsets.block_type.nbytes if NUMERICS.has_offsets else 0
+    CONSUMER_BYTES: gl.constexpr = (
+        gemm.weight.block_type.nbytes + gemm.scales.block_type.nbytes + OFFSET_BYTES
+    )
+    BYTES: gl.constexpr = CONSUMERS * CONSUMER_BYTES + 2 * gemm.x.block_type.nbytes
+    stages = pipeline.mem
+    barrier = pipeline.full_barrier(state)
+    pipeline.producer_expect(state, BYTES, pred)
+    groups = gemm.k_steps // NUMERICS.steps_per_group
+    for i in gl.static_range(CONSUMERS):
+        stored_tile = gemm.stored_tile(work_tile, i)
+        own = state.stage * CONSUMERS + i
+        row = (stored_tile * gemm.k_steps + k_step) * 32
+        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
+        group = stored_tile * groups + k_step // NUMERICS.steps_per_group
+        tma_load(gemm.scales, [group * 64], barrier, stages.scales.index(own), pred=pred)
+        if NUMERICS.has_offsets:
+            tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
+
+
+@gluon.jit
+def _load(gemm, pipeline):
+    """The producer warp: all K steps of the block's work tiles."""
+    CONFIG: gl.constexpr = gemm.CONFIG
+    if gemm.TILE.glu:
+        # which weights are wanted is what the kernel before computes
+        griddepcontrol_wait()
+    num_entries = gemm.num_entries()
+    num_work = num_entries * gemm.tiles * CONFIG.split
+    work_tile = gemm.work_tile(gl.program_id(0), num_entries)
+    prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.stages)
+    if gl.program_id(0) >= num_work:
+        prefetched = 0
+    for stage in range(prefetched):
+        state = pipeline.producer_start(stage)
+        _load_weight(gemm, pipeline, state, work_tile, work_tile.k_begin + stage, True)
+    if not gemm.TILE.glu:
+        griddepcontrol_wait()
+    # After the wait: blocks of the next kernel may read what was written before this one.
+    launch_dependents()
+    state = pipeline.producer_start()
+    loaded = 0
+    for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
+        next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
+        x_row = gemm.first_row(work_tile)
+        for k_step in range(work_tile.k_begin, work_tile.k_end):
+            pipeline.producer_acquire(state)
+            _load_weight(gemm, pipeline, state, work_tile, k_step, loaded >= prefetched)
+            for i in gl.static_range(2):
+                k = k_step * 128 + i * 64
+                box = pipeline.mem.x.index(2 * state.stage + i)
+                tma_load(gemm.x, [x_row, k], pipeline.full_barrier(state), box)
+            loaded += 1
+            state = state.advance()
+        work_tile = next_tile
+
+
+@gluon.jit(do_not_specialize=["M", "k_steps", "tiles", "most"])
+def _experts_few_tokens(
+    weight,  # as in _Experts
+    x,
+    scales,
+    offsets,
+    bias_ptr,
+    ids_ptr,
+    shares_ptr,
+    wanted_ptr,
+    y_ptr,
+    M,
+    N,
+    k_steps,
+    tiles,
+    most,
+    CONFIG: gl.constexpr,
+    NUMERICS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    STAGES: gl.constexpr = CONFIG.stages
+    SLOTS: gl.constexpr = STAGES * CONFIG.num_consumers
+    packed_stages = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
+    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES * 2, CONFIG.block_m, 64], x.layout)
+    scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, 64], scales.layout)
+    if NUMERICS.has_offsets:
+        offset_stages = gl.allocate_shared_memory(offsets.dtype, [SLOTS, 64], offsets.layout)
+    else:
+        offset_stages = scale_stages
+    stages = Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
+    pipeline = make_pipeline(stages, STAGES, CONFIG.num_consumers)
+    fence_async_shared()
+    gemm = _Experts(
+        weight=weight,
+        x=x,
+        scales=scales,
+        offsets=offsets,
+        bias_ptr=bias_ptr,
+        ids_ptr=ids_ptr,
+        shares_ptr=ids_ptr if shares_ptr is None else shares_ptr,
+        wanted_ptr=wanted_ptr,
+        y_ptr=y_ptr,
+        M=M,
+        N=N,
+        k_steps=k_steps,
+        tiles=tiles,
+        most=most,
+        CONFIG=CONFIG,
+        NUMERICS=NUMERICS,
+        TILE=TILE,
+    )
+    if CONFIG.num_consumers == 1:
+        gl.warp_specialize(
+            [(_consume, (gemm, pipeline, 0)), (_load, (gemm, pipeline))],
+            [1],
+            [CONFIG.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (gemm, pipeline, 0)),
+                (_consume, (gemm, pipeline, 1)),
+                (_load, (gemm, pipeline)),
+            ],
+            [4, 1],
+            [CONFIG.consumer_registers, CONFIG.producer_registers],
+        )

@@ -1,0 +1,195 @@
+"""Configs of W4A16 experts for few tokens on sm_90 (sm90_few_tokens.py). Plain Python.
+
+Legend: M tokens, E experts, k experts of a token, P = M k pairs, N outputs and K inputs of an
+expert's product.
+"""
+
+import math
+from dataclasses import dataclass
+
+from qkernels.gpu.config import MAX_STAGES, CompileTimeConfig
+from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, ExpertsPlan
+from qkernels.wna16.layout import TILE_N, k_step
+
+K_STEP = 128  # inputs
+FEW_TOKENS_ROWS = (8, 16, 32)  # block_m of all configs
+# Pairs of an expert on average, up to which a tile has so many columns. An expert with more than
+# that takes another entry, and its weights are read again, from the L2.
+MOST_ROWS = {8: 5, 16: 11, 32: 40}
+MOST_PAIRS = 1024  # that each block of wanted_pairs looks through
+REGISTERS_OF_SM = 65536
+REGISTERS_OF_THREAD = 232  # that setmaxnreg can give, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewTokensConfig(CompileTimeConfig):
+    """One launch. A tile is 64 outputs for each consumer, by block_m tokens."""
+
+    block_m: int  # columns: tokens, at least M; or sorted pairs
+    sorts: bool = False  # pairs are sorted and their tokens gathered
+    num_consumers: int = 2  # warpgroups that multiply
+    split: int = 1  # split-K
+    stages: int = 4  # of the pipeline, one K step of 128 inputs each
+    blocks_per_sm: int = 2
+
+    @property
+    def block_n(self) -> int:
+        return TILE_N * self.num_consumers
+
+    @property
+    def k_subtile(self) -> int:
+        """Inputs that are unpacked at once."""
+        return 64
+
+    @property
+    def registers(self) -> int:
+        """Registers per thread at launch, then redistributed between warps.
+
+        The producer's warp counts as a warpgroup.
+        """
+        threads = self.blocks_per_sm * 128 * (self.num_consumers + 1)
+        return min(REGISTERS_OF_THREAD, REGISTERS_OF_SM // threads // 8 * 8)
+
+    @property
+    def producer_registers(self) -> int:
+        return 40 if self.registers >= 80 and self.block_m < 32 else 24
+
+    @property
+    def consumer_registers(self) -> int:
+        given = (self.num_consumers + 1) * self.registers - self.producer_registers
+        return min(REGISTERS_OF_THREAD, given // self.num_consumers // 8 * 8)
+
+
+def few_tokens_config_fault(config: FewTokensConfig, *, M: int, N: int, K: int) -> str | None:
+    """Why the kernel cannot run it; None: it can."""
+    if config.block_m not in FEW_TOKENS_ROWS or (config.block_m < M and not config.sorts):
+        return (
+            f"block_m must be of {FEW_TOKENS_ROWS}, and at least the {M} tokens unless pairs are"
+            f" sorted, found {config.block_m}"
+        )
+    if config.num_consumers not in (1, 2) or N % config.block_n:
+        return (
+            f"num_consumers must be 1 or 2, and {N} outputs divisible by 64 times that,"
+            f" found {config.num_consumers}"
+        )
+    if not 1 <= config.split <= K // K_STEP or not 2 <= config.stages <= MAX_STAGES:
+        return (
+            f"split must be 1 to {K // K_STEP}, the number of K steps, and stages 2 to"
+            f" {MAX_STAGES}, found {config.split} and {config.stages}"
+        )
+    if config.blocks_per_sm not in (1, 2, 3, 4):
+        return f"blocks_per_sm must be 1 to 4, found {config.blocks_per_sm}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewTokensTiles:
+    """Both launches of a layer, as a tuning table holds them."""
+
+    block_m: int
+    sorts: bool
+    gate_up_consumers: int
+    gate_up_stages: int
+    gate_up_blocks_per_sm: int
+    down_consumers: int
+    down_stages: int
+    down_blocks_per_sm: int
+    down_split: int
+
+    @property
+    def gate_up(self) -> FewTokensConfig:
+        return FewTokensConfig(
+            block_m=self.block_m,
+            sorts=self.sorts,
+            num_consumers=self.gate_up_consumers,
+            stages=self.gate_up_stages,
+            blocks_per_sm=self.gate_up_blocks_per_sm,
+        )
+
+    @property
+    def down(self) -> FewTokensConfig:
+        return FewTokensConfig(
+            block_m=self.block_m,
+            sorts=self.sorts,
+            num_consumers=self.down_consumers,
+            stages=self.down_stages,
+            blocks_per_sm=self.down_blocks_per_sm,
+            split=self.down_split,
+        )
+
+    def plan(self, *, M: int, top_k: int, hidden: int) -> ExpertsPlan:
+        parts = most_splits(M=M, top_k=top_k, hidden=hidden) > 0
+        return ExpertsPlan(
+            variant="sm90_few_tokens",
+            gate_up=self.gate_up,
+            down=self.down,
+            output="parts" if parts else "sum",
+        )
+
+
+def most_splits(*, M: int, top_k: int, hidden: int) -> int:
+    """Of down, whose parts the next norm adds; 0: not even one, the sum is a kernel of its own."""
+    return min(MOST_PARTS // top_k, MOST_PARTIALS // (top_k * M * hidden))
+
+
+def few_tokens_tiles(
+    *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int
+) -> FewTokensTiles | None:
+    """The default; None: the kernel does not take M tokens."""
+    pairs = M * top_k
+    sorts = FEW_TOKENS_ROWS[0] < M
+    rows = pairs / num_experts if sorts else 1
+    block_m = next((each for each, most in MOST_ROWS.items() if rows <= most), None)
+    if block_m is None or pairs > MOST_PAIRS:
+        return None
+    # tiles of 64 outputs where x is small: it is read again for each tile
+    gate_up, down = (1 if block_m == 8 or N % (2 * TILE_N) else 2 for N in (2 * inner, hidden))
+    stages, blocks_per_sm = (6, 4) if block_m == 8 else (4, 2)
+    wanted = num_experts * (1 - (1 - top_k / num_experts) ** M)  # of random choices
+    tiles = wanted * hidden / (TILE_N * down)
+    splits = most_splits(M=M, top_k=top_k, hidden=hidden)
+    return FewTokensTiles(
+        block_m=block_m,
+        sorts=sorts,
+        gate_up_consumers=gate_up,
+        gate_up_stages=stages,
+        gate_up_blocks_per_sm=blocks_per_sm,
+        down_consumers=down,
+        down_stages=stages,
+        down_blocks_per_sm=blocks_per_sm,
+        down_split=_down_split(tiles / sm_count, inner // K_STEP, splits),
+    )
+
+
+def few_tokens_tiles_fault(
+    tiles: FewTokensTiles,
+    *,
+    M: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    group: int,
+) -> str | None:
+    """Why the kernel cannot run them; None: it can."""
+    if k_step(group) != K_STEP:
+        return f"takes groups divisible by {K_STEP}, found {group}"
+    if M * top_k > MOST_PAIRS:
+        return f"takes up to {MOST_PAIRS} pairs, found {M} tokens of {top_k} experts"
+    splits = max(1, most_splits(M=M, top_k=top_k, hidden=hidden))
+    if tiles.down_split > splits:
+        return f"the next norm adds the parts of split {splits} at most, found {tiles.down_split}"
+    return few_tokens_config_fault(
+        tiles.gate_up, M=M, N=2 * inner, K=hidden
+    ) or few_tokens_config_fault(tiles.down, M=M, N=hidden, K=inner)
+
+
+def _down_split(tiles_of_sm: float, steps: int, most: int) -> int:
+    """So that SMs have equal work, three blocks or more, of 6 K steps or more."""
+
+    def cost(split: int) -> float:
+        work = tiles_of_sm * split
+        return math.ceil(work) / work + 0.1 * max(0.0, 3 - work) + 0.02 * split
+
+    splits = [split for split in (2, 4) if split <= most and steps // split >= 6]
+    return min([1, *splits], key=cost)

@@ -1,0 +1,172 @@
+"""What blocks that go from one expert to the next work on, in Triton.
+
+Legend: M tokens, E experts, k experts of a token, P = M k pairs, C hidden size; BM columns of a
+tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.gpu.config import power_of_two
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.moe.routing import Routes
+
+COLUMNS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wanted:
+    """The experts that some token wants, in the order of their numbers.
+
+    Of one token `list` is its choice, [k]. Of several int32 [1 + E']: how many there are, and then
+    the experts; or with `order` [1 + 3 E']: entries, of which an expert with more than BM pairs has
+    several. After their number their experts, then the first of their sorted pairs, then how many
+    pairs they have. E' is `most`. What follows the last entry is unspecified.
+    """
+
+    list: torch.Tensor
+    most: int  # experts or entries that there can be
+    order: torch.Tensor | None = None  # [P] pairs, sorted by expert
+    shares: torch.Tensor | None = None  # [P] of the sorted pairs
+    x_PC: torch.Tensor | None = None  # the tokens of the sorted pairs
+
+
+def wanted_experts(ids_Mk: torch.Tensor, num_experts: int) -> Wanted:
+    """Without an order: every token is a column of each of them."""
+    M, P = ids_Mk.shape[0], ids_Mk.numel()
+    most = min(num_experts, P)
+    if M == 1:
+        return Wanted(list=ids_Mk.view(-1), most=most)
+    wanted = torch.empty(1 + most, dtype=torch.int32, device=ids_Mk.device)
+    with on_device(ids_Mk):
+        launch(
+            _wanted_experts,
+            (1,),
+            ids_Mk,
+            wanted,
+            P,
+            SLOTS=_slots(num_experts),
+            PAIRS=max(128, power_of_two(P)),
+            num_warps=4,
+            **pdl_options(ids_Mk, 1),
+        )
+    return Wanted(list=wanted, most=most)
+
+
+def wanted_pairs(x_MC: torch.Tensor, routes: Routes, num_experts: int, block_m: int) -> Wanted:
+    """Sorted pairs, up to `block_m` in an entry, and their tokens side by side."""
+    ids_Mk, shares_Mk = routes
+    P, C = ids_Mk.numel(), x_MC.shape[1]
+    most = (P + min(num_experts, P) * (block_m - 1)) // block_m
+    device = x_MC.device
+    wanted = torch.empty(1 + 3 * most, dtype=torch.int32, device=device)
+    order = torch.empty(P, dtype=torch.int32, device=device)
+    shares = torch.empty(P, dtype=torch.float32, device=device)
+    x_PC = x_MC.new_empty(P, C)
+    with on_device(x_MC):
+        launch(
+            _pairs_of_experts,
+            (1 + P,),
+            x_MC,
+            ids_Mk,
+            shares_Mk,
+            wanted,
+            order,
+            shares,
+            x_PC,
+            P,
+            C,
+            most,
+            TOP_K=ids_Mk.shape[1],
+            SLOTS=_slots(num_experts),
+            PAIRS=max(128, power_of_two(P)),
+            BM=block_m,
+            BLOCK=min(COLUMNS_AT_ONCE, power_of_two(C)),
+            num_warps=4,
+            **pdl_options(x_MC, 1),
+        )
+    return Wanted(list=wanted, most=most, order=order, shares=shares, x_PC=x_PC)
+
+
+def _slots(num_experts: int) -> int:
+    """Counts of a block: at least one for each thread of a warp."""
+    return max(32, power_of_two(num_experts))
+
+
+@triton.jit
+def _count(ids_ptr, P, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs of each expert, [SLOTS]."""
+    p = tl.arange(0, PAIRS)
+    ids = tl.load(ids_ptr + p, mask=p < P, other=0)
+    counts = tl.histogram(ids, SLOTS)
+    return counts - tl.where(tl.arange(0, SLOTS) == 0, PAIRS - P, 0)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _wanted_experts(
+    ids_ptr,  # [P]
+    wanted_ptr,  # [1 + E']
+    P,
+    SLOTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        pdl_launch_and_wait()
+    found = (_count(ids_ptr, P, SLOTS, PAIRS) > 0).to(tl.int32)
+    tl.store(wanted_ptr + tl.cumsum(found, 0), tl.arange(0, SLOTS), mask=found > 0)
+    tl.store(wanted_ptr, tl.sum(found, 0))
+
+
+@triton.jit(do_not_specialize=["P", "most"])
+def _pairs_of_experts(
+    x_ptr,  # [M, C]
+    ids_ptr,  # [P]
+    shares_ptr,  # [P]
+    wanted_ptr,  # [1 + 3 E']
+    order_ptr,  # [P]
+    sorted_shares_ptr,  # [P]
+    sorted_ptr,  # [P, C]
+    P,
+    C,
+    most,  # E'
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first block lists the entries; of the others each puts a pair into its place."""
+    if PDL:
+        pdl_launch_and_wait()
+    pair = tl.program_id(0) - 1
+    if pair < 0:
+        counts = _count(ids_ptr, P, SLOTS, PAIRS)
+        entries = (counts + BM - 1) // BM
+        first_entry = tl.cumsum(entries, 0) - entries
+        first_pair = tl.cumsum(counts, 0) - counts
+        e = tl.arange(0, SLOTS)
+        for i in tl.range(0, tl.max(entries)):
+            ptrs = wanted_ptr + 1 + first_entry + i
+            tl.store(ptrs, e, mask=i < entries)
+            tl.store(ptrs + most, first_pair + i * BM, mask=i < entries)
+            tl.store(ptrs + 2 * most, tl.minimum(counts - i * BM, BM), mask=i < entries)
+        tl.store(wanted_ptr, tl.sum(entries, 0))
+    else:
+        p = tl.arange(0, PAIRS)
+        ids = tl.load(ids_ptr + p, mask=p < P, other=1 << 30)
+        expert = tl.load(ids_ptr + pair)
+        before = (ids < expert) | ((ids == expert) & (p < pair))
+        place = tl.sum(before.to(tl.int32), 0)
+        tl.store(order_ptr + place, pair)
+        tl.store(sorted_shares_ptr + place, tl.load(shares_ptr + pair))
+        row_ptr = x_ptr + (pair // TOP_K).to(tl.int64) * C
+        for start in tl.range(0, C, BLOCK):
+            c = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + c, mask=c < C)
+            tl.store(sorted_ptr + place.to(tl.int64) * C + c, x, mask=c < C)

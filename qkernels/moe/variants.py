@@ -1,0 +1,132 @@
+"""The kernel variants of a layer's experts, one row each, and which of them takes M tokens.
+
+Plain Python, no tensors.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from formats.scheme import QuantSpec
+from qkernels.choice import KernelChoice
+from qkernels.gpu import device as gpu_device
+from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
+from qkernels.moe.experts import ExpertsProblem
+from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
+from qkernels.operands.limbs import K_STEP
+from qkernels.wna16.layout import TILE_N, k_step
+
+ANY = KernelChoice()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A layer's experts, and the GPU they are on."""
+
+    kind: Literal["packed", "codes", "float"]
+    spec: QuantSpec | None
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    sm_count: int
+    shared_bytes: int  # what one block may have
+    lacks_sm90: str | None  # why this GPU does not run kernels for sm_90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run the two products."""
+
+    name: str
+    tokens: str  # for `explain`
+    refuses: Callable[[Layer], str | None]  # why it runs no number of tokens; None: it runs some
+    plan: Callable[[Layer, int], ExpertsPlan | None]  # None: it does not take so many tokens
+
+
+def _refuses_few_tokens(layer: Layer) -> str | None:
+    if layer.kind != "packed" or layer.spec.bits != 4:
+        return "takes 4-bit weights beside 16-bit activations"
+    for size in (layer.hidden, layer.inner):
+        group = layer.spec.group_length(size)
+        if k_step(group) != K_STEP:
+            return f"takes groups divisible by {K_STEP}, not {group} of {size}"
+    if layer.hidden % TILE_N or 2 * layer.inner % TILE_N:
+        return f"takes outputs divisible by {TILE_N}"
+    return layer.lacks_sm90
+
+
+def _few_tokens(layer: Layer, M: int) -> ExpertsPlan | None:
+    tiles = few_tokens_tiles(
+        M=M,
+        top_k=layer.top_k,
+        num_experts=layer.num_experts,
+        hidden=layer.hidden,
+        inner=layer.inner,
+        sm_count=layer.sm_count,
+    )
+    return None if tiles is None else tiles.plan(M=M, top_k=layer.top_k, hidden=layer.hidden)
+
+
+def _few(layer: Layer, M: int) -> ExpertsPlan | None:
+    return few_plan(
+        M=M,
+        top_k=layer.top_k,
+        num_experts=layer.num_experts,
+        hidden=layer.hidden,
+        inner=layer.inner,
+        sm_count=layer.sm_count,
+    )
+
+
+def _sorted(layer: Layer, M: int) -> ExpertsPlan:
+    return sorted_plan(
+        M=M,
+        top_k=layer.top_k,
+        num_experts=layer.num_experts,
+        shared_bytes=layer.shared_bytes,
+        packed=layer.kind == "packed",
+    )
+
+
+SM90_FEW_TOKENS = Variant(
+    name="sm90_few_tokens",
+    tokens="few tokens of an expert",
+    refuses=_refuses_few_tokens,
+    plan=_few_tokens,
+)
+# In order of preference; the last takes what is left.
+VARIANTS: tuple[Variant, ...] = (
+    SM90_FEW_TOKENS,
+    Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
+    Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
+)
+NAMES = tuple(variant.name for variant in VARIANTS)
+
+
+def layer_of(problem: ExpertsProblem) -> Layer:
+    """The problem's experts on its GPU."""
+    names = ("kind", "spec", "num_experts", "top_k", "hidden", "inner")
+    return Layer(
+        **{name: getattr(problem, name) for name in names},
+        sm_count=gpu_device.sm_count(problem.device),
+        shared_bytes=gpu_device.shared_bytes(problem.device),
+        lacks_sm90=gpu_device.lacks_arch(problem.device, "sm_90"),
+    )
+
+
+@functools.lru_cache(maxsize=2**14)
+def plan_experts(layer: Layer, M: int, choice: KernelChoice = ANY) -> ExpertsPlan:
+    """That of the first variant which takes M tokens.
+
+    A variant that was asked for is taken wherever it runs, one that was forbidden nowhere, but the
+    last, which takes what no other does.
+    """
+    asked = [variant for variant in VARIANTS if variant.name == choice.only]
+    for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:
+        if variant.refuses(layer) is None:
+            plan = variant.plan(layer, M)
+            if plan is not None:
+                return plan
+    return VARIANTS[-1].plan(layer, M)

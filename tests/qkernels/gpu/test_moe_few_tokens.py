@@ -1,0 +1,212 @@
+"""W4A16 experts for few tokens against float64, on an sm_90 GPU."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from formats.scheme import Scheme
+from qkernels import ops, reference
+from qkernels.moe.experts import ExpertWeights, PreparedExperts
+from qkernels.moe.routing import SILU, Glu, Routes, Routing
+from qkernels.operands.split_k import reduced
+from tests.qkernels.moe_case import make_experts
+
+pytestmark = pytest.mark.hopper
+
+HIDDEN, INNER, E, K = 384, 256, 9, 3  # the first is 3 K steps, the second 2; 12 and 6 stored tiles
+CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
+VARIANT = "sm90_few_tokens"
+
+
+@functools.lru_cache(maxsize=4)
+def prepare(scheme, dtype, *, hidden=HIDDEN, inner=INNER, num_experts=E, top_k=K, **different):
+    settings = {"glu": SILU, "bias": False} | different
+    weights = make_experts(
+        Scheme.parse(scheme), hidden, inner, num_experts, top_k, dtype=dtype, **settings
+    )
+    return weights, ops.prepare_experts(weights, dtype, "cuda", kernel=VARIANT)
+
+
+def random_x(M: int, C: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(M + C)
+    return torch.randn(M, C, device="cuda", generator=generator).to(dtype)
+
+
+def random_routes(M: int, num_experts: int, top_k: int, seed: int = 0) -> Routes:
+    generator = torch.Generator("cuda").manual_seed(100 * M + seed)
+    logits = torch.randn(M, num_experts, device="cuda", generator=generator)
+    return reference.route(logits, Routing(num_experts=num_experts, top_k=top_k, normalized=True))
+
+
+def want(x: torch.Tensor, routes: Routes, weights: ExpertWeights) -> torch.Tensor:
+    """In float64, and rounded where the kernel rounds: behind gate_up and the activation."""
+    total = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    matrices = zip(weights.gate_up, weights.down, strict=True)
+    for expert, (gate_up, down) in enumerate(matrices):
+        token, choice = (routes.ids_Mk == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        gate_up, down = (
+            each.to(torch.device("cuda")).dequantize(torch.float64) for each in (gate_up, down)
+        )
+        hidden = x[token].double() @ gate_up.t()
+        if weights.gate_up_bias_EN is not None:
+            hidden += weights.gate_up_bias_EN[expert].to("cuda", x.dtype).double()
+        gate, up = hidden.to(x.dtype).double().chunk(2, -1)
+        glu = weights.glu
+        if glu == SILU:
+            act = functional.silu(gate)
+        else:
+            gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+            act = gate * torch.sigmoid(glu.alpha * gate)
+        act = (act.to(x.dtype).double() * (up + glu.offset)).to(x.dtype).double()
+        out = act @ down.t()
+        if weights.down_bias_EN is not None:
+            out += weights.down_bias_EN[expert].to("cuda", x.dtype).double()
+        total.index_add_(0, token, out * routes.shares_Mk[token, choice, None].double())
+    return total
+
+
+@pytest.fixture
+def check(assert_close, tolerance):
+    """One call, twice, with a plan whose configs have these fields."""
+
+    def run(
+        weights: ExpertWeights,
+        prepared: PreparedExperts,
+        x: torch.Tensor,
+        routes: Routes,
+        shared: torch.Tensor | None = None,
+        **config: object,
+    ) -> None:
+        plan = ops.plan_experts(prepared, len(x))
+        assert plan.variant == VARIANT
+        of_gate_up = {name: value for name, value in config.items() if name != "split"}
+        plan = dataclasses.replace(
+            plan,
+            gate_up=dataclasses.replace(plan.gate_up, **of_gate_up),
+            down=dataclasses.replace(plan.down, **config),
+        )
+        got = ops.experts(x, routes, prepared, plan, shared)
+        expected = want(x, routes, weights) + (0 if shared is None else shared.double())
+        again = ops.experts(x, routes, prepared, plan, shared)
+        assert torch.equal(reduced(got), reduced(again)), "equal inputs, equal bits"
+        assert_close(f"{config}", expected, reduced(got), 2 * tolerance(x.dtype))
+
+    return run
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g384"])
+@pytest.mark.parametrize("M", [1, 2, 3, 7, 8, 9, 15, 24, 40, 100])
+def test_numbers_of_tokens(check, half, poison, scheme, M):
+    inner = 384 if "g384" in scheme else INNER
+    weights, prepared = prepare(scheme, half, inner=inner)
+    check(weights, prepared, random_x(M, HIDDEN, half), random_routes(M, E, K))
+
+
+# tokens, block_m, sorted pairs, consumers, stages, blocks of an SM, split of down
+CONFIGS = [
+    (1, 8, False, 1, 2, 4, 2),
+    (1, 8, True, 2, 8, 1, 1),
+    (5, 8, True, 2, 3, 2, 2),
+    (5, 16, False, 1, 8, 2, 1),
+    (5, 32, False, 1, 3, 1, 1),
+    (20, 32, False, 2, 2, 2, 2),
+    (20, 32, True, 2, 2, 2, 2),
+]
+
+
+@pytest.mark.parametrize("numbers", CONFIGS, ids=str)
+def test_every_config(check, poison, numbers):
+    """Fewer K steps than stages, and more; splits of one K step."""
+    M, block_m, sorts, num_consumers, stages, blocks_per_sm, split = numbers
+    weights, prepared = prepare("w4a16-asym", torch.bfloat16)
+    check(
+        weights,
+        prepared,
+        random_x(M, HIDDEN, torch.bfloat16),
+        random_routes(M, E, K),
+        block_m=block_m,
+        sorts=sorts,
+        split=split,
+        num_consumers=num_consumers,
+        stages=stages,
+        blocks_per_sm=blocks_per_sm,
+    )
+
+
+@pytest.mark.parametrize("M", [1, 8, 31])
+@pytest.mark.parametrize("of", ["one crowd", "two crowds", "each its own", "last expert"])
+def test_uneven_routing(check, poison, M, of):
+    """From all tokens at the same experts to as few as possible; blocks without any work."""
+    num_experts = 96 if of == "each its own" else E
+    weights, prepared = prepare("w4a16-sym", torch.bfloat16, num_experts=num_experts)
+    first = {
+        "one crowd": [0] * M,
+        "two crowds": [3 * (m % 2) for m in range(M)],
+        "each its own": [3 * m for m in range(M)],
+        "last expert": [E - K] * M,
+    }[of]
+    ids = torch.tensor([[e + K - 1 - j for j in range(K)] for e in first])
+    shares = torch.rand(M, K, generator=torch.Generator().manual_seed(M))
+    routes = Routes(ids.to("cuda", torch.int32), shares.to("cuda"))
+    check(weights, prepared, random_x(M, HIDDEN, torch.bfloat16), routes)
+
+
+@pytest.mark.parametrize("M", [1, 6, 32])
+def test_biases_clamped_activation_and_a_shared_expert(check, half, poison, M):
+    """With parts that the next norm adds."""
+    weights, prepared = prepare("w4a16-asym", half, glu=CLAMPED, bias=True)
+    x = random_x(M, HIDDEN, half)
+    check(weights, prepared, x, random_routes(M, E, K), random_x(M, HIDDEN, half))
+    check(weights, prepared, x, random_routes(M, E, K), split=2)
+
+
+@pytest.mark.parametrize("M", [1, 8, 32, 70])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "num_experts", "top_k"),
+    [(2048, 768, 32, 8), (2048, 1792, 8, 2), (1024, 1408, 16, 6)],
+)
+def test_more_tiles_than_blocks(check, poison, hidden, inner, num_experts, top_k, M):
+    """Each block goes from an expert to the next."""
+    sizes = {"hidden": hidden, "inner": inner, "num_experts": num_experts, "top_k": top_k}
+    weights, prepared = prepare("w4a16-sym", torch.bfloat16, **sizes)
+    x = random_x(M, hidden, torch.bfloat16)
+    check(weights, prepared, x, random_routes(M, num_experts, top_k))
+
+
+@pytest.mark.parametrize("M", [1, 4])
+def test_layers_in_a_graph_replayed_with_new_tokens(half, M):
+    """Kernels start while those before them end: down reads its first weights before gate_up ends.
+
+    Two layers share memory, and each replay wants other experts.
+    """
+    routing = Routing(num_experts=E, top_k=K, normalized=True)
+    layers = [prepare("w4a16-sym", half, seed=seed) for seed in range(2)]
+    routers = [random_x(E, HIDDEN, half) for _ in layers]
+    norm = torch.ones(HIDDEN, device="cuda", dtype=half)
+    x = random_x(M, HIDDEN, half)
+
+    def both():
+        total, normed, seen = torch.zeros_like(x), x, []
+        for (_, prepared), router in zip(layers, routers, strict=True):
+            routes = ops.route_tokens(normed, router, routing)
+            out = ops.experts(normed, routes, prepared)
+            seen.append((normed, routes, out))
+            normed, total = ops.add_rms_norm(out, total, norm, 1e-6)
+        return seen
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen = both()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        for (given, routes, out), (weights, _) in zip(seen, layers, strict=True):
+            expected = want(given, routes, weights)
+            error = (reduced(out).double() - expected).norm() / expected.norm()
+            assert float(error) < 1e-2

@@ -1,0 +1,58 @@
+"""What the tests of shared-out models have in common: a rank's runner, sizes, families."""
+
+import pytest
+import torch
+
+from formats.checkpoint import CheckpointReader
+from qserve.config import EngineConfig
+from qserve.engine.model_runner import ModelRunner
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
+from qserve.parallel.ranks import Ranks
+from tests.conftest import STATES, TINY_FAMILIES
+
+CPU = torch.device("cpu")
+# Three KV heads, five groups of features and an odd vocabulary: over two ranks shares differ.
+ODD = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "vocab_size": 515,
+}
+
+
+def rank_runner(folder, communicator=None, **settings):
+    """The runner of one rank, or of a whole model, without pages."""
+    config = ModelConfig.from_folder(folder)
+    decoder = load(
+        config,
+        WeightSource(CheckpointReader(folder), config, CPU),
+        device=CPU,
+        dtype=torch.float32,
+        max_model_len=64,
+        progress=False,
+        ranks=Ranks(communicator=communicator),
+    )
+    engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
+    return ModelRunner(decoder, engine, CPU)
+
+
+def relative_error(found, want):
+    """How far the logits of all ranks are from the whole model's; all ranks have the same bits."""
+    assert all(torch.equal(found[0], logits) for logits in found)
+    return float((found[0] - want).norm() / want.norm())
+
+
+def families_and_sizes(few):
+    """Each family over 2 and 4 ranks, of which `few` over 2 are in every run."""
+    rest = [
+        pytest.param(family, size, marks=pytest.mark.exhaustive)
+        for family in TINY_FAMILIES
+        if family not in STATES
+        for size in (2, 4)
+        if (family, size) not in [(each, 2) for each in few]
+    ]
+    return [*((family, 2) for family in few), *rest]

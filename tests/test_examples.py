@@ -1,0 +1,42 @@
+"""The measuring programs of examples/ run, on a CPU with the smallest shape."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FEW = "--repeats 1 --output 8"
+COMMANDS = {
+    "measure_embeddings": "--shape tiny --lengths 32 64 --tokens 256 --repeats 1",
+    "measure_engine": f"--shape tiny --schemes w8a8 --max-batch 1 {FEW}"
+    ' --requests 4 --request-input 32 --request-output 8 --engine {"max_model_len":512}',
+    "measure_kv_transfer": "--shape tiny --folder FOLDER/kv --tokens 64 --dtypes int8 --repeats 1",
+    "measure_lora": f"--shape tiny --max-loras 2 --max-batch 1 {FEW}",
+    "measure_prefix_cache": f"--shape tiny {FEW} --requests 4 --unique-tokens 64"
+    " --shared-requests 4 --system-tokens 64 --chats 2 --turns 2 --turn-tokens 32",
+    "measure_speculation": f"--shape tiny --heads 4 --num-drafts 3 --batch 1 2 --input 16 {FEW}",
+    "measure_start": "--shape tiny --offline --warm 1",
+}
+
+
+def numbers(found: object) -> list[float]:
+    """Of a result, however deep."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list):
+        return [number for each in found for number in numbers(each)]
+    return [found] if isinstance(found, int | float) else []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_measuring_program_runs(name, tmp_path):
+    result = tmp_path / "result.json"
+    flags = COMMANDS[name].replace("FOLDER", str(tmp_path)).split()
+    command = [sys.executable, f"examples/{name}.py", *flags, "--json", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "failed" not in done.stderr, done.stderr[-2000:]
+    found = numbers(json.loads(result.read_text()))
+    assert len(found) > 1 and any(found), found
