@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ if "OMP_NUM_THREADS" not in os.environ:
     threads = max(1, (os.cpu_count() or 1) // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """A worker more than cores: where a test waits for a server, its core has another to run."""
+    return (yield) + 1
 
 
 @pytest.fixture(scope="session", autouse=True)

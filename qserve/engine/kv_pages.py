@@ -200,7 +200,10 @@ class PagePool:
         held = Counter(page for table in tables for page in table)
         if any(len(set(table)) < len(table) for table in tables):
             raise AssertionError(f"a table lists a KV page twice: {block_tables}")
-        if [held[page] for page in range(self.num_pages)] != self._num_holders:
+        num_holders = [0] * self.num_pages
+        for page, count in held.items():
+            num_holders[page] = count
+        if num_holders != self._num_holders:
             raise AssertionError(f"KV pages held by {held}, counted {self._num_holders}")
         free = [*self._blank, *self._cached]
         if sorted([*held, *free]) != list(range(self.num_pages)):

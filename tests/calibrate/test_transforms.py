@@ -2,7 +2,7 @@
 
 import json
 import math
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -135,6 +135,7 @@ def windows(docs_5m):
 
 @pytest.fixture(scope="module")
 def perplexity(stream_logits, windows):
+    @cache  # transforms are compared with the same plain models
     def measure(folder, *transforms, spec, bits=None):
         def round_weights(_, state):
             return {

@@ -12,9 +12,7 @@ own, and they are not collected here.
 """
 
 import os
-import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from formats.bits import pack
 from formats.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels.gpu.device import lacks_arch
+from tests.qkernels.parameter_pairs import diagonal, with_every_pair
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = not ON_GPU and os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,10 +45,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if INTERPRETED:
-        for item in off_the_diagonal(items):
-            item.add_marker(pytest.mark.exhaustive)
+        left_to_gpus: set[pytest.Item] = set()
+        for same_test in with_parameters(items):
+            values = [values_of(item) for item in same_test]
+            quick = diagonal(values)
+            thorough = with_every_pair(values, quick)
+            for item, own in zip(same_test, values, strict=True):
+                if own not in thorough:
+                    left_to_gpus.add(item)
+                elif own not in quick:
+                    item.add_marker(pytest.mark.exhaustive)
+        config.hook.pytest_deselected(items=list(left_to_gpus))
+        items[:] = [item for item in items if item not in left_to_gpus]
     for item in items:
         if ON_GPU and launches_kernels(item.path):
             item.add_marker(pytest.mark.gpu)
@@ -59,24 +68,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=LACKS_HOPPER))
 
 
-def off_the_diagonal(items: list[pytest.Item]) -> Iterable[pytest.Item]:
-    """Of each test with several parameters, all but enough for every value of every parameter.
+def with_parameters(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The items of each test that launches kernels.
 
-    The interpreter takes a second for what a GPU does in microseconds, so other combinations of
-    sizes wait for --exhaustive.
+    The interpreter takes a second for what a GPU does in microseconds. A run has of each test as
+    many items as show every value of every parameter, --exhaustive as many as show every two
+    values of two parameters together, and a GPU all.
     """
     of_test: dict[tuple, list[pytest.Item]] = {}
     for item in items:
         if launches_kernels(item.path) and hasattr(item, "callspec"):
             of_test.setdefault((item.path, item.originalname), []).append(item)
-    for same_test in of_test.values():
-        values = [values_of(item) for item in same_test]
-        # every value in order of its appearance
-        known = [list(dict.fromkeys(of_parameter)) for of_parameter in zip(*values, strict=True)]
-        diagonal = {
-            tuple(each[i % len(each)] for each in known) for i in range(max(map(len, known)))
-        }
-        yield from (i for i, own in zip(same_test, values, strict=True) if own not in diagonal)
+    return of_test.values()
 
 
 def values_of(item: pytest.Item) -> tuple[str, ...]:
@@ -100,30 +103,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
-def patched_once():
-    """A third of the interpreter's time goes into looking for what is left to replace.
+def quick_interpreter():
+    from tests.qkernels.quick_interpreter import patch
 
-    It replaces the functions of triton.language for a launch, and looks again through all of them
-    at each call of a function that is not inlined.
-    """
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch_language = interpreter._patch_lang
-
-    @cache
-    def seen_in(module: str) -> list:
-        values = list(vars(sys.modules[module]).values())
-        return [lang for lang in (language, language.core) if any(v is lang for v in values)]
-
-    def patch_where_needed(fn):
-        if any(language.core.is_builtin(lang.load) for lang in seen_in(fn.__module__)):
-            return patch_language(fn)
-        return interpreter._LangPatchScope()
-
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(interpreter, "_LangPatchScope"):
-            patch.setattr(interpreter, "_patch_lang", patch_where_needed)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patch(monkeypatch)
         yield
 
 

@@ -11,6 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from formats.packed import PackedWeight
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -73,6 +75,23 @@ def pretend(card: Card) -> None:
 
     choose = dispatch.choose
     dispatch.choose = lambda op, problem: choose(op, replace(problem, device="cuda"))
+    _order_no_codes()
+
+
+def _order_no_codes() -> None:
+    """Prepacked weights have their shapes alone: to order codes took longer than to compile."""
+    from qkernels.wna16 import prepack
+
+    PackedWeight.codes = lambda packed: torch.empty(
+        packed.out_features, packed.in_features, dtype=torch.uint8
+    )
+    prepack.fragment_order = lambda codes_NK: _words(codes_NK, 8)
+    prepack.byte_order = lambda codes_NK: _words(codes_NK, 4)
+
+
+def _words(codes_NK: torch.Tensor, codes_of_word: int) -> torch.Tensor:
+    N, K = codes_NK.shape
+    return torch.empty(N, K // codes_of_word, dtype=torch.int32)
 
 
 def _compile_only(kernel: JITFunction, grid: tuple[int, ...]):

@@ -30,10 +30,10 @@ def facts(compiled: object) -> dict[str, object]:
         found["threads"] = int(needed[1])  # with those of a Gluon kernel's other partitions
     if cuobjdump() is None:
         return found
-    usage, code = dump(compiled, "--dump-resource-usage"), dump(compiled, "--dump-sass")
-    found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
-    found["local"] = int(re.search(r"LOCAL:(\d+)", usage)[1])
-    found["stack"] = int(re.search(r"STACK:(\d+)", usage)[1])
+    code = dump(compiled)
+    found["registers"] = int(re.search(r"REG:(\d+)", code)[1])
+    found["local"] = int(re.search(r"LOCAL:(\d+)", code)[1])
+    found["stack"] = int(re.search(r"STACK:(\d+)", code)[1])
     found["spill_stores"] = len(re.findall(r"\bSTL\b", code))
     found["instructions"] = len(sass.instructions(code))
     loops = sass.product_loops(code)
@@ -52,10 +52,10 @@ def cuobjdump() -> Path | None:
     return path if path.exists() else None
 
 
-def dump(compiled: object, what: str) -> str:
-    """What cuobjdump says of the machine code."""
+def dump(compiled: object) -> str:
+    """What cuobjdump says of the machine code: what it uses, then its instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(cuobjdump()), what, file.name]
+        command = [str(cuobjdump()), "--dump-resource-usage", "--dump-sass", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

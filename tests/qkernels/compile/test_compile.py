@@ -18,7 +18,8 @@ from tests.qkernels.compile.cards import CARDS
 from tests.qkernels.compile.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
-CASES_OF_ITEM = 11  # a process of its own each, so that workers share them
+# A process of its own each, which starts in seconds; what cases share is compiled and dumped once.
+CASES_OF_ITEM = 40
 REGISTERS_OF_SM = 65536
 
 # The loading warps of sm90_prefill keep 24 registers each and spill; of the loops that multiply,

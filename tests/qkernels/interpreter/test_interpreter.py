@@ -11,10 +11,14 @@ import torch
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 ROOT = TESTS.parent.parent
+# The longest first, which are dealt out in turn: parts then take about as long.
 FILES = sorted(
-    str(path.relative_to(TESTS))
-    for path in (*HERE.glob("test_*.py"), TESTS / "fuzz" / "test_kernels.py")
-    if path != Path(__file__)
+    (
+        path
+        for path in (*HERE.glob("test_*.py"), TESTS / "fuzz" / "test_kernels.py")
+        if path != Path(__file__)
+    ),
+    key=lambda path: (-path.stat().st_size, path.name),
 )
 NUM_PROCESSES = 2  # each takes some seconds to start
 
@@ -26,7 +30,7 @@ def test_kernels_in_the_interpreter(part, pytestconfig):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     environment.pop("PYTEST_ADDOPTS", None)
-    files = [str(TESTS / file) for file in FILES[part::NUM_PROCESSES]]
+    files = map(str, FILES[part::NUM_PROCESSES])
     command = [sys.executable, "-m", "pytest", *files, "-x", "-p", "no:cacheprovider"]
     if pytestconfig.getoption("--exhaustive"):
         command.append("--exhaustive")
