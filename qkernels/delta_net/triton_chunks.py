@@ -1,18 +1,18 @@
 """The gated delta rule for prompts in Triton: all chunks' systems at once, then a scan over chunks.
 
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
-first kernel inverts it for every chunk of every request and head in parallel, and writes what the
-scan multiplies the state with; the scan has some columns of a head's state in registers and takes
-its request's chunks in order, products only. Requests with one row are left to triton_delta.py.
+first kernel inverts it for every chunk of every request and head in parallel; the scan has some
+columns of a head's state in registers and takes its request's chunks in order, products only.
+Requests with one row are left to triton_delta.py.
 
 Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
-as they are, and scaled to length 1 in the sums: no rounding. Logarithms of decays enter exp as sums
-and differences that are never above 0. The inverse, and all that makes it, is at most 1 in size
-(each entry is a product of contractions 1 - beta k k^T between keys), so float16, with as many
-digits as tf32 has, holds it for operands of 16 bits.
+as they are, and scaled to length 1 in the sums: no rounding. What enters exp is never above 0. The
+inverse, and all that makes it, is at most 1 in size (each entry is a product of contractions
+1 - beta k k^T between keys), so float16, with as many digits as tf32 has, holds it for operands of
+16 bits.
 
-Legend as in ops.py; BK keys, BV columns and BT rows of a tile; u [T, H, V] and w [T, H, K]: a chunk
-writes u - w S onto the state S before it; inner [T, H, BT]: what its rows read of its own writes.
+Legend as in ops.py; BK keys, BV columns and BT rows of a tile; solve [T, H, BT]: what a chunk
+writes is solve (v - k S), with S the state before it; inner [T, H, BT]: what its rows read of that.
 """
 
 import torch
@@ -44,10 +44,8 @@ def run_chunks_(
     R = step.slots_R.shape[0]
     sizes = {"J": (C - H * V) // (2 * K), "H": H, "K": K, "V": V}
     operands = {"dtype": config.operands, "device": mixed_TC.device}
-    u_THV = torch.empty((T, H, V), **operands)
-    w_THK = torch.empty((T, H, K), **operands)
-    inner_THB = torch.empty((T, H, config.rows), **operands)
-    factors_3HT = torch.empty((3, H, T), dtype=torch.float32, device=mixed_TC.device)
+    solve_THB, inner_THB = torch.empty((2, T, H, config.rows), **operands)
+    factors_4HT = torch.empty((4, H, T), dtype=torch.float32, device=mixed_TC.device)
     launch(
         _chunk_systems,
         # Request r has its chunks from starts[r] / rows + r on: numbers that no other has.
@@ -57,10 +55,9 @@ def run_chunks_(
         a_TH,
         a_log_H,
         dt_bias_H,
-        u_THV,
-        w_THK,
+        solve_THB,
         inner_THB,
-        factors_3HT,
+        factors_4HT,
         step.query_starts_R1,
         R,
         T,
@@ -71,20 +68,18 @@ def run_chunks_(
         SCALE=K**-0.5,
         EPS=L2_EPS,
         BK=config.keys,
-        BV=config.values,
-        PART=config.part,
         BT=config.rows,
         PRECISION=config.precision,
         num_warps=config.system_warps,
+        maxnreg=config.system_registers,
     )
     launch(
         _chunk_scan,
         (ceil_div(V, config.columns), H, R),
         mixed_TC,
-        u_THV,
-        w_THK,
+        solve_THB,
         inner_THB,
-        factors_3HT,
+        factors_4HT,
         memory_PHKV,
         o_THV,
         step.query_starts_R1,
@@ -146,8 +141,7 @@ def _chunk_systems(
     a_ptr,
     a_log_ptr,
     dt_bias_ptr,
-    u_ptr,
-    w_ptr,
+    solve_ptr,
     inner_ptr,
     factors_ptr,
     starts_ptr,
@@ -163,12 +157,10 @@ def _chunk_systems(
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
-    PART: tl.constexpr,
     BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    OPERAND: tl.constexpr = w_ptr.dtype.element_ty
+    OPERAND: tl.constexpr = solve_ptr.dtype.element_ty
     INVERSE: tl.constexpr = tl.float32 if tl.float32 == OPERAND else tl.float16
     chunk, h = tl.program_id(0), tl.program_id(1)
     r = _request_of(chunk, starts_ptr, R, BT)
@@ -183,7 +175,6 @@ def _chunk_systems(
         row = (start + first).to(tl.int64)
         mixed_ptr += row * stride_mixed
         query_ptrs = mixed_ptr + h // (H // J) * K + i[:, None] * stride_mixed + k[None, :]
-        key_ptr = mixed_ptr + J * K + h // (H // J) * K
         of_head = row * H + h
         factors_ptr += h.to(tl.int64) * T + row
         key = tl.load(query_ptrs + J * K, mask=of_keys, other=0.0)
@@ -198,8 +189,8 @@ def _chunk_systems(
         decay = tl.where(in_t, decay, 0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)
         causal = i[:, None] >= i[None, :]
-        left = tl.where(causal, total[:, None] - total[None, :], 0.0)
-        left = tl.where(causal, tl.exp(left), 0.0) * key_norm[None, :]
+        left = tl.where(causal, total[:, None] - total[None, :], float("-inf"))
+        left = tl.exp(left) * key_norm[None, :]
 
         query = tl.load(query_ptrs, mask=of_keys, other=0.0)
         wide = query.to(tl.float32)
@@ -208,43 +199,25 @@ def _chunk_systems(
         inner *= left * read[:, None]
         inner_ptrs = inner_ptr + of_head * BT + i[:, None] * (H * BT) + i[None, :]
         tl.store(inner_ptrs, inner.to(OPERAND), mask=in_t[:, None])
+        per_factor = H * T.to(tl.int64)
         tl.store(factors_ptr + i, read * tl.exp(total), mask=in_t)
-        factors_ptr += H * T.to(tl.int64)
+        factors_ptr += per_factor
+        tl.store(factors_ptr + i, key_norm * tl.exp(total), mask=in_t)
+        factors_ptr += per_factor
         tl.store(factors_ptr + i, key_norm * tl.exp(last - total), mask=in_t)
-        tl.store(factors_ptr + H * T.to(tl.int64), tl.exp(last))
+        tl.store(factors_ptr + per_factor, tl.exp(last))
 
         overlap = tl.dot(key, tl.trans(key), input_precision=PRECISION)
         overlap *= left * (key_norm * beta)[:, None]
-        inverse = _inverse(overlap, BT, INVERSE, PRECISION)
-        own = (inverse * beta[None, :]).to(OPERAND)
-        old = (inverse * (beta * key_norm * tl.exp(total))[None, :]).to(OPERAND)
-        value_ptr = mixed_ptr + 2 * J * K + h * V
-        CV: tl.constexpr = min(BV, PART)
-        for part in tl.static_range(BV // CV):
-            v = part * CV + tl.arange(0, CV)
-            of_values = in_t[:, None] & (v < V)[None, :]
-            value_ptrs = value_ptr + i[:, None] * stride_mixed + v[None, :]
-            value = tl.load(value_ptrs, mask=of_values, other=0.0).to(OPERAND)
-            u = tl.dot(own, value, input_precision=PRECISION)
-            u_ptrs = u_ptr + of_head * V + i[:, None] * (H * V) + v[None, :]
-            tl.store(u_ptrs, u.to(OPERAND), mask=of_values)
-        CK: tl.constexpr = min(BK, PART)
-        for part in tl.static_range(BK // CK):
-            if CK < BK:
-                k = part * CK + tl.arange(0, CK)
-                of_keys = in_t[:, None] & (k < K)[None, :]
-                key_ptrs = key_ptr + i[:, None] * stride_mixed + k[None, :]
-                key = tl.load(key_ptrs, mask=of_keys, other=0.0).to(OPERAND)
-            w = tl.dot(old, key, input_precision=PRECISION)
-            w_ptrs = w_ptr + of_head * K + i[:, None] * (H * K) + k[None, :]
-            tl.store(w_ptrs, w.to(OPERAND), mask=of_keys)
+        solve = _inverse(overlap, BT, INVERSE, PRECISION) * beta[None, :]
+        solve_ptrs = solve_ptr + of_head * BT + i[:, None] * (H * BT) + i[None, :]
+        tl.store(solve_ptrs, solve.to(OPERAND), mask=in_t[:, None])
 
 
 @triton.jit(do_not_specialize=["T"])
 def _chunk_scan(
     mixed_ptr,
-    u_ptr,
-    w_ptr,
+    solve_ptr,
     inner_ptr,
     factors_ptr,
     memory_ptr,
@@ -264,7 +237,7 @@ def _chunk_scan(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    OPERAND: tl.constexpr = w_ptr.dtype.element_ty
+    OPERAND: tl.constexpr = solve_ptr.dtype.element_ty
     h, r = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
@@ -281,36 +254,37 @@ def _chunk_scan(
         state = tl.load(state_ptrs, mask=(k < keys_read)[:, None] & in_v, other=0.0)
         # From here on at the request's first row of this head.
         base = start.to(tl.int64)
-        query_ptr = mixed_ptr + base * stride_mixed + h // (H // J) * K
+        mixed_ptr += base * stride_mixed
         of_head = base * H + h
-        u_ptr += of_head * V
         o_ptr += of_head * V
-        w_ptr += of_head * K
+        solve_ptr += of_head * BT
         inner_ptr += of_head * BT
         factors_ptr += h.to(tl.int64) * T + base
         per_factor = H * T.to(tl.int64)
-        query_ptrs = query_ptr + i[:, None] * stride_mixed + k[None, :]
-        w_ptrs = w_ptr + i[:, None] * (H * K) + k[None, :]
-        of_values = i[:, None] * (H * V) + v[None, :]
-        inner_ptrs = inner_ptr + i[:, None] * (H * BT) + i[None, :]
+        query_ptrs = mixed_ptr + h // (H // J) * K + i[:, None] * stride_mixed + k[None, :]
+        value_ptrs = mixed_ptr + 2 * J * K + h * V + i[:, None] * stride_mixed + v[None, :]
+        within = i[:, None] * (H * BT) + i[None, :]
         for first in tl.range(0, count, BT, num_stages=STAGES):
             t = tl.cast(first, tl.int64)
             inside = i < count - first
             in_t = inside[:, None]
-            w = tl.load(w_ptrs + t * (H * K), mask=in_t & in_k, other=0.0)
-            u = tl.load(u_ptr + t * (H * V) + of_values, mask=in_t & in_v, other=0.0)
-            inner = tl.load(inner_ptrs + t * (H * BT), mask=in_t, other=0.0)
-            keys_ptrs = query_ptrs + t * stride_mixed
-            query = tl.load(keys_ptrs, mask=in_t & in_k, other=0.0).to(OPERAND)
-            key = tl.load(keys_ptrs + J * K, mask=in_t & in_k, other=0.0).to(OPERAND)
+            key_ptrs = query_ptrs + t * stride_mixed + J * K
+            key = tl.load(key_ptrs, mask=in_t & in_k, other=0.0).to(OPERAND)
+            query = tl.load(key_ptrs - J * K, mask=in_t & in_k, other=0.0).to(OPERAND)
+            value = tl.load(value_ptrs + t * stride_mixed, mask=in_t & in_v, other=0.0)
+            solve = tl.load(solve_ptr + t * (H * BT) + within, mask=in_t, other=0.0)
+            inner = tl.load(inner_ptr + t * (H * BT) + within, mask=in_t, other=0.0)
             read = tl.load(factors_ptr + first + i, mask=inside, other=0.0)
-            kept = tl.load(factors_ptr + per_factor + first + i, mask=inside, other=0.0)
-            left = tl.load(factors_ptr + 2 * per_factor + first)
+            seen = tl.load(factors_ptr + per_factor + first + i, mask=inside, other=0.0)
+            kept = tl.load(factors_ptr + 2 * per_factor + first + i, mask=inside, other=0.0)
+            left = tl.load(factors_ptr + 3 * per_factor + first)
             before = state.to(OPERAND)
-            written = u - tl.dot(w, before, input_precision=PRECISION)
+            known = tl.dot(key, before, input_precision=PRECISION) * seen[:, None]
+            wanted = (value.to(tl.float32) - known).to(OPERAND)
             out = tl.dot(query, before, input_precision=PRECISION) * read[:, None]
+            written = tl.dot(solve, wanted, input_precision=PRECISION)
             out = tl.dot(inner, written.to(OPERAND), out, input_precision=PRECISION)
-            o_ptrs = o_ptr + t * (H * V) + of_values
+            o_ptrs = o_ptr + t * (H * V) + i[:, None] * (H * V) + v[None, :]
             tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=in_t & in_v)
             at_end = (written * kept[:, None]).to(OPERAND)
             state = tl.dot(tl.trans(key), at_end, state * left, input_precision=PRECISION)

@@ -54,7 +54,10 @@ SPILLS = (
     # a row of 16384 channels leaves 64 registers a thread
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
     # a product of float32 is three of tf32, with parts of both operands in registers
-    (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float32", 256, 24),
+    (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float32", 128, 192),
+    (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float16", 8, 0),
+    # no model has such heads
+    (tuple(CARDS), "delta_net.triton_chunks", "delta net, heads of 256", 16, 0),
     # where few groups are read again, with bias, mask, penalties and all filters in one kernel
     (tuple(CARDS), "sampling.triton_sample", "", 24, 0),
 )

@@ -10,6 +10,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from qkernels import ops
 from qkernels.delta_net import chunked, reference
+from qkernels.delta_net.config import chunk_config
 from qkernels.errors import KernelError
 from tests.qkernels.delta_net_case import DeltaCase, assert_close
 
@@ -133,6 +134,17 @@ def test_wrong_arguments_are_named(change, message):
         arguments[name] = changed(arguments[name])
     with pytest.raises(KernelError, match=message):
         ops.delta_rule_(**arguments, step=case.step)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])
+def test_states_are_multiplied_in_the_range_of_float32(arch):
+    """float16 would hold neither a large state nor large values."""
+    operands = {
+        dtype: chunk_config(128, 128, dtype, arch).operands
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    assert operands.pop(torch.bfloat16) == torch.bfloat16
+    assert set(operands.values()) == {torch.float32}
 
 
 def test_one_tap_is_refused():
