@@ -14,8 +14,7 @@ RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
-# Every block of expand adds all parts again: of 16 it took five times as long as of 4 (H200).
-MOST_PARTS = 4
+MOST_COUNTERS = 4096  # of gpu/workspace.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class ShrinkConfig:
 
     rows: int  # of a tile
     inputs: int  # of one product
-    parts: int  # of K, each in a block of its own; a power of two
+    parts: int  # of K, each in a block of its own, the last of which adds them; a power of two
     by_row: bool  # `owns_by_row`
     warps: int
 
@@ -40,8 +39,8 @@ class ExpandConfig:
 
 
 def tile_rows(T: int) -> int:
-    """Rows of a tile: few where a step decodes, more where it computes prompts."""
-    return 16 if T <= FEW_ROWS else 64
+    """Rows of a tile. A tile reads its adapters' matrices once."""
+    return 16 if T <= 16 else 32 if T <= 32 else 64
 
 
 def owns_by_row(T: int, num_slots: int) -> bool:
@@ -54,11 +53,14 @@ def num_owners(T: int, num_slots: int) -> int:
     return min(T, tile_rows(T), num_slots)
 
 
-def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
-    """For T rows of K inputs, S linears beside each other, so many slots."""
+def shrink_config(T: int, K: int, S: int, R: int, num_slots: int) -> ShrinkConfig:
+    """For T rows of K inputs, S linears beside each other, slots of R ranks."""
     rows = tile_rows(T)
-    inputs = 256 if rows == 16 else 64
-    most = min(MOST_PARTS, ceil_div(K, inputs), BLOCKS_WANTED // (ceil_div(T, rows) * S))
+    inputs = 4096 // rows  # [rows, inputs] of x are in registers
+    groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
+    most = min(16 if T <= FEW_ROWS else 4, ceil_div(K, inputs), BLOCKS_WANTED // groups)
+    if groups * num_owners(T, num_slots) > MOST_COUNTERS:
+        most = 1
     parts = 1
     while 2 * parts <= most:
         parts *= 2
@@ -69,16 +71,16 @@ def shrink_config(T: int, K: int, S: int, num_slots: int) -> ShrinkConfig:
 def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
     """For T rows of N outputs, so many slots."""
     rows = tile_rows(T)
-    outputs = 64 if rows == 16 and N <= 8192 else 128
+    outputs = 64 if N <= 8192 else 4096 // rows
     by_row = owns_by_row(T, num_slots)
-    return ExpandConfig(rows=rows, outputs=outputs, by_row=by_row, warps=4)
+    return ExpandConfig(rows=rows, outputs=max(64, outputs), by_row=by_row, warps=4)
 
 
-def row_boundaries(max_rows: int, K: int, S: int, num_slots: int) -> list[int]:
+def row_boundaries(max_rows: int, K: int, S: int, R: int, num_slots: int) -> list[int]:
     """The least T of every distinct compiled kernel for K inputs, up to `max_rows`."""
     found: dict[object, int] = {}
     for T in range(1, max_rows + 1):
-        config = shrink_config(T, K, S, num_slots)
+        config = shrink_config(T, K, S, R, num_slots)
         found.setdefault(config, T)
         if config.parts == 1 and T > FEW_ROWS:
             break  # nothing changes any more

@@ -17,7 +17,7 @@ from qkernels.problem import FLOAT_DTYPES
 def lora_shrink(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None = None
 ) -> torch.Tensor:
-    """A x of each row's adapter, in parts of K to be added: float32 [P, T, S, R].
+    """A x of each row's adapter, float32 [T, S, R].
 
     `slots` int32: each row's, -1 where it has no adapter; what such rows get means nothing.
     `kernel` names a row of qkernels.dispatch instead of the best one.
@@ -40,7 +40,7 @@ def lora_shrink(
 
 def lora_expand_(
     y_TN: LinearOutput,
-    h_PTSR: torch.Tensor,
+    h_TSR: torch.Tensor,
     slots_T: torch.Tensor,
     weights: LoraWeights,
     kernel: str | None = None,
@@ -52,13 +52,13 @@ def lora_expand_(
     check_float("lora_expand_ y", y_TN, parts=True)
     T = y_TN.shape[0]
     check_tensor("lora_expand_ y", y_TN, (T, weights.out_features), FLOAT_DTYPES, weights.b_LRN)
-    of_rows = (None, T, weights.num_slices, weights.max_rank)
-    check_tensor("lora_expand_ h", h_PTSR, of_rows, (torch.float32,), weights.b_LRN)
-    _check_slots("lora_expand_ slots", slots_T, T, h_PTSR)
+    of_rows = (T, weights.num_slices, weights.max_rank)
+    check_tensor("lora_expand_ h", h_TSR, of_rows, (torch.float32,), weights.b_LRN)
+    _check_slots("lora_expand_ slots", slots_T, T, h_TSR)
     run = dispatch.implementation(
-        "lora_expand_", device=h_PTSR.device.type, dtype=y_TN.dtype, requested=kernel
+        "lora_expand_", device=h_TSR.device.type, dtype=y_TN.dtype, requested=kernel
     )
-    run(y_TN, h_PTSR, slots_T, weights)
+    run(y_TN, h_TSR, slots_T, weights)
 
 
 def _check_slots(name: str, slots_T: torch.Tensor, T: int, beside: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """A x of each row's adapter, float32 [1, T, S, R]; rows without one hold zeros."""
+    """A x of each row's adapter, float32 [T, S, R]; rows without one hold zeros."""
     S, R = weights.num_slices, weights.max_rank
     h_TSR = torch.zeros(x_TK.shape[0], S, R, dtype=torch.float32, device=x_TK.device)
     for slot, rows in _adapters(slots_T):
@@ -15,15 +15,14 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
         for s, rank in enumerate(weights.ranks_LS[slot, :S].tolist()):
             a_rK = weights.a_LRSK[slot, :rank, s].float()
             h_TSR[rows, s, :rank] = x @ a_rK.T
-    return h_TSR[None]
+    return h_TSR
 
 
 def lora_expand_(
-    y_TN: LinearOutput, h_PTSR: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
+    y_TN: LinearOutput, h_TSR: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
 ) -> None:
     """Add scale * B h to the rows of y that have an adapter."""
     out_TN = y_TN.parts[0] if isinstance(y_TN, SplitKPartials) else y_TN
-    h_TSR = h_PTSR.sum(0)
     for slot, rows in _adapters(slots_T):
         start = 0
         ranks = weights.ranks_LS[slot].tolist()

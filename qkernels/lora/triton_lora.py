@@ -14,16 +14,19 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.gpu.workspace import workspace
 from qkernels.lora.config import RANK_BLOCK, expand_config, num_owners, shrink_config
 from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """Parts of A x, float32 [P, T, S, R], to be added; rows without an adapter hold anything."""
+    """A x, float32 [T, S, R]; rows without an adapter hold anything."""
     (T, K), S, R = x_TK.shape, weights.num_slices, weights.max_rank
-    config = shrink_config(T, K, S, weights.num_slots)
-    h_PTSR = torch.empty((config.parts, T, S, R), dtype=torch.float32, device=x_TK.device)
+    config = shrink_config(T, K, S, R, weights.num_slots)
+    h_TSR = torch.empty((T, S, R), dtype=torch.float32, device=x_TK.device)
+    h_PTSR = h_TSR.new_empty((config.parts, T, S, R)) if config.parts > 1 else None
+    counters = workspace(x_TK.device)[1] if config.parts > 1 else None
     blocks = ceil_div(R, RANK_BLOCK)
     with on_device(x_TK):
         launch(
@@ -37,7 +40,9 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
             slots_T,
             weights.a_LRSK,
             weights.ranks_LS,
+            h_TSR,
             h_PTSR,
+            counters,
             T,
             K,
             x_TK.stride(0),
@@ -54,18 +59,18 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
             num_warps=config.warps,
             **pdl_options(x_TK, T),
         )
-    return h_PTSR
+    return h_TSR
 
 
 def lora_expand_(
-    y_TN: LinearOutput, h_PTSR: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
+    y_TN: LinearOutput, h_TSR: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
 ) -> None:
     """Add scale * B h to the rows of y that have an adapter; of parts of K, to the first."""
     out_TN = y_TN.parts[0] if isinstance(y_TN, SplitKPartials) else y_TN
-    parts, T, S, R = h_PTSR.shape
+    T, S, R = h_TSR.shape
     config = expand_config(T, weights.out_features, weights.num_slots)
     sizes = (*weights.sizes, 0, 0)[:3]
-    with on_device(h_PTSR):
+    with on_device(h_TSR):
         launch(
             _lora_expand,
             (
@@ -74,7 +79,7 @@ def lora_expand_(
                 num_owners(T, weights.num_slots),
             ),
             out_TN,
-            h_PTSR,
+            h_TSR,
             slots_T,
             weights.b_LRN,
             weights.ranks_LS,
@@ -90,13 +95,12 @@ def lora_expand_(
             N0=sizes[0],
             N1=sizes[1],
             N2=sizes[2],
-            PARTS=parts,
             BM=config.rows,
             BN=config.outputs,
             BR=RANK_BLOCK,
             BY_ROW=config.by_row,
             num_warps=config.warps,
-            **pdl_options(h_PTSR, T),
+            **pdl_options(h_TSR, T),
         )
 
 
@@ -127,6 +131,8 @@ def _lora_shrink(
     a_ptr,
     ranks_ptr,
     h_ptr,
+    parts_ptr,
+    counters_ptr,
     T,
     K,
     stride_x,
@@ -165,8 +171,27 @@ def _lora_shrink(
             x = tl.load(x_ptrs + at, mask=own[:, None] & (at + k < end)[None, :], other=0.0)
             total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
             a = tl.load(a_ptrs + at + BK, mask=in_rank & (at + BK + k < end)[None, :], other=0.0)
-        place = ((part.to(tl.int64) * T + t) * S + s) * R
-        tl.store(h_ptr + place[:, None] + j[None, :], total, mask=own[:, None] & (j < R)[None, :])
+        place = ((t.to(tl.int64) * S + s) * R)[:, None] + j[None, :]
+        mask = own[:, None] & (j < R)[None, :]
+        if PARTS == 1:
+            tl.store(h_ptr + place, total, mask=mask)
+        else:
+            size = T.to(tl.int64) * S * R
+            tl.store(parts_ptr + part * size + place, total, mask=mask)
+            # every thread's sums are stored before one thread counts the block in
+            tl.debug_barrier()
+            group = (tl.program_id(0) * (tl.num_programs(1) // PARTS) + block // PARTS).to(tl.int32)
+            counter_ptr = counters_ptr + group * tl.num_programs(2) + tl.program_id(2)
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1:
+                tl.debug_barrier()
+                total = tl.zeros((BM, BR), tl.float32)
+                for i in tl.static_range(PARTS):
+                    # .cg: other blocks of the same kernel have written these
+                    total += tl.load(
+                        parts_ptr + i * size + place, mask=mask, other=0.0, cache_modifier=".cg"
+                    )
+                tl.store(h_ptr + place, total, mask=mask)
+                tl.store(counter_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -188,7 +213,6 @@ def _lora_expand(
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
-    PARTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
@@ -215,16 +239,14 @@ def _lora_expand(
     if PDL:
         pdl_launch_and_wait()
     if rank > 0:
-        part = tl.arange(0, PARTS)[:, None, None].to(tl.int64)
-        h_ptrs = h_ptr + ((part * T + t[None, :, None]) * S + s) * R + j[None, None, :]
+        y_ptrs = y_ptr + t.to(tl.int64)[:, None] * stride_y + n[None, :]
+        mask = own[:, None] & inside
+        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        h_ptrs = h_ptr + ((t.to(tl.int64) * S + s) * R)[:, None] + j[None, :]
         total = tl.zeros((BM, BN), tl.float32)
         for at in tl.range(0, rank, BR):
-            wanted = own[None, :, None] & (at + j < rank)[None, None, :] & (part >= 0)
-            h = tl.sum(tl.load(h_ptrs + at, mask=wanted, other=0.0), 0)
+            h = tl.load(h_ptrs + at, mask=own[:, None] & (at + j < rank)[None, :], other=0.0)
             total = tl.dot(h.to(b.dtype), b, total, input_precision="ieee")
             b_ptrs += BR * stride_rank
             b = tl.load(b_ptrs, mask=(at + BR + j < rank)[:, None] & inside, other=0.0)
-        y_ptrs = y_ptr + t.to(tl.int64)[:, None] * stride_y + n[None, :]
-        mask = own[:, None] & inside
-        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + scale * total
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptrs, (y + scale * total).to(y_ptr.dtype.element_ty), mask=mask)

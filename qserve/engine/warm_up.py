@@ -44,7 +44,10 @@ def warm_up_shapes(
     if adapters is not None:
         # What they read is a tensor, so the kernels before them and the products may be others.
         rows = set(row_boundaries(decoder.products(), max_tokens, sms, fused=False))
-        kinds = {(each.in_features, each.num_slices, each.num_slots) for each in adapters.weights}
+        kinds = {
+            (each.in_features, each.num_slices, each.max_rank, each.num_slots)
+            for each in adapters.weights
+        }
         for kind in kinds:
             rows |= set(lora.row_boundaries(max_tokens, *kind))
         yield from ((1, count, count) for count in sorted(rows))

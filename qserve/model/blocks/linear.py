@@ -175,9 +175,9 @@ class AdaptedLinear(torch.nn.Module):
         if slots_T is None:
             return self.base(x, plan)
         # Before the product, whose weights are on their way meanwhile.
-        h_PTSR = ops.lora_shrink(x, slots_T, self.weights)
+        h_TSR = ops.lora_shrink(x, slots_T, self.weights)
         y = self.base(x, None if plan is None else plan.base)
-        ops.lora_expand_(y, h_PTSR, slots_T, self.weights)
+        ops.lora_expand_(y, h_TSR, slots_T, self.weights)
         return y
 
 
