@@ -94,8 +94,8 @@ PREFILL_KEYS = 128  # of one step: 64 take a sixth longer, and 256 do not fit in
 # as many steps of keys and values as fit into shared memory with the queries of two tiles
 PREFILL_STAGES = 2
 
-# Heads of more than 128: the sums of values take twice the registers, keys twice the memory, and the
-# queries of one tile as much as otherwise those of two.
+# Heads of more than 128: sums of values take twice the registers, keys twice the memory, and the
+# queries of one tile as much as those of two do otherwise.
 PREFILL_WIDE_KEYS = 64
 PREFILL_MAX_SPLIT = 32
 

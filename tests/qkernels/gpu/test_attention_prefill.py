@@ -190,6 +190,24 @@ def test_head_dims(check, D):
     check([118, 17], [130, 517], 8, 2, D, 16, torch.bfloat16, interleaved=True)
 
 
+@pytest.mark.parametrize("D", [136, 192, 256])
+@pytest.mark.parametrize("B", [16, 32, 64])
+def test_heads_of_more_than_128(check, half, D, B):
+    """Steps of 64 keys, and one stage of queries: more tiles than SMs wait for it."""
+    check([118, 17], [130, 517], 8, 2, D, B, half)
+    check([118, 17], [130, 517], 8, 2, D, B, half, interleaved=True)
+    check([9, 100, 130, 40], [63, 64 * 3, 65 * 2, 64 + B + 1], 4, 4, D, B, half)
+    check([60] * 150, [60 + 11 * r for r in range(150)], 4, 2, D, B, half)
+
+
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 500])
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+@pytest.mark.parametrize("split", [1, 3])
+def test_windows_and_soft_caps_of_wide_heads(check, window, soft_cap, split):
+    counts, lengths = [118, 257, 3, 1], [130, 1517, 1003, 2000]
+    check(counts, lengths, 8, 2, 256, 16, torch.bfloat16, window, soft_cap, split=split)
+
+
 @pytest.mark.parametrize("H, J", [(2, 2), (12, 4), (14, 2), (8, 1), (24, 1), (130, 1)])
 def test_query_heads_per_kv_head(check, H, J):
     """A tile of 128 rows may begin within a token; the last group is wider than a tile."""
