@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from qserve.engine.batch import Batch
+from qserve.engine.capture import capture
 from qserve.engine.out_of_memory import ran_out
 from qserve.engine.step_buffers import GraphKey, StepBuffers
 from qserve.engine.step_input import StepInput, table_width
@@ -182,9 +183,7 @@ class StepGraphs:
         self._step(batch)  # compiles kernels, which a capture may not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile, which a capture of all threads forbids: NCCL's own,
-        # those that read adapters and KV pages into pinned memory.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capture(graph, self._pool):
             outputs = self._step(batch)
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph, outputs

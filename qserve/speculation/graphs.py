@@ -14,6 +14,7 @@ import torch
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS
 from qserve.engine.batch import Batch
+from qserve.engine.capture import capture
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_outputs import StepOutputs
@@ -42,7 +43,7 @@ class Captured:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with capture(self._graph, pool):
                 self.result = work()
 
     def run(self) -> object:
