@@ -10,6 +10,8 @@ from itertools import accumulate
 
 import torch
 
+from qkernels.checks import check_tensor
+from qkernels.lora.config import whole_blocks
 from qkernels.lora.weights import LoraWeights
 
 TILE_OUTPUTS = 64  # that such a kernel reads of one B
@@ -25,13 +27,22 @@ class LoraTerm:
 
 
 def tiles_fault(sizes: Sequence[int]) -> str | None:
-    """Why no product can add the adapters of linears of these sizes; None: one can.
+    """Why no product adds the adapters of linears of so many outputs; None: one can.
 
     A tile of outputs belongs to one linear of those that stand side by side.
     """
-    if any(end % TILE_OUTPUTS for end in accumulate(sizes[:-1])):
-        return f"adapters of linears that end within {TILE_OUTPUTS} outputs, {list(sizes)}"
+    if any(size % TILE_OUTPUTS for size in sizes):
+        return f"takes linears of outputs divisible by {TILE_OUTPUTS}, not {list(sizes)}"
     return None
+
+
+def check_term(name: str, term: LoraTerm, M: int, N: int, dtype: torch.dtype) -> None:
+    """Raise KernelError unless a product of M rows and N outputs can add it."""
+    weights = term.weights
+    of_rows = (M, weights.num_slices, whole_blocks(weights.max_rank))
+    check_tensor(f"{name} h", term.h_PTSR, (None, *of_rows), (torch.float32,), weights.b_LRN)
+    check_tensor(f"{name} slots", term.slots_T, (M,), (torch.int32,), term.h_PTSR)
+    check_tensor(f"{name} B", weights.b_LRN, (None, None, N), (dtype,), term.h_PTSR)
 
 
 def term_arguments(term: LoraTerm | None) -> tuple:

@@ -176,9 +176,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
         work_tile = gemm.work_tile(work)
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         if gemm.term.PARTS > 0:
-            if work_tile.split == 0:
-                tile = work_tile.stored_tile(CONSUMER)
-                sums = term_of_tile(gemm.term, tile, gemm.M, gemm.N, work >> 30, BM, SUMS)
+            sums = _start_with_term(gemm, sums, work, CONSUMER)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
             scale = step_scales(gemm, stages, state.stage, CONSUMER, SUMS)
@@ -188,6 +186,21 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums += product * scale[:, None]
             state = state.advance()
         _epilogue(gemm, sums, work_tile, CONSUMER)
+
+
+@gluon.jit
+def _start_with_term(gemm, zeros, work, CONSUMER: gl.constexpr):
+    """What adapters add to the first split's sums [64, BM]."""
+    sums = zeros
+    work_tile = gemm.work_tile(work)
+    if work_tile.split == 0:
+        BM: gl.constexpr = zeros.shape[1]
+        # A zero that only the machine knows: what depends on it is computed here, and is not kept
+        # in registers, or spilled, from before the loop over work tiles.
+        zero = work >> 30
+        tile = work_tile.stored_tile(CONSUMER)
+        sums = term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, BM, zeros.type.layout)
+    return sums
 
 
 @gluon.jit
