@@ -13,6 +13,7 @@ from qkernels.gpu.config import ceil_div
 RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
+PARTS_LEFT = 16  # at most, to what reads them
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
 MOST_COUNTERS = 4096  # of gpu/workspace.py
 
@@ -69,7 +70,7 @@ def shrink_config(
     inputs = (2048 * warps if by_warp else 4096) // rows
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
     adds_parts = not (leaves_parts and rows <= 32)
-    most = min(16 if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
+    most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
     if adds_parts and groups * num_owners(T, num_slots) > MOST_COUNTERS:
         most = 1
     steps = ceil_div(K, inputs)

@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait
-from qkernels.lora.config import RANK_BLOCK
+from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
 
 BLOCK = gl.constexpr(RANK_BLOCK)  # ranks of one product
 PREFETCHED_ROWS = gl.constexpr(16)
+MOST_PARTS = gl.constexpr(PARTS_LEFT)
 
 pointer = gl.tensor | gl.constexpr  # a constexpr None where there is no term
 
@@ -166,6 +167,8 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
     column = gl.arange(0, 8, gl.SliceLayout(0, COLS))
     own_j = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None] * 4 + column[None, :] % 4
     n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
+    # lanes that have other outputs of the same column each load some parts of h
+    part = gl.arange(0, MOST_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     s = term.slice_of(first_n)
     slots = ()
     ranks = ()
@@ -182,7 +185,11 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
         new = ()
         for i in gl.static_range(len(totals)):
             m = (2 * i + column // 4)[None, :]
-            h = term.h(m, j, s, j < ranks[i], M).to(term.b_ptr.dtype.element_ty).to(gl.float32)
+            h_ptrs = term.h_ptr + (m * term.S + s) * term.R + j
+            h_ptrs = h_ptrs[:, None, :] + part * M * term.S * term.R
+            mask = (part < term.PARTS) & (j < ranks[i])[:, None, :]
+            h = gl.sum(gl.load(h_ptrs, mask=mask, other=0.0), 1)
+            h = h.to(term.b_ptr.dtype.element_ty).to(gl.float32)
             h *= term.scales(slots[i], s)[None, :]
             new += (totals[i] + h[:, None, :] * bs[i].to(gl.float32),)
         totals = new

@@ -110,6 +110,8 @@ def run(
             **layouts(config.warps, config.block_n, weight.spec.bits),
             num_warps=config.warps,
             launch_pdl=True,
+            # as many blocks on an SM as without adapters
+            **({} if term is None else {"maxnreg": 64 * limbs.words.shape[1]}),
         )
     return y_MN
 

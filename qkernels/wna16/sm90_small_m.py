@@ -195,11 +195,12 @@ def _start_with_term(gemm, zeros, work, CONSUMER: gl.constexpr):
     work_tile = gemm.work_tile(work)
     if work_tile.split == 0:
         BM: gl.constexpr = zeros.shape[1]
+        SUMS: gl.constexpr = zeros.type.layout
         # A zero that only the machine knows: what depends on it is computed here, and is not kept
         # in registers, or spilled, from before the loop over work tiles.
         zero = work >> 30
         tile = work_tile.stored_tile(CONSUMER)
-        sums = term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, BM, zeros.type.layout)
+        sums = term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, BM, SUMS)
     return sums
 
 
