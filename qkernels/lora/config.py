@@ -64,7 +64,7 @@ def shrink_config(
     `leaves_parts`: what reads the result can add its parts. It does so for few rows alone.
     """
     rows = tile_rows(T)
-    by_warp = T <= 64
+    by_warp = T <= FEW_ROWS
     warps = 8 if by_warp and (rows > 16 or K > 8192) else 4
     # [rows, inputs] of x are in registers
     inputs = (2048 * warps if by_warp else 4096) // rows
