@@ -125,7 +125,7 @@ def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form:
 
 
 def add_rms_norm_limbs(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor | None,
     eps: float,

@@ -178,10 +178,15 @@ def norm_behind(C: int, dtype: torch.dtype = BF16) -> ops.Branch:
     return ops.Branch(norm_C=empty(C, dtype=dtype), eps=1e-5)
 
 
-def limbs(op: str, form: LimbForm, M: int = 4, K: int = 4096, **branch: ops.Branch) -> None:
+def limbs(
+    op: str, form: LimbForm, M: int = 4, K: int = 4096, splits: int = 0, **branch: ops.Branch
+) -> None:
+    x = empty(M, K)
+    if splits:
+        x = SplitKPartials(parts=empty(splits, M, K, dtype=FP32), dtype=BF16)
     inputs = {
         "to_limbs": (empty(M, K),),
-        "add_rms_norm_limbs": (empty(M, K), empty(M, K), empty(K), 1e-5),
+        "add_rms_norm_limbs": (x, empty(M, K), empty(K), 1e-5),
         "silu_and_mul_limbs": (empty(M, 2 * K),),
         "gelu_and_mul_limbs": (empty(M, 2 * K),),
     }
@@ -387,6 +392,12 @@ ROWWISE = {
     "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
     "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
     "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),
+    "norm of parts to limbs": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, K=2048, splits=16)
+    ),
+    "norm of parts to limbs, wide": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, splits=16)
+    ),
     "norm to limbs, asymmetric": Case(run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC)),
     "silu to limbs": Case(run=lambda: limbs("silu_and_mul_limbs", SYMMETRIC)),
     "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
