@@ -42,9 +42,11 @@ def run(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     config: SmallMConfig,
+    y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N]. For groups divisible by 128."""
-    y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
+    """x [M, K], contiguous, to [M, N], in `y_MN` if given. For groups divisible by 128."""
+    if y_MN is None:
+        y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
     _launch(x_MK, weight, bias, config, y_MN, unreduced=False)
     return y_MN
 

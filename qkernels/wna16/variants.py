@@ -124,6 +124,14 @@ SMALL_M = Variant(
     whole_k_steps=True,
     default=_small_m,
 )
+LARGE_M = Variant(
+    name="sm90_large_m",
+    config=LargeMConfig,
+    rows="many rows",
+    arch="sm_90",
+    whole_k_steps=True,
+    default=_large_m,
+)
 CUBLAS = Variant(
     name="cublas",
     config=None,
@@ -141,14 +149,7 @@ VARIANTS: tuple[Variant, ...] = (
         default=_gemv,
     ),
     SMALL_M,
-    Variant(
-        name="sm90_large_m",
-        config=LargeMConfig,
-        rows="many rows",
-        arch="sm_90",
-        whole_k_steps=True,
-        default=_large_m,
-    ),
+    LARGE_M,
     Variant(
         name="triton",
         config=TritonGemmConfig,
