@@ -12,7 +12,7 @@ from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, 
 from qkernels.collective.ops import all_reduce, all_reduce_add_rms_norm_into
 from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
-from qkernels.lora.ops import lora_expand_, lora_shrink
+from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.branch import Branch
 from qkernels.rowwise.into_form import (
@@ -68,6 +68,7 @@ __all__ = [
     "linear_codes",
     "lora_expand_",
     "lora_shrink",
+    "lora_term",
     "paged_attention",
     "plan_linear",
     "prepare_weight",
