@@ -217,6 +217,8 @@ KERNELS: tuple[Kernel, ...] = (
         for op in ("causal_conv_", "delta_rule_")
     ),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
+    *_rows("drafts", "fill_drafts_", "triton_fill", problem.needs_triton),
+    *_rows("drafts", "settle_drafts_", "triton_settle", problem.needs_triton),
 )
 
 

@@ -11,6 +11,7 @@ torch rows may wait: those of attention, experts, adapters and delta nets do.
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
 from qkernels.collective.ops import all_reduce, all_reduce_add_rms_norm_into
 from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
+from qkernels.drafts.ops import fill_drafts_, settle_drafts_
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
@@ -57,6 +58,7 @@ __all__ = [
     "prepare_experts",
     "route",
     "route_tokens",
+    "fill_drafts_",
     "gated_rms_norm",
     "gelu_and_mul",
     "gelu_and_mul_into",
@@ -79,6 +81,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope_write_kv_",
     "sample_",
+    "settle_drafts_",
     "silu_and_mul",
     "silu_and_mul_into",
     "silu_and_mul_limbs",

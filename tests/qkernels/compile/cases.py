@@ -27,6 +27,7 @@ from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
+from tests.qkernels.compile.draft_cases import drafts
 from tests.qkernels.compile.lora_cases import lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
@@ -443,6 +444,9 @@ EXPERTS = {
     "lora gate_up T=2048": Case(
         run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"
     ),
+    "drafts of 1": Case(run=lambda: drafts(1, 3), quick=SM90),
+    "drafts of 64, by chance": Case(run=lambda: drafts(64, 5, "by chance")),
+    "drafts of 8, known": Case(run=lambda: drafts(8, 128, "known")),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
 }
