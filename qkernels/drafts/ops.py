@@ -1,4 +1,4 @@
-"""Filling a step with drafts and judging them: arguments are checked, then a kernel runs.
+"""Filling a step with drafts, judging them, their logits: checked arguments, then a kernel.
 
 Legend as in chunks.py.
 """
@@ -6,7 +6,7 @@ Legend as in chunks.py.
 import torch
 
 from qkernels import dispatch
-from qkernels.checks import check_tensor
+from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
 from qkernels.errors import KernelError
 from qkernels.sampling.words import NUM_WORDS
@@ -82,6 +82,22 @@ def settle_drafts_(
         passes_DK=passes_DK,
         accepted_D=accepted_D,
     )
+
+
+def spread_logits(
+    logits_DU: torch.Tensor, columns_V: torch.Tensor, kernel: str | None = None
+) -> torch.Tensor:
+    """Logits [D, V] of a larger vocabulary: token t has column columns[t]; -inf where that is -1.
+
+    `columns` [V] int32.
+    """
+    check_float("spread_logits logits", logits_DU)
+    expect_ndim("spread_logits logits", logits_DU, 2)
+    check_tensor("spread_logits columns", columns_V, (None,), (torch.int32,), logits_DU)
+    run = dispatch.implementation(
+        "spread_logits", device=logits_DU.device.type, dtype=logits_DU.dtype, requested=kernel
+    )
+    return run(logits_DU, columns_V)
 
 
 def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:

@@ -97,6 +97,12 @@ def settle_drafts_(
     )
 
 
+def spread_logits(logits_DU: torch.Tensor, columns_V: torch.Tensor) -> torch.Tensor:
+    """As ops.spread_logits."""
+    spread_DV = logits_DU[:, columns_V.clamp(min=0).long()]
+    return spread_DV.masked_fill_(columns_V < 0, -torch.inf)
+
+
 def draft_words(words_DP: torch.Tensor, num_drafts: int) -> torch.Tensor:
     """Of `num_drafts` drafts behind the tokens that these words draw, [K, D, P]."""
     words_KDP = words_DP.expand(num_drafts, *words_DP.shape).clone()

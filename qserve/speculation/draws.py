@@ -36,8 +36,9 @@ class Draws:
             any_random=self.any_random,
             any_filter=self.any_filter,
             num_logprobs=-1,
+            invalid_token=0,
         )
         if self.kept is not None:
             self.kept.append(probabilities(logits_DV, settings))
             settings = settings.of_rows(salted(words_DP, DRAFT_SALT))
-        return ops.sample_(logits_DV, settings, None).tokens_S.clamp(min=0)
+        return ops.sample_(logits_DV, settings, None).tokens_S

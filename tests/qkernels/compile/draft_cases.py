@@ -1,10 +1,12 @@
-"""Calls of the drafts' operations, for cases.py: a verify, alone and with what is rare."""
+"""Calls of the drafts' operations, for cases.py: a verify, a draft head's input and logits."""
 
 import torch
 
 from qkernels import ops
 from qkernels.drafts.chunks import DraftChunks, DraftTables
+from qkernels.operands.limbs import LimbForm
 from qkernels.sampling.words import NUM_WORDS
+from tests.qkernels.compile.cards import empty
 
 
 def drafts(R: int, num_drafts: int, rule: str = "drawn") -> None:
@@ -47,3 +49,14 @@ def drafts(R: int, num_drafts: int, rule: str = "drawn") -> None:
         max_model_len=2048,
         **rules[rule],
     )
+
+
+def draft_input(M: int, C: int, form: LimbForm | None = None) -> None:
+    """What a draft head reads of M tokens and states, and its logits in the model's places."""
+    tokens = torch.zeros(M, dtype=torch.int64)
+    inputs = tokens, empty(64, C), empty(C), empty(M, C), empty(C), 1e-5
+    if form is None:
+        ops.embed_norms(*inputs)
+    else:
+        ops.embed_norms_limbs(*inputs, form)
+    ops.spread_logits(empty(M, 32000), torch.zeros(128256, dtype=torch.int32))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qkernels import ops
 from qkernels.drafts import reference
 from qkernels.drafts.triton_fill import fill_drafts_
 from qkernels.drafts.triton_settle import settle_drafts_
@@ -100,3 +101,17 @@ def test_drafts_are_judged_as_the_twin_does(device, step, rule):
         accepted += (settled.emitted_D - 1).tolist()
     if "verif" in step and rule != "known":
         assert {0, 1, 3} <= set(accepted), accepted  # none, some, all came true
+
+
+@pytest.mark.parametrize("V", [77, 2500])
+def test_logits_stand_in_the_models_places(device, half, poison, V):
+    U = V // 3
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(V))[:U].to(device)
+    columns = torch.full((V,), -1, dtype=torch.int32, device=device)
+    columns[ids] = torch.arange(U, dtype=torch.int32, device=device)
+    logits = torch.randn(3, U + 5, generator=torch.Generator().manual_seed(1)).to(half).to(device)
+    want = torch.full((3, V), float("-inf"), dtype=half, device=device)
+    want[:, ids] = logits[:, :U]
+    for given in (logits[:, :U], logits[:, :U].contiguous()):
+        assert torch.equal(ops.spread_logits(given, columns, kernel="triton"), want)
+        assert torch.equal(reference.spread_logits(given, columns), want)
