@@ -27,6 +27,7 @@ from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
+from tests.qkernels.compile.draft_cases import draft_input, drafts
 from tests.qkernels.compile.lora_cases import adapted_product, lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
@@ -479,6 +480,12 @@ EXPERTS = {
         )
         for scheme, M, name, sizes, K, consumer in ADAPTED
     },
+    "drafts of 1": Case(run=lambda: drafts(1, 3), quick=SM90),
+    "drafts of 64, by chance": Case(run=lambda: drafts(64, 5, "by chance")),
+    "drafts of 8, known": Case(run=lambda: drafts(8, 128, "known")),
+    "draft input": Case(run=lambda: draft_input(64, 4096)),
+    "draft input as limbs": Case(run=lambda: draft_input(1, 4096, SYMMETRIC), quick=SM90),
+    "draft input as limbs, asymmetric": Case(run=lambda: draft_input(4, 5120, ASYMMETRIC)),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
 }
