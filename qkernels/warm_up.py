@@ -80,7 +80,8 @@ def compiled(plan: GemmPlan, M: int) -> object:
     """What decides which machine code M rows run. Equal results share a kernel."""
     config = getattr(plan.config, "compiled", plan.config)
     tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
-    return plan.variant, config, plan.operand, tiles, plan.output, plan.adds_adapters
+    tail = None if plan.tail is None else compiled(plan.tail, M - plan.rows)
+    return plan.variant, config, plan.operand, tiles, plan.output, plan.adds_adapters, tail
 
 
 def experts_compiled(experts: PreparedExperts, M: int) -> object:

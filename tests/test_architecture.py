@@ -48,6 +48,7 @@ OPERATIONS = {
     "sampling": set(),
     "lora": set(),
     "delta_net": set(),
+    "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {

@@ -25,6 +25,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 # Looks of a waiting block before it gives up, 0.5 us or more each: a minute at least. A rank may
 # compile a kernel while the others wait for it.
 SPIN_LIMIT = 2**27
+ABORTED = -1
 ALIGNMENT = 256
 FLAT_PHASES, ROWS_PHASES = 2, 3
 
@@ -42,7 +43,7 @@ class Channel:
     bases: torch.Tensor  # int64 [n]: the same part on every rank
     phases: torch.Tensor  # int32 [blocks]: the phase of the next call
     broken: torch.Tensor  # int32 []: a rank that was waited for in vain, + 1
-    report: torch.Tensor  # the same in memory of the host
+    report: torch.Tensor  # the same in memory of the host; below 0: the host says not to wait
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
@@ -109,9 +110,8 @@ class Peers:
         device = memory.own.device
         on_gpu = device.type == "cuda"
         self._broken = torch.zeros((), dtype=torch.int32, device=device)
-        # kernels write it, and the host reads it without waiting for them
+        # kernels and the host write and read it, without waiting for each other
         self._report = torch.zeros((), dtype=torch.int32, pin_memory=on_gpu)
-        self._gone = torch.full((), self.ranks + 1, dtype=torch.int32, pin_memory=on_gpu)
         offset = 0
         blocks = [BLOCKS, BLOCKS, BLOCKS, *(each.rows * each.parts for each in layout.rows)]
         slots = [
@@ -161,12 +161,11 @@ class Peers:
             )
 
     def abort(self) -> None:
-        """Let kernels that wait for a rank that is gone go on. Callable from any thread."""
-        if self._broken.device.type != "cuda":
-            self._broken.fill_(self.ranks + 1)
-            return
-        with torch.cuda.device(self._broken.device), torch.cuda.stream(torch.cuda.Stream()):
-            self._broken.copy_(self._gone, non_blocking=True)
+        """Let kernels that wait for a rank that is gone go on. Callable from any thread.
+
+        A copy to the device might be queued behind the kernel that waits.
+        """
+        self._report.fill_(ABORTED)
 
     def close(self) -> None:
         """Give the memory back, when no kernel uses it."""

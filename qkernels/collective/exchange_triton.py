@@ -21,6 +21,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+# The host's memory is across a bus.
+LOOKS_A_LOOK_AT_THE_HOST = tl.constexpr(1024)
+
 
 class Wait(NamedTuple):
     """How long a block waits for a peer, and where it tells of one that sent nothing."""
@@ -92,13 +95,18 @@ def arrived(words, ptrs, mask, sender, wait):
     """What a sender wrote at `ptrs`; `words` were loaded from there already.
 
     Given up after `wait.spin_limit` looks: then `broken_ptr` and `report_ptr` hold the sender's
-    number + 1. Nobody waits when `broken_ptr` does not hold 0.
+    number + 1. Nobody waits when `broken_ptr` does not hold 0. A number below 0 that the host
+    writes to `report_ptr` gets there, whatever the device's queues are waiting for.
     """
     spins = 0
     going = 1
     while (tl.max((words == -1).to(tl.int32), 0) != 0) & (going != 0):
         words = tl.load(ptrs, mask=mask, other=0, volatile=True)
         spins += 1
+        if spins % LOOKS_A_LOOK_AT_THE_HOST == 0:
+            told = tl.load(wait.report_ptr, volatile=True)
+            if told < 0:
+                tl.store(wait.broken_ptr, told)
         unbroken = tl.load(wait.broken_ptr, volatile=True) == 0
         going = (unbroken & (spins < wait.spin_limit)).to(tl.int32)
     if spins >= wait.spin_limit:

@@ -29,6 +29,8 @@ class GemmPlan:
     # it cannot (sorted inputs, scales for groups of inputs)
     input: InputForm = None
     output: Literal["sum", "split_k"] = "sum"  # split_k: the consumer reduces the partials
+    rows: int | None = None  # the first ones, which this kernel takes, and `tail` the others
+    tail: "GemmPlan | None" = None
     adds_adapters: bool = False  # the product takes a LoraTerm; else lora_expand_ comes behind it
 
 

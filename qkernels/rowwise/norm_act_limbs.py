@@ -12,7 +12,14 @@ from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
-from qkernels.operands.limbs_triton import load_steps, store_limbs, store_steps
+from qkernels.operands.limbs_triton import (
+    load_reduced_steps,
+    load_steps,
+    store_limbs,
+    store_steps,
+)
+from qkernels.operands.split_k import LinearOutput
+from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
 from qkernels.rowwise.branch import PLAIN, Branch
 from qkernels.rowwise.branch_triton import gelu_argument, weighted
 from qkernels.rowwise.limbs import limbs_by_steps, to_limbs
@@ -31,7 +38,7 @@ def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form:
 
 
 def add_rms_norm_limbs(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor | None,
     eps: float,
@@ -43,7 +50,7 @@ def add_rms_norm_limbs(
 
 
 def _norm(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor | None,
     weight_C: torch.Tensor | None,
     eps: float,
@@ -57,16 +64,19 @@ def _norm(
         else:
             normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
         return to_limbs(normed_MC, form), total_MC
-    x_MC = x_MC.contiguous()
-    limbs = empty_limbs(form, M, C, x_MC.device, x_MC.dtype)
-    total_MC = None if residual_MC is None else torch.empty_like(x_MC)
+    source, stride_part, format = partials_source(contiguous(x_MC))
+    limbs = empty_limbs(form, M, C, source.device, x_MC.dtype)
+    total_MC = None
+    if residual_MC is not None:
+        total_MC = torch.empty((M, C), dtype=x_MC.dtype, device=source.device)
     steps = C // K_STEP
     whole = power_of_two(C)
-    with on_device(x_MC):
+    with on_device(source):
         launch(
             _rms_norm_limbs,
             (M, ceil_div(steps, NORM_STEPS)),
-            x_MC,
+            source,
+            stride_part,
             residual_MC,
             weight_C,
             branch.norm_C,
@@ -82,15 +92,17 @@ def _norm(
             FORM=form,
             WHOLE=whole,
             BLOCK=NORM_STEPS,
-            num_warps=8,
-            **pdl_options(x_MC, M),
+            SUM=format,
+            num_warps=max(8, reduce_warps(whole)) if format.parts else 8,
+            **pdl_options(source, M),
         )
     return limbs, total_MC
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_limbs(
-    x_ptr,  # [M, C]
+    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    stride_part,
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C] or None: the sum alone
     branch_ptr,  # [C] or None
@@ -107,10 +119,11 @@ def _rms_norm_limbs(
     FORM: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The sum of one row, and limbs of BLOCK steps of it."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = SUM.dtype
     m, first = tl.program_id(0), tl.program_id(1) * BLOCK
     row = m.to(tl.int64) * steps * 128
     c = tl.arange(0, WHOLE)
@@ -123,8 +136,9 @@ def _rms_norm_limbs(
     if PDL:
         # after the weight, which never changes; x is the previous kernel's until it ends
         pdl_launch_and_wait()
-    x = tl.load(x_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
-    own = load_steps(x_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
+    x = load_reduced(x_ptr + row + c, inside, stride_part, SUM).to(tl.float32)
+    own = load_reduced_steps(x_ptr + row, stride_part, first, steps, BLOCK, FORM, SUM)
+    own = own.to(tl.float32)
     if residual_ptr is not None:
         if branch_ptr is not None:
             shrink = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + BRANCH_EPS)

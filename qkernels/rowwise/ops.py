@@ -209,7 +209,7 @@ def rms_norm_limbs(
 
 
 def add_rms_norm_limbs(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor | None,
     eps: float,
@@ -219,7 +219,7 @@ def add_rms_norm_limbs(
 ) -> tuple[Limbs, torch.Tensor]:
     """Returns (to_limbs(y), sum) of add_rms_norm's (y, sum)."""
     op = "add_rms_norm_limbs"
-    check_limbs(op, x_MC, form)
+    check_limbs(op, x_MC, form, parts=True)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
     check_norm(f"{op} weight", weight_C, x_MC)
     check_norm(f"{op} branch", branch.norm_C, x_MC)
@@ -238,7 +238,64 @@ def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm, kernel: str | None =
     return _run_limbs("gelu_and_mul_limbs", x_M2I, kernel)(x_M2I, form)
 
 
-def _run_limbs(op: str, x: torch.Tensor, kernel: str | None):
+def embed_norms(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm of the tokens' rows of a table [V, C] beside that of states [M, C], in one pass.
+
+    Returns (both [M, 2 C], the normed states [M, C]); `tokens` [M] int64.
+    """
+    op = "embed_norms"
+    _check_embed_norms(op, tokens_M, table_VC, table_norm_C, state_MC, state_norm_C)
+    run = dispatch.implementation(
+        op, device=state_MC.device.type, dtype=state_MC.dtype, requested=kernel
+    )
+    return run(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps)
+
+
+def embed_norms_limbs(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+    form: LimbForm,
+    kernel: str | None = None,
+) -> tuple[Limbs, torch.Tensor]:
+    """Returns (to_limbs(both), normed states) of embed_norms, in one pass."""
+    op = "embed_norms_limbs"
+    _check_embed_norms(op, tokens_M, table_VC, table_norm_C, state_MC, state_norm_C)
+    check_limb_rows(f"{op} states", state_MC, state_MC.shape[1], form)
+    run = _run_limbs(op, state_MC, kernel)
+    return run(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps, form)
+
+
+def _check_embed_norms(
+    op: str,
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+) -> None:
+    check_float(f"{op} states", state_MC)
+    M, C = expect_ndim(f"{op} states", state_MC, 2)
+    check_tensor(f"{op} tokens", tokens_M, (M,), (torch.int64,), state_MC)
+    check_tensor(f"{op} table", table_VC, (None, C), (state_MC.dtype,), state_MC)
+    if not table_VC.is_contiguous():
+        raise KernelError(f"{op} table", "expected a contiguous table")
+    check_norm(f"{op} norm of states", state_norm_C, state_MC)
+    check_tensor(f"{op} norm of the table", table_norm_C, (C,), (state_norm_C.dtype,), state_MC)
+
+
+def _run_limbs(op: str, x: LinearOutput, kernel: str | None):
     return dispatch.implementation(
         op, device=x.device.type, dtype=x.dtype, requested=kernel, in_features=x.shape[1]
     )
@@ -261,9 +318,11 @@ def check_quantized(
         check_tensor(f"{op} scale", scale, (), (torch.float32,), x)
 
 
-def check_limbs(op: str, x: torch.Tensor, form: LimbForm, halves: int = 1) -> None:
+def check_limbs(
+    op: str, x: LinearOutput, form: LimbForm, halves: int = 1, parts: bool = False
+) -> None:
     """Raise KernelError unless x [M, halves K] can become limbs."""
     _, width = expect_ndim(f"{op} x", x, 2)
     if width % halves:
         raise KernelError(f"{op} x", f"an odd width, found {list(x.shape)}")
-    check_limb_rows(f"{op} x", x, width // halves, form)
+    check_limb_rows(f"{op} x", x, width // halves, form, parts)

@@ -45,9 +45,14 @@ def run(
     bias: torch.Tensor | None,
     config: SmallMConfig,
     term: LoraTerm | None = None,
+    y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N], plus what adapters add. For groups divisible by 128."""
-    y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
+    """x [M, K], contiguous, to [M, N], plus what adapters add; in `y_MN` if given.
+
+    For groups divisible by 128.
+    """
+    if y_MN is None:
+        y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
     _launch(x_MK, weight, bias, config, term, y_MN, unreduced=False)
     return y_MN
 

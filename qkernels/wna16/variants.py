@@ -126,6 +126,14 @@ SMALL_M = Variant(
     default=_small_m,
     adds_adapters=True,
 )
+LARGE_M = Variant(
+    name="sm90_large_m",
+    config=LargeMConfig,
+    rows="many rows",
+    arch="sm_90",
+    whole_k_steps=True,
+    default=_large_m,
+)
 CUBLAS = Variant(
     name="cublas",
     config=None,
@@ -144,14 +152,7 @@ VARIANTS: tuple[Variant, ...] = (
         adds_adapters=True,
     ),
     SMALL_M,
-    Variant(
-        name="sm90_large_m",
-        config=LargeMConfig,
-        rows="many rows",
-        arch="sm_90",
-        whole_k_steps=True,
-        default=_large_m,
-    ),
+    LARGE_M,
     Variant(
         name="triton",
         config=TritonGemmConfig,

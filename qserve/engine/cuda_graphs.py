@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from qserve.engine.batch import Batch
+from qserve.engine.capture import capture
 from qserve.engine.out_of_memory import ran_out
 from qserve.engine.step_buffers import GraphKey, StepBuffers
 from qserve.engine.step_input import StepInput, table_width
@@ -77,6 +78,13 @@ def graph_keys(
     if with_adapters:
         keys += [replace(key, has_adapters=True) for key in keys]
     return sorted(keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters))
+
+
+def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
+    """How many tokens graphs compute, of decodes with one each and of chunks, ascending."""
+    chunks = {key.num_tokens for key in keys if key.is_chunk}
+    decodes = {k.num_tokens for k in keys if not k.is_chunk and k.num_tokens == k.num_requests}
+    return {"decode": sorted(decodes), "chunk": sorted(chunks)}
 
 
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
@@ -150,6 +158,11 @@ class StepGraphs:
     def num_keys(self) -> int:
         return len(self._keys)
 
+    @property
+    def rows(self) -> dict[str, list[int]]:
+        """As graph_rows."""
+        return graph_rows(self._keys)
+
     def capture_next(self) -> bool:
         """Capture the smallest that is not yet. Returns False where there is none."""
         key = next((key for key in self._keys if key not in self._batches), None)
@@ -182,9 +195,7 @@ class StepGraphs:
         self._step(batch)  # compiles kernels, which a capture may not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile, which a capture of all threads forbids: NCCL's own,
-        # those that read adapters and KV pages into pinned memory.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capture(graph, self._pool):
             outputs = self._step(batch)
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph, outputs

@@ -297,14 +297,17 @@ class ModelRunner:
         for fill in step.history_fills:
             self._history.fill_(fill)
         settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
-        settings, emitted, drafts = settings.to(self.device), None, None
+        emitted = drafts = None
         if drafting is None:
-            samples = self._draw(logits_SV, settings)
+            samples = self._draw(logits_SV, settings.to(self.device))
+            # A failed row's request may be in the next step already: its token must be a valid
+            # index.
+            self._last_samples = samples.tokens_S.clamp(min=0)
+            tokens = HostCopy(samples.tokens_S)
         else:
             samples = drafting.draw(logits_SV, settings, self._draw, self._history.table)
-            emitted, drafts = drafting.num_emitted, drafting.propose(outputs)
-        # A failed row's request may be in the next step already: its token must be a valid index.
-        self._last_samples = samples.tokens_S.clamp(min=0)
+            tokens, emitted = drafting.tokens, drafting.num_emitted
+            drafts = drafting.propose(outputs)
         log_probabilities = None
         if settings.num_logprobs >= 0:
             log_probabilities = (
@@ -313,7 +316,7 @@ class ModelRunner:
                 HostCopy(samples.top_tokens_SN),
             )
         return StepHandle(
-            tokens=HostCopy(samples.tokens_S),
+            tokens=tokens,
             num_logprobs=() if log_probabilities is None else step.num_logprobs,
             log_probabilities=log_probabilities,
             prompts=prompts,

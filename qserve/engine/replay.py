@@ -6,6 +6,7 @@ longer one in a graph that is captured for it, or kernel by kernel where graphs 
 
 import torch
 
+from qserve.engine.capture import capture
 from qserve.engine.model_runner import ModelRunner
 from qserve.engine.step_input import StepInput
 
@@ -28,7 +29,7 @@ class Replay:
             self._run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with capture(graph):
                 self._run()
             self.graph, self._run = "captured", graph.replay
 

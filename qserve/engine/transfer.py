@@ -1,6 +1,7 @@
 """Copies between host and device that do not wait. Knows arrays, not their meaning."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -35,6 +36,12 @@ class HostCopy:
             self._event.record()
         else:
             self._host = tensor.clone()  # its place may be written to again before it is read
+
+    def part(self, start: int, stop: int) -> "HostCopy":
+        """Some of a copied tensor's rows."""
+        part = copy(self)
+        part._host = self._host[start:stop]
+        return part
 
     def wait(self) -> torch.Tensor:
         if self._event is not None:

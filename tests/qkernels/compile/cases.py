@@ -27,6 +27,7 @@ from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
+from tests.qkernels.compile.draft_cases import draft_input, drafts
 from tests.qkernels.compile.lora_cases import adapted_product, lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
@@ -194,10 +195,15 @@ def norm_behind(C: int, dtype: torch.dtype = BF16) -> ops.Branch:
     return ops.Branch(norm_C=empty(C, dtype=dtype), eps=1e-5)
 
 
-def limbs(op: str, form: LimbForm, M: int = 4, K: int = 4096, **branch: ops.Branch) -> None:
+def limbs(
+    op: str, form: LimbForm, M: int = 4, K: int = 4096, splits: int = 0, **branch: ops.Branch
+) -> None:
+    x = empty(M, K)
+    if splits:
+        x = SplitKPartials(parts=empty(splits, M, K, dtype=FP32), dtype=BF16)
     inputs = {
         "to_limbs": (empty(M, K),),
-        "add_rms_norm_limbs": (empty(M, K), empty(M, K), empty(K), 1e-5),
+        "add_rms_norm_limbs": (x, empty(M, K), empty(K), 1e-5),
         "silu_and_mul_limbs": (empty(M, 2 * K),),
         "gelu_and_mul_limbs": (empty(M, 2 * K),),
     }
@@ -403,6 +409,12 @@ ROWWISE = {
     "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
     "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
     "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),
+    "norm of parts to limbs": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, K=2048, splits=16)
+    ),
+    "norm of parts to limbs, wide": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, splits=16)
+    ),
     "norm to limbs, asymmetric": Case(run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC)),
     "silu to limbs": Case(run=lambda: limbs("silu_and_mul_limbs", SYMMETRIC)),
     "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
@@ -468,6 +480,12 @@ EXPERTS = {
         )
         for scheme, M, name, sizes, K, consumer in ADAPTED
     },
+    "drafts of 1": Case(run=lambda: drafts(1, 3), quick=SM90),
+    "drafts of 64, by chance": Case(run=lambda: drafts(64, 5, "by chance")),
+    "drafts of 8, known": Case(run=lambda: drafts(8, 128, "known")),
+    "draft input": Case(run=lambda: draft_input(64, 4096)),
+    "draft input as limbs": Case(run=lambda: draft_input(1, 4096, SYMMETRIC), quick=SM90),
+    "draft input as limbs, asymmetric": Case(run=lambda: draft_input(4, 5120, ASYMMETRIC)),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
 }

@@ -5,9 +5,10 @@ import time
 
 import pytest
 import torch
+import triton.language as tl
 
 from formats.scheme import ActivationSpec
-from qkernels.collective import one_shot, one_shot_norm, ops, reference, two_shot
+from qkernels.collective import exchange_triton, one_shot, one_shot_norm, ops, reference, two_shot
 from qkernels.collective.channels import PeerLostError
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -290,3 +291,18 @@ def test_a_rank_that_does_not_come_is_named(device, half, kind, ranks):
         # on a GPU, time enough for those that come
         limit = 10**7 if ON_GPU else 300
         results_of_ranks(ranks, work, device, spin_limit=limit, absent=(last,))
+
+
+def test_the_host_ends_a_wait(device, half, monkeypatch):
+    """Seen by kernels that run, whatever is queued behind them; it names no rank as lost."""
+    x = of_ranks(2, CHANNELS, dtype=half, device=device)
+    monkeypatch.setattr(exchange_triton, "LOOKS_A_LOOK_AT_THE_HOST", tl.constexpr(4))
+
+    def work(peers):
+        peers.abort()
+        ops.all_reduce(x[0], peers, "one_shot")
+        ops.all_reduce(x[0], peers, "two_shot")
+        peers.check()
+        return []
+
+    assert results_of_ranks(2, work, device, absent=(1,)) == [[], []]

@@ -77,6 +77,20 @@ def test_rows_with_strides_and_at_an_odd_address(half, device, M, form):
 
 
 @forms
+@pytest.mark.parametrize("C", [128, 640])
+def test_embeddings_beside_states(half, device, M, form, C):
+    table, state = (random_inputs(rows, C, half).to(device) for rows in (9, M))
+    norms = [random_inputs(1, C, half).to(device)[0] for _ in range(2)]
+    tokens = torch.tensor([8, 0, 3, 5], device=device)[:M]
+    inputs = tokens, table, norms[0], state, norms[1], 1e-5
+    poison(device)
+    limbs, normed = ops.embed_norms_limbs(*inputs, form, kernel="triton")
+    both, want = ops.embed_norms(*inputs, kernel="reference")
+    check_near(from_limbs(limbs), both)
+    check_near(normed, want)
+
+
+@forms
 @pytest.mark.parametrize("C, add", [(128, True), (1152, False), (1152, True)])
 def test_norm(half, device, M, form, C, add):
     """A sum in another order may move a value by its last bit; the limbs are of such values.

@@ -1,0 +1,69 @@
+"""What goes on in a process while a CUDA graph is captured."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from qserve.engine.capture import capture
+
+
+class Garbage:
+    """Only the collector finds it, since it holds itself; `freed` is called then."""
+
+    def __init__(self, freed):
+        self.itself, self.freed = self, freed
+
+    def __del__(self):
+        self.freed()
+
+
+@pytest.fixture
+def eager_collector():
+    """One that looks at all there is whenever objects are made."""
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    yield
+    gc.set_threshold(*before)
+
+
+def make_objects():
+    return [[n] for n in range(3000)]
+
+
+def test_no_garbage_is_collected(eager_collector, monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+    with pytest.raises(ZeroDivisionError), capture(None):
+        Garbage(lambda: told.append("freed"))
+        make_objects()
+        assert not told
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    make_objects()
+    assert told
+
+
+def test_a_collector_that_is_off_stays_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+    gc.disable()
+    try:
+        with capture(None):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_what_would_be_freed_ends_no_capture(eager_collector):
+    """An engine of before, which the collector would find: its end waits for the device."""
+    x = torch.ones(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        Garbage(torch.cuda.synchronize)
+        make_objects()
+        x += 1
+    graph.replay()
+    assert x.eq(2).all()
