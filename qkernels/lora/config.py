@@ -64,8 +64,8 @@ def shrink_config(
     `leaves_parts`: what reads the result can add its parts. It does so for few rows alone.
     """
     rows = tile_rows(T)
-    by_warp = T <= FEW_ROWS
-    warps = 8 if by_warp and (rows > 16 or K > 8192) else 4
+    by_warp = rows <= 32
+    warps = 8 if by_warp and K > 8192 else 4
     # [rows, inputs] of x are in registers
     inputs = (2048 * warps if by_warp else 4096) // rows
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
