@@ -75,7 +75,7 @@ class LoraTermArguments:
 
 
 @gluon.jit
-def prefetch_term(term, tile, M, N):
+def prefetch_term(term, tile, M, N, split, SPLIT: gl.constexpr):
     """Asks the L2 for the Bs of the first rows, which no kernel of the step writes: 4 warps."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, BLOCK], [4, 1], [1, 0])
     m = gl.arange(0, PREFETCHED_ROWS, gl.SliceLayout(1, LAYOUT))
@@ -84,6 +84,7 @@ def prefetch_term(term, tile, M, N):
     slots = term.slots(m, M)
     ranks = term.ranks(slots, term.slice_of(first_n))
     block = term.b_block(gl.maximum(slots, 0), 0)
+    ranks = gl.where(slots % SPLIT == split, ranks, 0)
     j = gl.where(j[None, :] < ranks[:, None], j[None, :], 0)
     # 64 outputs of one rank are 128 bytes
     _prefetch(block[:, None] + j * term.b_rank_stride + first_n)
@@ -102,11 +103,14 @@ def _prefetch(ptrs):
 
 
 @gluon.jit
-def term_of_tile(term, tile, M, N, zero, BM: gl.constexpr, SUMS: gl.constexpr):
+def term_of_tile(
+    term, tile, M, N, zero, split, SPLIT: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr
+):
     """Float32 [64, BM] in the layout of a warpgroup's sums: a tile's 64 outputs, rows up to M.
 
     Every adapter's B is multiplied by every row's h, and a row takes the product of its own: what
-    one adapter holds, inf and NaN too, is in no other one's rows.
+    one adapter holds, inf and NaN too, is in no other one's rows. The splits of K share out the
+    adapters by their slots.
     """
     # its thread has the elements that it has in SUMS
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -118,7 +122,7 @@ def term_of_tile(term, tile, M, N, zero, BM: gl.constexpr, SUMS: gl.constexpr):
     first_n = first_output(tile, N)
     s = term.slice_of(first_n)
     slots = term.slots(zero + gl.arange(0, BM, ROWS), M)
-    ranks = term.ranks(slots, s)
+    ranks = gl.where(slots % SPLIT == split, term.ranks(slots, s), 0)
     slots_of_columns = term.slots(zero + gl.arange(0, BM, gl.SliceLayout(0, PRODUCT)), M)[None, :]
     h_m = zero + gl.arange(0, BM, gl.SliceLayout(0, H))
     h_j = gl.arange(0, BLOCK, gl.SliceLayout(1, H))[:, None]

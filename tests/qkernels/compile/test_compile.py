@@ -30,8 +30,6 @@ PREFILL_LOOP_SPILLS = {168: 24, 128: 128}
 # innermost loops around products at most); everything else spills nothing
 SPILLS = (
     # before the loop and behind it; the spills in it of 64 rows are those without adapters, and one
-    (("sm_90",), "wna16.sm90_gemv_imma", "w4a16-sym of adapters", 16, 0),
-    (("sm_90",), "wna16.sm90_gemv_imma", "w4a16-asym of adapters", 24, 0),
     (("sm_90",), "wna16.sm90_small_m", "w4a16-sym of adapters M=32", 40, 2),
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym of adapters M=16", 12, 2),
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym of adapters M=64", 96, 7),

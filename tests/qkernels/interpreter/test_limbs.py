@@ -138,7 +138,7 @@ def test_silu_and_mul(half, device, M, form):
 @pytest.mark.parametrize("M, form", FORMS[2:4] + FORMS[-2:], ids=IDS[2:4] + IDS[-2:])
 @pytest.mark.parametrize("op", ["to_limbs", "rms_norm", "add_rms_norm", "silu_and_mul"])
 def test_limbs_beside_their_tensor(half, device, M, form, op):
-    """The tensor that adapters read is what the limbs were made of, and they are those without it."""
+    """The limbs were made of the tensor that adapters read, and are those without it."""
     x, weight = random_inputs(M, 1152, half).to(device), random_inputs(1, 1152, half)[0].to(device)
     calls = {
         "to_limbs": lambda form: ops.to_limbs(x, form, "triton"),
