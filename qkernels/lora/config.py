@@ -71,6 +71,8 @@ def shrink_config(
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
     adds_parts = not (leaves_parts and rows <= 32)
     most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
+    if not adds_parts and rows > 16:
+        most = min(most, 8)  # for more the products of as many rows have no registers
     if adds_parts and groups * num_owners(T, num_slots) > MOST_COUNTERS:
         most = 1
     steps = ceil_div(K, inputs)
