@@ -23,7 +23,7 @@ from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_outputs import StepOutputs
-from qserve.engine.transfer import HostCopy, on_host, to_device
+from qserve.engine.transfer import HostCopy, PinnedCopies, to_device
 from qserve.parallel.pipeline import Pipeline
 from qserve.speculation.speculative_step import (
     DrawRows,
@@ -93,6 +93,7 @@ class SpeculativeGraphs:
     ) -> None:
         """`outputs`: where the model's graph of a key leaves its results."""
         self.state, self._outputs, self.device = state, outputs, device
+        self._copies = PinnedCopies(device)
         self._entries: dict[GraphKey, _Entry] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -109,9 +110,12 @@ class SpeculativeGraphs:
             ):
                 place.copy_(value)
             batch.context_lengths_R.copy_(lengths_R)
-        packed = self._packed(key, step)
-        entry.changing.copy_(on_host(packed, self.device), non_blocking=True)
+        self._copies.send_(self._packed(key, step), entry.changing)
         return GraphedStep(self, key, entry, step.draft_rows)
+
+    def fetch(self, words: torch.Tensor) -> HostCopy:
+        """Copy numbers of a step to the host."""
+        return self._copies.fetch(words)
 
     def _packed(self, key: GraphKey, step: StepInput | None = None) -> np.ndarray:
         """All of `changing`, for a step; None: for one of nothing."""
@@ -242,7 +246,7 @@ class GraphedStep(SpeculativeStep):
             entry.tokens_S[:count] = samples.tokens_S
             entry.words_SP[:count] = settings.words_SP
         settled, self._drafts_DK = self._graphs.behind(self._key, entry, sort).run()
-        self._tell(settled, count)
+        self._tell(settled, self._graphs.fetch(settled.told), count)
         return samples._replace(tokens_S=settled.told[:count])
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
