@@ -7,6 +7,7 @@ speed is real and text is not. Each line: so many requests, of --input tokens in
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -176,10 +177,17 @@ def resident_gib() -> float:
 
 
 def measure(llm: LLM, batch: int, num_input: int, num_output: int) -> dict[str, float]:
-    """Time to the first token of all requests, then the mean time of a decode step."""
-    prompts = [[7 + i + j for j in range(num_input)] for i in range(batch)]
+    """Time to the first token of all requests, then the mean time of a decode step.
+
+    No prompt comes twice, else the prefix cache would know it.
+    """
+    numbers = itertools.count()
+
+    def prompt(number: int) -> list[int]:
+        return [(number * 7919 + j * 31) % 1000 + 7 for j in range(num_input)]
 
     def run(tokens: int) -> float:
+        prompts = [prompt(next(numbers)) for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         torch.cuda.synchronize() if torch.cuda.is_available() else None
         start = time.perf_counter()

@@ -64,9 +64,11 @@ def check_norm(name: str, weight_C: torch.Tensor | None, x: LinearOutput) -> Non
         check_tensor(name, weight_C, x.shape[-1:], (x.dtype, torch.float32), x)
 
 
-def check_limb_rows(name: str, x: torch.Tensor, inputs: int, form: LimbForm) -> None:
+def check_limb_rows(
+    name: str, x: LinearOutput, inputs: int, form: LimbForm, parts: bool = False
+) -> None:
     """Raise KernelError unless rows of so many inputs, made of x's, can become limbs."""
-    check_float(name, x)
+    check_float(name, x, parts)
     if x.dtype not in HALF_DTYPES:
         raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")
     reason = form.refuses(x.shape[0], inputs)

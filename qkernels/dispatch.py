@@ -204,6 +204,7 @@ KERNELS: tuple[Kernel, ...] = (
         supports=problem.anything,
     ),
     *_rows("lora", "lora_shrink", "triton_lora", problem.needs_triton_on_gpu),
+    *_rows("lora", "lora_shrink_parts", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("lora", "lora_expand_", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("delta_net", "causal_conv_", "triton_conv", problem.needs_triton_on_gpu),
     *_rows("delta_net", "delta_rule_", "triton_delta", delta_net.triton_delta),

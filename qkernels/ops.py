@@ -13,7 +13,7 @@ from qkernels.collective.ops import all_reduce, all_reduce_add_rms_norm_into
 from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
-from qkernels.lora.ops import lora_expand_, lora_shrink
+from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.branch import Branch
 from qkernels.rowwise.into_form import (
@@ -76,6 +76,7 @@ __all__ = [
     "linear_codes",
     "lora_expand_",
     "lora_shrink",
+    "lora_term",
     "paged_attention",
     "plan_linear",
     "prepare_weight",

@@ -4,7 +4,7 @@ from qkernels.attention.reference import apply_rope, paged_attention, rope_write
 from qkernels.collective.reference import all_reduce, all_reduce_add_rms_norm_into
 from qkernels.drafts.reference import fill_drafts_, settle_drafts_, spread_logits
 from qkernels.linear.reference import linear, linear_codes, prepare_weight
-from qkernels.lora.reference import lora_expand_, lora_shrink
+from qkernels.lora.reference import lora_expand_, lora_shrink, lora_shrink_parts
 from qkernels.moe.reference import experts, prepare_experts, route, route_tokens
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.rowwise.reference import (
@@ -49,6 +49,7 @@ __all__ = [
     "linear_codes",
     "lora_expand_",
     "lora_shrink",
+    "lora_shrink_parts",
     "paged_attention",
     "prepare_weight",
     "quantize_input",

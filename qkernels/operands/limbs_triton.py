@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from qkernels.operands.codes_triton import magnitude_bits
+from qkernels.operands.split_k_triton import load_reduced
 
 
 @triton.jit
@@ -15,6 +16,21 @@ def load_steps(row_ptr, first, steps, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """BLOCK steps of a row, from the first on, in the order of words: [BLOCK 32, 2, 2]."""
     ptrs, inside = _steps(row_ptr, first, steps, BLOCK, FORM)
     return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_reduced_steps(
+    row_ptr,
+    stride_part,
+    first,
+    steps,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """load_steps of what may be parts still to be added."""
+    ptrs, inside = _steps(row_ptr, first, steps, BLOCK, FORM)
+    return load_reduced(ptrs, inside, stride_part, SUM)
 
 
 @triton.jit

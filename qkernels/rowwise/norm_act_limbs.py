@@ -12,7 +12,14 @@ from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
-from qkernels.operands.limbs_triton import load_steps, store_limbs, store_steps
+from qkernels.operands.limbs_triton import (
+    load_reduced_steps,
+    load_steps,
+    store_limbs,
+    store_steps,
+)
+from qkernels.operands.split_k import LinearOutput
+from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source, reduce_warps
 from qkernels.rowwise.branch import PLAIN, Branch
 from qkernels.rowwise.branch_triton import gelu_argument, weighted
 from qkernels.rowwise.limbs import limbs_by_steps, to_limbs
@@ -31,7 +38,7 @@ def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form:
 
 
 def add_rms_norm_limbs(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor | None,
     eps: float,
@@ -43,7 +50,7 @@ def add_rms_norm_limbs(
 
 
 def _norm(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor | None,
     weight_C: torch.Tensor | None,
     eps: float,
@@ -57,16 +64,19 @@ def _norm(
         else:
             normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
         return to_limbs(normed_MC, form), total_MC
-    x_MC = x_MC.contiguous()
-    limbs = empty_limbs(form, M, C, x_MC.device)
-    total_MC = None if residual_MC is None else torch.empty_like(x_MC)
+    source, stride_part, format = partials_source(contiguous(x_MC))
+    limbs = empty_limbs(form, M, C, source.device, x_MC.dtype)
+    total_MC = None
+    if residual_MC is not None:
+        total_MC = torch.empty((M, C), dtype=x_MC.dtype, device=source.device)
     steps = C // K_STEP
     whole = power_of_two(C)
-    with on_device(x_MC):
+    with on_device(source):
         launch(
             _rms_norm_limbs,
             (M, ceil_div(steps, NORM_STEPS)),
-            x_MC,
+            source,
+            stride_part,
             residual_MC,
             weight_C,
             branch.norm_C,
@@ -74,6 +84,7 @@ def _norm(
             limbs.words,
             limbs.scales,
             limbs.sums,
+            limbs.tensor,
             M,
             steps,
             eps,
@@ -81,15 +92,17 @@ def _norm(
             FORM=form,
             WHOLE=whole,
             BLOCK=NORM_STEPS,
-            num_warps=8,
-            **pdl_options(x_MC, M),
+            SUM=format,
+            num_warps=max(8, reduce_warps(whole)) if format.parts else 8,
+            **pdl_options(source, M),
         )
     return limbs, total_MC
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_limbs(
-    x_ptr,  # [M, C]
+    x_ptr,  # [M, C], or parts of it (split_k_triton.py)
+    stride_part,
     residual_ptr,  # [M, C] or None
     weight_ptr,  # [C] or None: the sum alone
     branch_ptr,  # [C] or None
@@ -97,6 +110,7 @@ def _rms_norm_limbs(
     words_ptr,
     scales_ptr,
     sums_ptr,
+    y_ptr,  # [M, C] or None
     M,
     steps,
     eps,
@@ -105,10 +119,11 @@ def _rms_norm_limbs(
     FORM: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The sum of one row, and limbs of BLOCK steps of it."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = SUM.dtype
     m, first = tl.program_id(0), tl.program_id(1) * BLOCK
     row = m.to(tl.int64) * steps * 128
     c = tl.arange(0, WHOLE)
@@ -121,8 +136,9 @@ def _rms_norm_limbs(
     if PDL:
         # after the weight, which never changes; x is the previous kernel's until it ends
         pdl_launch_and_wait()
-    x = tl.load(x_ptr + row + c, mask=inside, other=0.0).to(tl.float32)
-    own = load_steps(x_ptr + row, first, steps, BLOCK, FORM).to(tl.float32)
+    x = load_reduced(x_ptr + row + c, inside, stride_part, SUM).to(tl.float32)
+    own = load_reduced_steps(x_ptr + row, stride_part, first, steps, BLOCK, FORM, SUM)
+    own = own.to(tl.float32)
     if residual_ptr is not None:
         if branch_ptr is not None:
             shrink = tl.rsqrt(tl.sum(x * x, 0) / (steps * 128) + BRANCH_EPS)
@@ -146,19 +162,26 @@ def _rms_norm_limbs(
         if weight_ptr.dtype.element_ty != tl.float32:  # else the product alone is rounded
             normed = normed.to(DTYPE).to(tl.float32)
         y = (weight * normed).to(DTYPE)
+    if y_ptr is not None:
+        store_steps(y_ptr + row, y, first, steps, FORM)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
 
 
 def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.silu_and_mul_limbs."""
-    width = x_M2I.shape[1] // 2
-    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), width, form, GELU=False)
+    return _activate_and_mul(x_M2I, form, GELU=False)
 
 
 def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.gelu_and_mul_limbs."""
-    width = x_M2I.shape[1] // 2
-    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), width, form, GELU=True)
+    return _activate_and_mul(x_M2I, form, GELU=True)
+
+
+def _activate_and_mul(x_M2I: torch.Tensor, form: LimbForm, *, GELU: bool) -> Limbs:
+    M, width = x_M2I.shape
+    limbs = empty_limbs(form, M, width // 2, x_M2I.device, x_M2I.dtype)
+    limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), limbs, limbs.tensor, GELU=GELU)
+    return limbs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -167,6 +190,7 @@ def _silu_and_mul_limbs(
     words_ptr,
     scales_ptr,
     sums_ptr,
+    y_ptr,  # [M, I] or None
     M,
     steps,
     GELU: tl.constexpr,
@@ -185,4 +209,6 @@ def _silu_and_mul_limbs(
     argument = gelu_argument(gate) if GELU else gate
     activated = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
     y = (activated * up).to(DTYPE)
+    if y_ptr is not None:
+        store_steps(y_ptr + m.to(tl.int64) * steps * 128, y, first, steps, FORM)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

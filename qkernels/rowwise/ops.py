@@ -209,7 +209,7 @@ def rms_norm_limbs(
 
 
 def add_rms_norm_limbs(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor | None,
     eps: float,
@@ -219,7 +219,7 @@ def add_rms_norm_limbs(
 ) -> tuple[Limbs, torch.Tensor]:
     """Returns (to_limbs(y), sum) of add_rms_norm's (y, sum)."""
     op = "add_rms_norm_limbs"
-    check_limbs(op, x_MC, form)
+    check_limbs(op, x_MC, form, parts=True)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
     check_norm(f"{op} weight", weight_C, x_MC)
     check_norm(f"{op} branch", branch.norm_C, x_MC)
@@ -295,7 +295,7 @@ def _check_embed_norms(
     check_tensor(f"{op} norm of the table", table_norm_C, (C,), (state_norm_C.dtype,), state_MC)
 
 
-def _run_limbs(op: str, x: torch.Tensor, kernel: str | None):
+def _run_limbs(op: str, x: LinearOutput, kernel: str | None):
     return dispatch.implementation(
         op, device=x.device.type, dtype=x.dtype, requested=kernel, in_features=x.shape[1]
     )
@@ -318,9 +318,11 @@ def check_quantized(
         check_tensor(f"{op} scale", scale, (), (torch.float32,), x)
 
 
-def check_limbs(op: str, x: torch.Tensor, form: LimbForm, halves: int = 1) -> None:
+def check_limbs(
+    op: str, x: LinearOutput, form: LimbForm, halves: int = 1, parts: bool = False
+) -> None:
     """Raise KernelError unless x [M, halves K] can become limbs."""
     _, width = expect_ndim(f"{op} x", x, 2)
     if width % halves:
         raise KernelError(f"{op} x", f"an odd width, found {list(x.shape)}")
-    check_limb_rows(f"{op} x", x, width // halves, form)
+    check_limb_rows(f"{op} x", x, width // halves, form, parts)

@@ -153,7 +153,7 @@ def embed_norms_limbs(
 
 
 def add_rms_norm_limbs(
-    x_MC: torch.Tensor,
+    x_MC: LinearOutput,
     residual_MC: torch.Tensor,
     weight_C: torch.Tensor | None,
     eps: float,

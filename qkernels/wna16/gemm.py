@@ -5,6 +5,7 @@ Legend: M rows of x, K inputs, N outputs.
 
 import functools
 import importlib
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -15,16 +16,25 @@ from qkernels.errors import KernelError
 from qkernels.gpu import device as gpu_device
 from qkernels.linear.plan import GemmPlan, GemmProblem
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.term import LoraTerm, tiles_fault
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput, SplitKPartials
 from qkernels.tuning import table as tuning_table
 from qkernels.wna16 import prepack
+from qkernels.wna16.row_split import rows_of_tiles
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
-from qkernels.wna16.sm90_small_m_config import SmallMConfig, split_k_config
+from qkernels.wna16.sm90_large_m_config import default_large_m_config
+from qkernels.wna16.sm90_small_m_config import (
+    SmallMConfig,
+    default_small_m_config,
+    split_k_config,
+)
 from qkernels.wna16.triton_gemm import dequantize
 from qkernels.wna16.tuned import TUNED
 from qkernels.wna16.variants import (
+    ANY,
     CUBLAS,
+    LARGE_M,
     Shape,
     WNA16Config,
     default_config,
@@ -56,7 +66,26 @@ def plan(
         )
         if shared is not None:
             return plan_for(shared, problem, output="split_k")
-    return plan_for(config, problem)
+    return _in_two(problem, shape, M, config) or plan_for(config, problem)
+
+
+def _in_two(
+    problem: GemmProblem, shape: Shape, M: int, config: WNA16Config | None
+) -> GemmPlan | None:
+    """Two kernels, where a few rows more would be a wave of tiles more (row_split.py)."""
+    choice = parse_choice(problem.requested)
+    if choice != ANY or config != default_config(shape, M, fused=False):
+        return None  # somebody asked for one kernel, or measured that it is the fastest
+    if LARGE_M.refuses(shape) is not None:
+        return None
+    sizes = shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
+    rows = rows_of_tiles(M, *sizes)
+    if rows is None:
+        return None
+    tiles, rest = default_large_m_config(rows, *sizes), default_small_m_config(M - rows, *sizes)
+    if rest is None:
+        return None
+    return replace(plan_for(tiles, problem), rows=rows, tail=plan_for(rest, problem))
 
 
 def plan_for(config: WNA16Config | None, problem: GemmProblem, output: str = "sum") -> GemmPlan:
@@ -78,18 +107,36 @@ def run(
     x: torch.Tensor | Limbs,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    term: LoraTerm | None = None,
 ) -> LinearOutput:
-    """x [M, K], or its limbs, to [M, N]; equal inputs, equal bits."""
+    """x [M, K], or its limbs, to [M, N]; equal inputs, equal bits.
+
+    `term`, which adapters add, is for plans that `adapters_fault` finds none in.
+    """
     if plan.variant == CUBLAS.name:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
-    form = x.form if isinstance(x, Limbs) else None
+    form = replace(x.form, with_tensor=False) if isinstance(x, Limbs) else None
     if form != plan.operand:
         raise KernelError("linear x", f"expected it as {plan.operand}, found {form}")
     kernel = _module(plan.variant)
+    if plan.tail is not None:
+        y_MN = x.new_empty(x.shape[0], weight.out_features)
+        kernel.run(x[: plan.rows], weight, bias, plan.config, y_MN=y_MN[: plan.rows])
+        rest = _module(plan.tail.variant)
+        rest.run(x[plan.rows :], weight, bias, plan.tail.config, y_MN=y_MN[plan.rows :])
+        return y_MN
+    terms = () if term is None else (term,)
     if plan.output == "split_k":
-        partials = kernel.run_split_k(x, weight, bias, plan.config)
+        partials = kernel.run_split_k(x, weight, bias, plan.config, *terms)
         return SplitKPartials(parts=partials, dtype=x.dtype)
-    return kernel.run(x, weight, bias, plan.config)
+    return kernel.run(x, weight, bias, plan.config, *terms)
+
+
+def adapters_fault(plan: GemmPlan, sizes: tuple[int, ...]) -> str | None:
+    """Why the product adds no adapters of linears of so many outputs; None: it does."""
+    if not variant_of(plan.config).adds_adapters:
+        return f"{plan.variant} adds no adapters"
+    return tiles_fault(sizes)
 
 
 @functools.cache

@@ -52,12 +52,14 @@ def run(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     config: LargeMConfig,
+    y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N]. For groups divisible by 128."""
+    """x [M, K], contiguous, to [M, N], in `y_MN` if given. For groups divisible by 128."""
     x_MK = aligned(x_MK)
     M, K = x_MK.shape
     N = weight.out_features
-    y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    if y_MN is None:
+        y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     partials, counters = workspace(x_MK.device)
     tiles = config.tiles(M, N)
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")

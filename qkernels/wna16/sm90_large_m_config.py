@@ -164,7 +164,7 @@ def default_large_m_config(
     """The fastest config for M rows; None: triton_gemm or cuBLAS is faster, or it cannot run."""
     if k_step(group) != K_STEP or M < _MIN_ROWS:
         return None
-    best, least = None, _other_time(M, N, K, group, bits, sm_count)
+    best, least = None, other_time(M, N, K, group, bits, sm_count)
     for num_consumers, block_m in LARGE_M_SIZES:
         if block_m == 64 and M > 64:
             continue
@@ -179,13 +179,13 @@ def default_large_m_config(
                 split=split,
                 tail_split=tail_split,
             )
-            time = _time(config, M, N, K)
+            time = large_m_time(config, M, N, K)
             if config.fits(M, N, K) and time < least:
                 best, least = config.on(M, N, sm_count), time
     return best
 
 
-def _time(config: LargeMConfig, M: int, N: int, K: int) -> float:
+def large_m_time(config: LargeMConfig, M: int, N: int, K: int) -> float:
     """Predicted microseconds."""
     step_times = _K_STEP_TIME[config.bits]
     step_time = step_times[config.num_consumers, config.block_m]
@@ -205,7 +205,7 @@ def _time(config: LargeMConfig, M: int, N: int, K: int) -> float:
     return _START_TIME + (waves - 1) * _NEXT_TILE_TIME + products + reduction
 
 
-def _other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> float:
+def other_time(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> float:
     """Predicted microseconds of triton_gemm, or of dequantizing and cuBLAS."""
     other = default_triton_config(M, N, K, group, sm_count)
     if other is None:

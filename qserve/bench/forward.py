@@ -12,6 +12,7 @@ from qserve.bench.pyplot import import_pyplot
 from qserve.bench.statistics import median, spread_percent
 from qserve.bench.step_case import StepCase
 from qserve.bench.step_timer import StepTimer
+from qserve.bench.step_times import GRAPH_ROWS
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.profile.floors import floors_us
@@ -33,6 +34,8 @@ def bench_forward(model: str, config: EngineConfig, settings: ForwardSettings) -
         "engine": engine_settings(config),
     }
     with contextlib.closing(Engine(config)) as engine:
+        if engine.runner.graphs is not None:
+            result[GRAPH_ROWS] = engine.runner.graphs.rows  # what a step's tokens are padded to
         for each in _measured(engine, settings):
             found.append(each)
             write_json(settings.output_json, result)  # what is measured is not lost with the rest

@@ -2,8 +2,8 @@
 
     seconds = products(T) + a * keys that decodes read + b * pairs of prompt tokens and their keys
 
-`products` is linear between the token counts T that were measured; all is one least-squares fit of
-relative errors.
+T is the step's tokens, or as many as the CUDA graph computes that it runs in. `products` is linear
+between the T that were measured; all is one least-squares fit of relative errors.
 """
 
 import json
@@ -19,7 +19,7 @@ from qserve.engine.step_pace import StepLoad
 from qserve.engine.step_plan import StepPlan, load_of
 
 KEYS, PAIRS = 1e5, 1e7  # in which keys and pairs are counted, so that the factors are alike
-MEDIAN, WHOLE = "median_us", "step_us"
+GRAPH_ROWS = "graph_rows"  # of the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class StepTimes:
     product_seconds: tuple[float, ...]  # at these
     key_seconds: float
     pair_seconds: float
+    decode_rows: tuple[int, ...] = ()  # tokens of the graphs that decodes run in, ascending
+    chunk_rows: tuple[int, ...] = ()  # of those that hold prompts
     error: float = 0.0  # the fit's mean relative error
 
     @classmethod
@@ -43,20 +45,27 @@ class StepTimes:
     def read(cls, path: str) -> "StepTimes":
         """Of a result of `bench forward`. Raises InputError."""
         try:
-            cases = json.loads(Path(path).read_text(encoding="utf-8"))["cases"]
-            return cls.fit(cases)
+            result = json.loads(Path(path).read_text(encoding="utf-8"))
+            rows = result.get(GRAPH_ROWS, {"decode": (), "chunk": ()})
+            return cls.fit(result["cases"], tuple(rows["decode"]), tuple(rows["chunk"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 path, f"expected a result of bench forward: {one_line(error)}"
             ) from None
 
     @classmethod
-    def fit(cls, cases: Sequence[dict[str, Any]]) -> "StepTimes":
-        """The whole step counts, with its inputs and its sampling, as far as the GPU does it."""
+    def fit(
+        cls,
+        cases: Sequence[dict[str, Any]],
+        decode_rows: tuple[int, ...] = (),
+        chunk_rows: tuple[int, ...] = (),
+    ) -> "StepTimes":
+        """The whole step counts, with its inputs and its sampling, where that was measured."""
         loads = [_load_of_case(case) for case in cases]
-        seconds = np.array([case[MEDIAN] for case in cases]) / 1e6
-        knots = np.array(sorted({float(_tokens(load)) for load in loads}))
-        columns = np.array([_features(load, knots) for load in loads])
+        tokens = [_padded(load, decode_rows, chunk_rows) for load in loads]
+        seconds = np.array([case.get("step_us", case["median_us"]) for case in cases]) / 1e6
+        knots = np.array(sorted(set(tokens)))
+        columns = np.array([_features(*each, knots) for each in zip(loads, tokens, strict=True)])
         weighted = columns / seconds[:, None]
         factors, *_ = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)
         if (factors[-2:] < 0).any():  # too few contexts to tell them: they do not count
@@ -68,6 +77,8 @@ class StepTimes:
             product_seconds=tuple(np.maximum(factors[:-2], 0).tolist()),
             key_seconds=float(factors[-2]),
             pair_seconds=float(factors[-1]),
+            decode_rows=decode_rows,
+            chunk_rows=chunk_rows,
             error=float(errors.mean()),
         )
 
@@ -76,7 +87,8 @@ class StepTimes:
 
     def of_load(self, load: StepLoad) -> float:
         """Beyond the largest token count that was measured, as steep as before it."""
-        tokens, counts, seconds = _tokens(load), self.token_counts, self.product_seconds
+        tokens = _padded(load, self.decode_rows, self.chunk_rows)
+        counts, seconds = self.token_counts, self.product_seconds
         if len(counts) > 1 and tokens > counts[-1]:
             slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
             products = seconds[-1] + slope * (tokens - counts[-1])
@@ -88,13 +100,16 @@ class StepTimes:
         return products + others
 
 
-def _tokens(load: StepLoad) -> int:
-    return load.num_prompt_tokens + load.num_decodes
+def _padded(load: StepLoad, decode_rows: tuple[int, ...], chunk_rows: tuple[int, ...]) -> float:
+    """The tokens of the smallest graph that holds the step; beyond the largest, its own."""
+    tokens = load.num_prompt_tokens + load.num_decodes
+    rows = chunk_rows if load.num_prompt_tokens else decode_rows
+    return float(next((each for each in rows if each >= tokens), tokens))
 
 
-def _features(load: StepLoad, knots: np.ndarray) -> np.ndarray:
+def _features(load: StepLoad, tokens: float, knots: np.ndarray) -> np.ndarray:
     """Weights of the knots on both sides of a token count, then keys and pairs."""
-    tents = [np.interp(_tokens(load), knots, row) for row in np.eye(len(knots))]
+    tents = [np.interp(tokens, knots, row) for row in np.eye(len(knots))]
     return np.array([*tents, load.num_keys / KEYS, load.num_pairs / PAIRS])
 
 

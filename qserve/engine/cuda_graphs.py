@@ -80,6 +80,13 @@ def graph_keys(
     return sorted(keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters))
 
 
+def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
+    """How many tokens graphs compute, of decodes with one each and of chunks, ascending."""
+    chunks = {key.num_tokens for key in keys if key.is_chunk}
+    decodes = {k.num_tokens for k in keys if not k.is_chunk and k.num_tokens == k.num_requests}
+    return {"decode": sorted(decodes), "chunk": sorted(chunks)}
+
+
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     """The first of `keys` that holds a step, or None."""
     count, has_adapters = step.rows_each, step.adapter_slots_T is not None
@@ -150,6 +157,11 @@ class StepGraphs:
     @property
     def num_keys(self) -> int:
         return len(self._keys)
+
+    @property
+    def rows(self) -> dict[str, list[int]]:
+        """As graph_rows."""
+        return graph_rows(self._keys)
 
     def capture_next(self) -> bool:
         """Capture the smallest that is not yet. Returns False where there is none."""

@@ -28,12 +28,24 @@ from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
 from tests.qkernels.compile.draft_cases import draft_input, drafts
-from tests.qkernels.compile.lora_cases import lora
+from tests.qkernels.compile.lora_cases import adapted_product, lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 INTEGERS, FLOATS = ActivationSpec(), ActivationSpec(type="float")
+ADAPTED = (  # scheme, M, linear, outputs of those beside each other, K, consumer
+    ("w4a16-sym", 1, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 2, "down", (4096,), 14336, "norm"),
+    ("w4a16-sym", 4, "gate_up", (14336, 14336), 4096, None),
+    ("w8a16-sym", 3, "o", (4096,), 4096, "norm"),
+    ("w4a16-sym", 8, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 16, "down", (4096,), 14336, "norm"),
+    ("w4a16-sym", 32, "gate_up", (14336, 14336), 4096, None),
+    ("w4a16-sym", 32, "o", (4096,), 4096, "norm"),
+    ("w4a16-sym", 64, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 64, "gate_up", (14336, 14336), 4096, None),
+)
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
 
 
@@ -84,6 +96,10 @@ def linear(
     weight = prepared(scheme, shape, dtype)
     plan = ops.plan_linear(weight, M, consumer, fused=False)
     ops.linear(empty(M, K, dtype=dtype), weight, empty(N, dtype=dtype) if bias else None, plan)
+
+
+def adapted(scheme: str, M: int, sizes: tuple[int, ...], K: int, consumer: Consumer | None) -> None:
+    adapted_product(prepared(scheme, (sum(sizes), K), BF16), M, sizes, consumer)
 
 
 def attention(
@@ -179,10 +195,15 @@ def norm_behind(C: int, dtype: torch.dtype = BF16) -> ops.Branch:
     return ops.Branch(norm_C=empty(C, dtype=dtype), eps=1e-5)
 
 
-def limbs(op: str, form: LimbForm, M: int = 4, K: int = 4096, **branch: ops.Branch) -> None:
+def limbs(
+    op: str, form: LimbForm, M: int = 4, K: int = 4096, splits: int = 0, **branch: ops.Branch
+) -> None:
+    x = empty(M, K)
+    if splits:
+        x = SplitKPartials(parts=empty(splits, M, K, dtype=FP32), dtype=BF16)
     inputs = {
         "to_limbs": (empty(M, K),),
-        "add_rms_norm_limbs": (empty(M, K), empty(M, K), empty(K), 1e-5),
+        "add_rms_norm_limbs": (x, empty(M, K), empty(K), 1e-5),
         "silu_and_mul_limbs": (empty(M, 2 * K),),
         "gelu_and_mul_limbs": (empty(M, 2 * K),),
     }
@@ -388,6 +409,12 @@ ROWWISE = {
     "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
     "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
     "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),
+    "norm of parts to limbs": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, K=2048, splits=16)
+    ),
+    "norm of parts to limbs, wide": Case(
+        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, splits=16)
+    ),
     "norm to limbs, asymmetric": Case(run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC)),
     "silu to limbs": Case(run=lambda: limbs("silu_and_mul_limbs", SYMMETRIC)),
     "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
@@ -444,6 +471,15 @@ EXPERTS = {
     "lora gate_up T=2048": Case(
         run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"
     ),
+    **{
+        f"{scheme} of adapters M={M}{' split' if consumer else ''} {name}": Case(
+            run=functools.partial(adapted, scheme, M, sizes, K, consumer),
+            quick=SM90 if M in (1, 16) else (),
+            product="mma" if M <= 4 else "wgmma",
+            least=90,
+        )
+        for scheme, M, name, sizes, K, consumer in ADAPTED
+    },
     "drafts of 1": Case(run=lambda: drafts(1, 3), quick=SM90),
     "drafts of 64, by chance": Case(run=lambda: drafts(64, 5, "by chance")),
     "drafts of 8, known": Case(run=lambda: drafts(8, 128, "known")),

@@ -211,3 +211,25 @@ def test_chosen_and_captured(make_weight, half, M, bits):
         for got, given in ((y, x), (z, y)):
             want = given.double() @ weight_NK.t()
             assert float((got.double() - want).norm() / want.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("M", [520, 1032, 1088])
+def test_a_few_rows_behind_whole_tiles(make_weight, half, M):
+    """Two kernels' work (row_split.py), in a graph, too."""
+    packed = make_weight(4096, 14336, 128)
+    weight = ops.prepare_weight(packed, half)
+    plan = ops.plan_linear(weight, M)
+    assert plan.rows == M // 128 * 128 and plan.tail.variant == "sm90_small_m"
+    x, bias = random_x(M, 14336, half), random_x(1, 4096, half)[0]
+    ops.linear(x, weight, bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.linear(x, weight, bias)
+    weight_NK = packed.dequantize(torch.float64)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        want = x.double() @ weight_NK.t() + bias.double()
+        assert float((y.double() - want).norm() / want.norm()) < 4e-3
+        assert torch.equal(y, ops.linear(x, weight, bias))
+        assert torch.equal(y[plan.rows :], ops.linear(x[plan.rows :], weight, bias))

@@ -1,5 +1,7 @@
 """Limbs made by a kernel, alone or fused, are those of the plain torch twin."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -131,3 +133,21 @@ def test_silu_and_mul(half, device, M, form):
     values = from_limbs(limbs).to(half)
     check_near(values, want)
     check_equal(limbs, lambda: to_limbs(values, form))
+
+
+@pytest.mark.parametrize("M, form", FORMS[2:4] + FORMS[-2:], ids=IDS[2:4] + IDS[-2:])
+@pytest.mark.parametrize("op", ["to_limbs", "rms_norm", "add_rms_norm", "silu_and_mul"])
+def test_limbs_beside_their_tensor(half, device, M, form, op):
+    """The tensor that adapters read is what the limbs stand for, which are those without it."""
+    x, weight = random_inputs(M, 1152, half).to(device), random_inputs(1, 1152, half)[0].to(device)
+    calls = {
+        "to_limbs": lambda form: ops.to_limbs(x, form, "triton"),
+        "rms_norm": lambda form: ops.rms_norm_limbs(x, weight, 1e-5, form, "triton"),
+        "add_rms_norm": lambda form: ops.add_rms_norm_limbs(x, x, weight, 1e-5, form, "triton")[0],
+        "silu_and_mul": lambda form: ops.silu_and_mul_limbs(torch.cat([x, x], 1), form, "triton"),
+    }
+    alone, both = calls[op](form), calls[op](replace(form, with_tensor=True))
+    assert alone.tensor is None and both.tensor.shape == (M, 1152)
+    assert torch.equal(both.tensor, from_limbs(both).to(half))
+    for have, want in zip(written(both), written(alone), strict=True):
+        assert torch.equal(have, want)

@@ -62,6 +62,12 @@ def test_the_result_as_limbs(parts, assert_close, tolerance, device, half, H, D,
     out = torch.empty(3, H, D, dtype=half, device=device)
     limbs = merge_splits(partials, sums, starts_of(3, device), out, LimbForm(bits=4))
     assert_close("limbs", want.flatten(1), from_limbs(limbs), tolerance(half))
+    assert limbs.tensor is None
+    out.fill_(float("nan"))
+    form = LimbForm(bits=4, with_tensor=True)
+    both = merge_splits(partials, sums, starts_of(3, device), out, form)
+    assert torch.equal(both.tensor, from_limbs(limbs).to(half)), "what adapters read"
+    assert torch.equal(from_limbs(both), from_limbs(limbs))
 
 
 def test_rows_of_no_request_are_left_alone(parts, device, half):

@@ -5,8 +5,11 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels.attention import rope_write_kv as kv_cache
+from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs_reference import from_limbs
 from qkernels.operands.split_k import SplitKPartials, split_heads
 from qkernels.rowwise import norm_act
+from qkernels.rowwise import norm_act_limbs as fused_limbs
 from qkernels.rowwise import norm_act_quantize as fused_quant
 from tests.qkernels.flat_attention import paged_kv
 
@@ -59,6 +62,21 @@ def test_norm_and_rounding(random_parts, half, device, poison, activation, rows,
     assert torch.allclose(scales, want_scales, rtol=4 * torch.finfo(half).eps)
     off = (codes.float() != want_codes.float()).float().mean()
     assert off < 0.05, "a last bit of the norm moves few codes"
+
+
+@pytest.mark.parametrize("bits, with_sums", [(4, False), (8, True)])
+@pytest.mark.parametrize("parts, rows, C", [(1, 1, 128), (8, 3, 1280), (16, 2, 2048)])
+def test_norm_and_limbs(random_parts, half, device, poison, bits, with_sums, parts, rows, C):
+    x = random_parts(parts, rows, C)
+    x = SplitKPartials(parts=x.parts, dtype=half)
+    residual, weight = (torch.randn(n, C, device=device).to(half) for n in (rows, 1))
+    form = LimbForm(bits=bits, with_sums=with_sums)
+    limbs, total = fused_limbs.add_rms_norm_limbs(x, residual, weight[0], 1e-5, form)
+    want, want_total = fused_limbs.add_rms_norm_limbs(x.total(), residual, weight[0], 1e-5, form)
+    assert torch.equal(total, want_total)
+    got, want = from_limbs(limbs).float(), from_limbs(want).float()
+    assert (got - want).abs().max() <= 8 * torch.finfo(half).eps * want.abs().max()
+    assert (got != want).float().mean() < 0.05, "a last bit of a norm now and then"
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])

@@ -11,6 +11,7 @@ from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm
+from qkernels.operands.limbs_reference import from_limbs
 from qkernels.operands.split_k import SplitKPartials, reduced, split_heads
 from tests.qkernels.flat_attention import paged_kv
 
@@ -91,14 +92,19 @@ def test_forms_are_made_of_parts():
     form = InputRounding(ActivationSpec(), None)
     codes, total = ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, form)
     assert isinstance(codes, Codes) and torch.equal(total, reduced(x) + reduced(x))
-    with pytest.raises(KernelError, match="add_rms_norm_limbs x: .*parts"):
-        ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, LimbForm(bits=4))
+    x, norm = random_parts(3, 256), torch.ones(256).bfloat16()
+    form = LimbForm(bits=4)
+    limbs, total = ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, form)
+    want, want_total = ops.add_rms_norm_into(reduced(x), reduced(x), norm, 1e-5, form)
+    assert torch.equal(total, want_total)
+    assert torch.equal(from_limbs(limbs), from_limbs(want))
 
 
 @pytest.mark.parametrize(
     "call",
     [
         lambda x: ops.rms_norm(x, torch.ones(16).bfloat16(), 1e-5),
+        lambda x: ops.rms_norm_limbs(x, torch.ones(16).bfloat16(), 1e-5, LimbForm(bits=4)),
         lambda x: ops.rms_norm_quantize(x, torch.ones(16).bfloat16(), 1e-5, ActivationSpec()),
         lambda x: ops.quantize_input(x, ActivationSpec()),
         lambda x: ops.silu_and_mul(x),

@@ -204,6 +204,29 @@ def test_step_times_are_those_that_were_measured():
     assert times.of_load(beyond) == pytest.approx(true_us(4096, 0, 0) / 1e6)
 
 
+def test_steps_take_as_long_as_the_graphs_that_they_run_in(tmp_path):
+    """Nine decodes as many as sixteen; a prompt beside them as the next graph of chunks."""
+    rows = {"decode": [1, 8, 16], "chunk": [64, 128]}
+    seen = {1: 1000, 8: 1500, 16: 2500, 64: 4000, 128: 7000, 300: 16_000}
+    cases = [case(f"d{n}", 1, (n, 1, 0)) | {"step_us": seen[n]} for n in (1, 8, 16)]
+    cases += [case(f"p{n}", 1, (1, n, 0)) | {"step_us": seen[n]} for n in (64, 128, 300)]
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({"cases": cases, "graph_rows": rows}))
+    times = StepTimes.read(str(path))
+    for prompt, decodes, tokens in (
+        (0, 1, 1),
+        (0, 3, 8),
+        (0, 9, 16),
+        (2, 3, 64),
+        (60, 5, 128),
+        (300, 0, 300),
+    ):
+        load = StepLoad(num_prompt_tokens=prompt, num_decodes=decodes)
+        assert times.of_load(load) == pytest.approx(seen[tokens] / 1e6, rel=1e-3), load
+    between = StepLoad(num_prompt_tokens=214)  # in no graph
+    assert times.of_load(between) == pytest.approx(11_500e-6, rel=1e-3)
+
+
 def test_a_result_of_something_else_is_named(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"duration": 1}')

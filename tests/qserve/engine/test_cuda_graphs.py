@@ -2,7 +2,13 @@
 
 import pytest
 
-from qserve.engine.cuda_graphs import CHUNK_SIZES, graph_keys, graph_sizes, smallest_key
+from qserve.engine.cuda_graphs import (
+    CHUNK_SIZES,
+    graph_keys,
+    graph_rows,
+    graph_sizes,
+    smallest_key,
+)
 from tests.qserve.engine.make_step import make_step
 
 
@@ -63,3 +69,10 @@ def test_no_graph_is_larger_than_a_step_can_be():
 def test_the_smallest_comes_first():
     sizes = [(key.num_tokens, key.num_requests) for key in graph_keys(256, 2048)]
     assert sizes == sorted(sizes)
+
+
+def test_rows_are_told_apart_by_what_a_step_holds():
+    """Decodes with drafts are in neither: what they cost depends on how many there are."""
+    rows = graph_rows(graph_keys(64, 200, counts=(1, 4), max_rows=64))
+    assert rows["decode"] == graph_sizes(64)
+    assert rows["chunk"] == [size for size in CHUNK_SIZES if size <= 200]
