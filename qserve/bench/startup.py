@@ -30,14 +30,19 @@ ROWS = {  # row -> (from, to)
 
 def bench_startup(model: str, engine: EngineConfig, settings: StartupSettings) -> int:
     """The command. A start is the time from the process to ready; vLLM's keys say so too."""
-    cold = []
-    for _ in range(settings.num_iters_cold):
-        with tempfile.TemporaryDirectory() as cache:
+    cold: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as caches:
+        for i in range(settings.num_iters_cold):
+            cache = os.path.join(caches, str(i))
             cold.append(start(engine, settings.input_len, cache))
-    with tempfile.TemporaryDirectory() as cache:
-        for _ in range(max(1, settings.num_iters_warmup)):
+            print(_line("cold", cold[-1]), flush=True)
+        # The warm ones find what the last cold one compiled.
+        for _ in range(settings.num_iters_warmup):
             start(engine, settings.input_len, cache)
-        warm = [start(engine, settings.input_len, cache) for _ in range(settings.num_iters_warm)]
+        warm = []
+        for _ in range(settings.num_iters_warm):
+            warm.append(start(engine, settings.input_len, cache))
+            print(_line("warm", warm[-1]), flush=True)
     result: dict[str, Any] = {"model_id": model}
     for name, starts in (("cold", cold), ("warm", warm)):
         print(f"{f' {name} start ':=^50}")
@@ -67,6 +72,11 @@ def bench_startup(model: str, engine: EngineConfig, settings: StartupSettings) -
         with open(settings.output_json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=4)
     return 0
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    ready, first = (found[each] - found["started"] for each in ("ready", "first_token"))
+    return f"{name} start: ready after {ready:.2f} s, first token after {first:.2f} s"
 
 
 def start(engine: EngineConfig, input_len: int, cache: str) -> dict[str, Any]:

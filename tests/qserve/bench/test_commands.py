@@ -6,7 +6,7 @@ import json
 import pytest
 
 from formats.errors import InputError
-from qserve.bench import forward
+from qserve.bench import forward, startup
 from qserve.bench.commands import BENCH_COMMANDS
 from qserve.bench.step_case import CaseRequests, StepCase
 from qserve.cli import build_parser, main
@@ -72,6 +72,23 @@ def test_throughput(tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
+def test_warm_starts_find_what_the_last_cold_one_compiled(tmp_path, monkeypatch, capsys):
+    caches = []
+
+    def start(engine, input_len, cache):
+        caches.append(cache)
+        times = {"started": 0.0, "imported": 1.0, "ready": float(len(caches)), "first_token": 9.0}
+        return times | {"phases": {}}
+
+    monkeypatch.setattr(startup, "start", start)
+    flags = ["--num-iters-cold", "2", "--num-iters-warmup", "1", "--num-iters-warm", "2"]
+    shown = run(capsys, "startup", MODEL, *ENGINE, *flags)
+    first, *others = caches
+    assert len(caches) == 5 and first not in others and len(set(others)) == 1
+    ready = [line.split()[4] for line in shown.splitlines() if " start: ready after" in line]
+    assert ready == ["1.00", "2.00", "4.00", "5.00"], "each told as it ends, but the uncounted one"
+
+
 def test_startup(tmp_path, capsys):
     out = tmp_path / "startup.json"
     flags = ["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1"]
