@@ -138,6 +138,7 @@ class SpeculativeGraphs:
         entry = self._entry(key, self._graphs.padded(key))
         self._copies.send_(self._packed(key), entry.changing)
         try:
+            self._graphs.replay(key)  # whose results are read below
             for captured in (entry.fill, self.behind(key, entry, sort)):
                 captured.run()
                 captured.capture()
