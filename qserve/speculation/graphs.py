@@ -64,7 +64,8 @@ class Captured:
 
     def run(self) -> object:
         """The result, valid until the next run."""
-        if self._num_runs >= RUNS_BEFORE_CAPTURE and self._device.type == "cuda":
+        is_due = self._num_runs >= RUNS_BEFORE_CAPTURE and self._device.type == "cuda"
+        if is_due and self._graph is None:
             self.capture()
         if self._graph is not None:
             self._graph.replay()
@@ -75,12 +76,11 @@ class Captured:
 
     def capture(self) -> None:
         """Be ready to launch it at once. It has run before: a capture cannot compile kernels."""
-        if self._graph is None:
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with capture(graph, self._pool):
-                self._result = self._work()
-            self._graph = graph
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph, self._pool):
+            self._result = self._work()
+        self._graph = graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +140,9 @@ class SpeculativeGraphs:
         try:
             self._graphs.replay(key)  # whose results are read below
             for captured in (entry.fill, self.behind(key, entry, sort)):
-                captured.run()
-                captured.capture()
+                if not captured.is_captured:
+                    captured.run()
+                    captured.capture()
         except (RuntimeError, MemoryError) as error:
             if self._graphs.in_step or not ran_out_of_memory(error):
                 raise
@@ -152,7 +153,7 @@ class SpeculativeGraphs:
 
     def _missing(self) -> Iterator[tuple[GraphKey, "_Sort"]]:
         """What steps need once all requests have as many drafts as are drafted."""
-        if self._is_full or self.device.type != "cuda":
+        if self._is_full:
             return
         for key in self._graphs.decode_keys:
             entry = self._entries.get(key)
