@@ -18,8 +18,8 @@ TRIAL_STEPS = 4  # of a number of drafts whose seconds are not known
 TRIALS_EVERY = 400  # steps between trials: they cost a percent where drafts do not pay
 MAX_SURPRISE = 4.0  # a step that took so many times longer was held up by something else
 KEPT_FOR = 1.02  # another number of drafts must be better by so much
-# And any must be better than none by so much: of a request with drafts nobody knows in which step
-# it ends, so one more is in flight then, and requests of a batch end one by one.
+# And any must be better than none by so much: with drafts requests that came together end one by
+# one, the last in steps that hold few.
 WORTH = 1.05
 
 

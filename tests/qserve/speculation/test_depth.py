@@ -94,10 +94,10 @@ def milliseconds(size, rows, drafts, of_row=0.0235):
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "least"), [(1, 1.9), (8, 1.6), (32, 1.1), (64, 0.97), (96, 0.97), (256, 0.97)]
+    ("num_requests", "least"), [(1, 1.9), (8, 1.6), (32, 1.1), (64, 0.98), (96, 0.98), (256, 0.98)]
 )
 def test_drafts_cost_nothing_where_they_bring_little(num_requests, least):
-    """Requests end one by one, and a step that was in flight when one ended was for nothing."""
+    """Requests that came together end one by one, the last in steps that hold few."""
     for seed in range(6):
         depth = Depth(SpeculativeConfig(method="ngram", num_speculative_tokens=3))
         found = times_without(depth, milliseconds, num_requests, seed=seed)

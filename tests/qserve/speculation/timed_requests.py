@@ -1,7 +1,6 @@
 """Requests that come and end with drafts, in simulated time. Knows Depth, no engine.
 
-As in an engine one step stays in flight: what a request's last tokens were is known when the next
-step of it has been launched, which then is for nothing.
+As in an engine one step stays in flight, and a request that it may end waits for it.
 """
 
 import random
@@ -16,16 +15,20 @@ def seconds_of(depth, step_seconds, num_requests, num_tokens, share, seed=0):
     drafts come true, given those before them.
     """
     rng, sizes = random.Random(seed), graph_sizes(num_requests)
-    left, flight, num_drafts, total = [num_tokens] * num_requests, None, 0, 0.0
+    left, pending = [num_tokens] * num_requests, [0] * num_requests
+    flight, num_drafts, total = None, 0, 0.0
     while True:
-        alive = [i for i, tokens in enumerate(left) if tokens > 0]
+        going = [i for i, tokens in enumerate(left) if tokens > pending[i]]
         step = None
-        if alive:
-            rows, num_drafts = 1 + num_drafts, depth.choose(len(alive)).num_drafts
-            size = next(each for each in sizes if each >= len(alive))
+        if going:
+            rows = 1 + num_drafts
+            num_drafts = depth.choose(sum(tokens > 0 for tokens in left)).num_drafts
+            size = next(each for each in sizes if each >= len(going))
             seconds = step_seconds(size, rows, num_drafts)
             total += seconds
-            step = alive, rows - 1, num_drafts, seconds
+            step = going, rows - 1, num_drafts, seconds
+            for request in going:
+                pending[request] += rows
         if flight is not None:
             done, judged, drafted, seconds = flight
             if judged == drafted:
@@ -34,17 +37,18 @@ def seconds_of(depth, step_seconds, num_requests, num_tokens, share, seed=0):
                 accepted = 0
                 while accepted < judged and rng.random() < share:
                     accepted += 1
-                if judged and left[request] > 0:
+                if judged:
                     depth.observe(judged, accepted)
                 left[request] -= 1 + accepted
-        if step is None:
+                pending[request] -= 1 + judged
+        elif step is None:
             return total
         flight = step
 
 
 def times_without(depth, step_seconds, num_requests, num_tokens=127, share=0.795, seed=0):
     """Tokens a second of a second crowd of requests, over those without drafts."""
-    for round in range(2):
-        own_seed = 2 * seed + round
+    for crowd in range(2):
+        own_seed = 2 * seed + crowd
         found = seconds_of(depth, step_seconds, num_requests, num_tokens, share, own_seed)
     return num_tokens * step_seconds(num_requests, 1, 0) / found
