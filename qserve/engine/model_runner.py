@@ -229,12 +229,23 @@ class ModelRunner:
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
-            speculator.use_graphs(self.graphs.outputs)
+            speculator.use_graphs(self.graphs)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more graph, in an idle moment. Returns False where there is none left."""
-        return self.graphs is not None and self.graphs.capture_next()
+        if self.graphs is None:
+            return False
+        speculator = self.speculator
+        return self.graphs.capture_next() or (speculator is not None and speculator.capture_next())
+
+    @property
+    def can_capture_next(self) -> bool:
+        """Whether a graph is left to capture."""
+        graphs, speculator = self.graphs, self.speculator
+        if graphs is None or graphs.num_captured < graphs.num_keys:
+            return graphs is not None
+        return speculator is not None and speculator.can_capture_next
 
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""

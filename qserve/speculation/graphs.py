@@ -6,7 +6,8 @@ drafter. What needs more than its words to be drawn is drawn between the two. Le
 speculative_step.py; what the step lacks of its graph's size is padding.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +20,12 @@ from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS, SampleRow, pack_row
 from qserve.engine.batch import Batch
 from qserve.engine.capture import capture
+from qserve.engine.cuda_graphs import StepGraphs, ran_out_of_memory
 from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_input import StepInput
 from qserve.engine.step_outputs import StepOutputs
-from qserve.engine.transfer import HostCopy, on_host, to_device
+from qserve.engine.transfer import HostCopy, PinnedCopies, to_device
 from qserve.parallel.pipeline import Pipeline
 from qserve.speculation.speculative_step import (
     DrawRows,
@@ -35,32 +37,50 @@ from qserve.speculation.speculative_step import (
     starts,
 )
 
+logger = logging.getLogger(__name__)
+
 # What differs between the steps of one graph; all other rows follow from its size.
 CHANGING = ("rows_R", "known_R", "capacity_R")
 PADDING_WORDS = np.array((*pack_row(SampleRow()), 0, 0), np.int64)
 # Rows with a filter need room for all of the vocabulary, which each graph keeps.
 MOST_FILTERED = 32
+RUNS_BEFORE_CAPTURE = 2
 
 
 class Captured:
-    """Work that is launched at once. Where there is no CUDA it runs each time: for tests."""
+    """Work that is launched at once: from its third run on, since a capture takes as long as ten.
+
+    Where there is no CUDA it runs each time: for tests.
+    """
 
     def __init__(self, work: Callable[[], object], device: torch.device, pool: object) -> None:
-        self._work, self._graph = work, None
-        self.result = work()  # compiles kernels, which a capture may not
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._graph = torch.cuda.CUDAGraph()
-            with capture(self._graph, pool):
-                self.result = work()
+        self._work, self._device, self._pool = work, device, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._num_runs, self._result = 0, None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
 
     def run(self) -> object:
         """The result, valid until the next run."""
-        if self._graph is None:
-            self.result = self._work()
-        else:
+        is_due = self._num_runs >= RUNS_BEFORE_CAPTURE and self._device.type == "cuda"
+        if is_due and self._graph is None:
+            self.capture()
+        if self._graph is not None:
             self._graph.replay()
-        return self.result
+        else:
+            self._num_runs += 1
+            self._result = self._work()
+        return self._result
+
+    def capture(self) -> None:
+        """Be ready to launch it at once. It has run before: a capture cannot compile kernels."""
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph, self._pool):
+            self._result = self._work()
+        self._graph = graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +108,69 @@ class _Sort(NamedTuple):
 class SpeculativeGraphs:
     """By the keys of the model's graphs."""
 
-    def __init__(
-        self, state: State, outputs: Callable[[GraphKey], StepOutputs], device: torch.device
-    ) -> None:
-        """`outputs`: where the model's graph of a key leaves its results."""
-        self.state, self._outputs, self.device = state, outputs, device
+    def __init__(self, state: State, graphs: StepGraphs, device: torch.device) -> None:
+        """`graphs`: the model's."""
+        self.state, self._graphs, self.device = state, graphs, device
+        self._copies = PinnedCopies(device)
         self._entries: dict[GraphKey, _Entry] = {}
+        self._is_full = False
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def begin(self, key: GraphKey, step: StepInput, batch: Batch) -> "GraphedStep":
         """Copies what a step tells of drafts to where its graphs read it."""
-        entry = self._entries.get(key)
-        if entry is None:
-            kept = batch.token_ids_T.clone(), batch.positions_T.clone(), batch.slots_T.clone()
-            lengths_R = batch.context_lengths_R.clone()
-            entry = self._entries[key] = self._make(key, batch)
-            # capturing ran it, for a step of nothing
-            for place, value in zip(
-                (batch.token_ids_T, batch.positions_T, batch.slots_T), kept, strict=True
-            ):
-                place.copy_(value)
-            batch.context_lengths_R.copy_(lengths_R)
-        packed = self._packed(key, step)
-        entry.changing.copy_(on_host(packed, self.device), non_blocking=True)
+        entry = self._entry(key, batch)
+        self._copies.send_(self._packed(key, step), entry.changing)
         return GraphedStep(self, key, entry, step.draft_rows)
+
+    @property
+    def can_capture_next(self) -> bool:
+        return next(self._missing(), None) is not None
+
+    def capture_next(self) -> bool:
+        """Capture a graph that will be needed, in an idle moment. Returns False: there is none.
+
+        Where the device has no memory for it, there will be no more.
+        """
+        found = next(self._missing(), None)
+        if found is None:
+            return False
+        key, sort = found
+        entry = self._entry(key, self._graphs.padded(key))
+        self._copies.send_(self._packed(key), entry.changing)
+        try:
+            self._graphs.replay(key)  # whose results are read below
+            for captured in (entry.fill, self.behind(key, entry, sort)):
+                if not captured.is_captured:
+                    captured.run()
+                    captured.capture()
+        except (RuntimeError, MemoryError) as error:
+            if self._graphs.in_step or not ran_out_of_memory(error):
+                raise
+            self._is_full = True
+            logger.warning("No memory for more CUDA graphs of drafts; what lacks one runs without")
+            return False
+        return True
+
+    def _missing(self) -> Iterator[tuple[GraphKey, "_Sort"]]:
+        """What steps need once all requests have as many drafts as are drafted."""
+        if self._is_full:
+            return
+        for key in self._graphs.decode_keys:
+            entry = self._entries.get(key)
+            for any_filter in (False, True):
+                sort = _Sort(
+                    num_drafts=key.count - 1,
+                    runs_drafter=key.count > 1,
+                    any_filter=any_filter,
+                    draws=not any_filter or key.num_tokens <= MOST_FILTERED,
+                )
+                captured = None if entry is None else entry.behind.get(sort)
+                if captured is None or not captured.is_captured:
+                    yield key, sort
+
+    def fetch(self, words: torch.Tensor) -> HostCopy:
+        """Copy numbers of a step to the host."""
+        return self._copies.fetch(words)
 
     def _packed(self, key: GraphKey, step: StepInput | None = None) -> np.ndarray:
         """All of `changing`, for a step; None: for one of nothing."""
@@ -129,6 +188,11 @@ class SpeculativeGraphs:
                 line[:num_chunks] = getattr(step.draft_rows, name)
             line[num_chunks:] = value
         return np.concatenate([lines.reshape(-1), words_SP.reshape(-1)])
+
+    def _entry(self, key: GraphKey, batch: Batch) -> _Entry:
+        if key not in self._entries:
+            self._entries[key] = self._make(key, batch)
+        return self._entries[key]
 
     def _make(self, key: GraphKey, batch: Batch) -> _Entry:
         R, T = key.num_requests, key.num_tokens
@@ -169,7 +233,6 @@ class SpeculativeGraphs:
     def behind(self, key: GraphKey, entry: _Entry, sort: _Sort) -> Captured:
         """The graph that follows the model's, or the sampler: (Settled, drafts [D, K] or None)."""
         if sort not in entry.behind:
-            tokens = entry.tokens_S.clone()
             settings = SampleSettings(
                 words_SP=entry.words_SP,
                 bias_E=entry.words_SP.new_zeros(0),
@@ -183,23 +246,19 @@ class SpeculativeGraphs:
             def work() -> tuple[Settled, torch.Tensor | None]:
                 tokens_S = entry.tokens_S
                 if sort.draws:
-                    tokens_S = ops.sample_(self._outputs(key).logits_SV, settings, None).tokens_S
+                    tokens_S = ops.sample_(
+                        self._graphs.outputs(key).logits_SV, settings, None
+                    ).tokens_S
                 settled = settle_(self.state, chunks, sort.num_drafts, tokens_S, settings)
                 if not sort.runs_drafter:
                     return settled, None
                 drafts_DK = propose(
-                    *(self.state, rows, batch, self._outputs(key), settled, sort.num_drafts),
+                    *(self.state, rows, batch, self._graphs.outputs(key), settled, sort.num_drafts),
                     settings,
                 )
                 return settled, drafts_DK
 
-            # Made in the midst of a step, whose tables it must leave as they are.
-            tables = self.state.tables.tokens_NK1, self.state.tables.refused_N
-            kept = [table.clone() for table in tables]
             entry.behind[sort] = Captured(work, self.device, self._pool)
-            for table, value in zip(tables, kept, strict=True):
-                table.copy_(value)
-            entry.tokens_S.copy_(tokens)
         return entry.behind[sort]
 
 
@@ -242,7 +301,7 @@ class GraphedStep(SpeculativeStep):
             entry.tokens_S[:count] = samples.tokens_S
             entry.words_SP[:count] = settings.words_SP
         settled, self._drafts_DK = self._graphs.behind(self._key, entry, sort).run()
-        self._tell(settled, count)
+        self._tell(settled, self._graphs.fetch(settled.told), count)
         return samples._replace(tokens_S=settled.told[:count])
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:

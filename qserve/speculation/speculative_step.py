@@ -147,7 +147,7 @@ class SpeculativeStep:
         self._settled = settle_(
             state, self.chunks, self.rows.num_drafts, samples.tokens_S, settings, accepted_D
         )
-        self._tell(self._settled, len(samples.tokens_S))
+        self._tell(self._settled, HostCopy(self._settled.told), len(samples.tokens_S))
         return samples
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
@@ -168,9 +168,9 @@ class SpeculativeStep:
         )
         return HostCopy(drafts_DK) if self.rows.tells_drafts else None
 
-    def _tell(self, settled: Settled, num_sampled: int) -> None:
-        """Send the host what it asks. Behind the step's rows and chunks there may be padding."""
-        told, first = HostCopy(settled.told), len(settled.told) - len(settled.last_rows_D)
+    def _tell(self, settled: Settled, told: HostCopy, num_sampled: int) -> None:
+        """Take what the host asks. Behind the step's rows and chunks there may be padding."""
+        first = len(settled.told) - len(settled.last_rows_D)
         self.tokens = told.part(0, num_sampled)
         if self.rows.verifies:
             self.num_emitted = told.part(first, first + len(self.rows.chunk_D))

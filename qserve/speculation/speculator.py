@@ -6,7 +6,6 @@ verify came to nothing. The host plans a step as if all of them had come true; t
 not. Legend: N rows of the tables, K drafts.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,9 +13,9 @@ import torch
 from qkernels.attention.cache import PagedKv
 from qkernels.drafts.chunks import DraftTables
 from qserve.engine.batch import Batch
+from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_input import StepInput
-from qserve.engine.step_outputs import StepOutputs
 from qserve.engine.step_plan import Drafting
 from qserve.engine.transfer import all_to_device, to_device
 from qserve.model.kv_format import KvFormat, new_cache
@@ -130,7 +129,16 @@ class Speculator:
         )
         return SpeculativeStep(self.state, found, rows, batch)
 
-    def use_graphs(self, outputs: Callable[[GraphKey], StepOutputs]) -> None:
-        """Run what goes with steps in graphs, too. `outputs`: of the steps' graphs, by key."""
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """Run what goes with steps in graphs, too."""
         if self.drafter is not None and not self.state.config.judges_by_row:
-            self.graphs = SpeculativeGraphs(self.state, outputs, self.device)
+            self.graphs = SpeculativeGraphs(self.state, graphs, self.device)
+
+    @property
+    def can_capture_next(self) -> bool:
+        """Whether a graph is left to capture in an idle moment."""
+        return self.graphs is not None and self.graphs.can_capture_next
+
+    def capture_next(self) -> bool:
+        """Capture one more. Returns False where there is none left."""
+        return self.graphs is not None and self.graphs.capture_next()

@@ -139,9 +139,9 @@ def check_spills(card: str, kernel: dict) -> None:
 
 
 def check_exchange(kernel: dict) -> None:
-    """Peers' data is looked at 16 bytes at a time; of each wait, one word says whether to go on."""
+    """Peers' data is looked at 16 bytes at a time; two words say whether to go on with a wait."""
     if kernel["kernel"].startswith("collective."):
-        assert kernel["polled_vectors"] > kernel["polled_words"] > 0, kernel
+        assert 2 * kernel["polled_vectors"] > kernel["polled_words"] > 0, kernel
 
 
 def check_sm90(kernel: dict) -> None:
