@@ -476,7 +476,6 @@ EXPERTS = {
             run=functools.partial(adapted, scheme, M, sizes, K, consumer),
             quick=SM90 if M in (1, 16) else (),
             product="mma" if M <= 4 else "wgmma",
-            least=90,
         )
         for scheme, M, name, sizes, K, consumer in ADAPTED
     },

@@ -31,14 +31,17 @@ def adapted_product(
     rank: int = 16,
     slots: int = 8,
 ) -> None:
-    """Shrink, and the product that adds the rest."""
+    """Shrink, the product, and expand where the card's product does not add the rest."""
     plan = ops.plan_linear(weight, T, consumer, adapted=sizes)
-    assert plan.adds_adapters, plan
     x = empty(T, weight.in_features)
+    of_rows = torch.zeros(T, dtype=torch.int32)
     weights = _weights(weight.in_features, sizes, rank, slots)
-    term = ops.lora_term(x, torch.zeros(T, dtype=torch.int32), weights)
     taken = x if plan.input is None else ops.to_limbs(x, plan.input)
-    ops.linear(taken, weight, None, plan, term)
+    if plan.adds_adapters:
+        ops.linear(taken, weight, None, plan, ops.lora_term(x, of_rows, weights))
+        return
+    h = ops.lora_shrink(x, of_rows, weights)
+    ops.lora_expand_(ops.linear(taken, weight, None, plan), h, of_rows, weights)
 
 
 def _weights(K: int, sizes: tuple[int, ...], rank: int, slots: int) -> LoraWeights:

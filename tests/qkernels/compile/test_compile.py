@@ -42,6 +42,9 @@ SPILLS = (
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym M=64", 32, 8),
     # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
     (("sm_90",), "wna16.sm90_small_m", "w4a16 for a ", 12, 0),
+    # of the next inputs, which are loaded before these are multiplied
+    (("sm_80",), "lora.triton_lora", "lora gate_up", 12, 0),
+    (("sm_89",), "lora.triton_lora", "", 2, 0),
     # blocks were chosen for sm_90, whose products read one operand from shared memory
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
