@@ -176,6 +176,8 @@ KERNELS: tuple[Kernel, ...] = (
     *_rows("rowwise", "gelu_and_mul_quantize", "norm_act_quantize", rowwise.triton_silu_quantize),
     *_rows("rowwise", "to_limbs", "limbs", rowwise.triton_limbs),
     *_rows("rowwise", "rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
+    *_rows("rowwise", "embed_norms_limbs", "embed_norms", rowwise.triton_limbs),
+    *_rows("rowwise", "embed_norms", "embed_norms", problem.needs_triton_on_gpu),
     *_rows("rowwise", "add_rms_norm_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "silu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
     *_rows("rowwise", "gelu_and_mul_limbs", "norm_act_limbs", rowwise.triton_limbs),
@@ -202,6 +204,7 @@ KERNELS: tuple[Kernel, ...] = (
         supports=problem.anything,
     ),
     *_rows("lora", "lora_shrink", "triton_lora", problem.needs_triton_on_gpu),
+    *_rows("lora", "lora_shrink_parts", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("lora", "lora_expand_", "triton_lora", problem.needs_triton_on_gpu),
     *_rows("delta_net", "causal_conv_", "triton_conv", problem.needs_triton_on_gpu),
     *_rows("delta_net", "delta_rule_", "triton_delta", delta_net.triton_delta),
@@ -217,6 +220,9 @@ KERNELS: tuple[Kernel, ...] = (
         for op in ("causal_conv_", "delta_rule_")
     ),
     *_rows("sampling", "sample_", "triton_sample", problem.needs_triton_on_gpu),
+    *_rows("drafts", "fill_drafts_", "triton_fill", problem.needs_triton),
+    *_rows("drafts", "spread_logits", "triton_spread", problem.needs_triton_on_gpu),
+    *_rows("drafts", "settle_drafts_", "triton_settle", problem.needs_triton),
 )
 
 

@@ -19,6 +19,7 @@ from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.linear.plan import GemmPlan, LinearInput
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.term import LoraTerm
 from qkernels.operands.split_k import Consumer, LinearOutput
 
 
@@ -143,24 +144,36 @@ class QuantLinear(nn.Module):
             raise KernelError("QuantLinear", "has no kernel's copy yet", "call prepare() first")
         return self._prepared
 
-    def plan(self, rows: int, consumer: Consumer | None = None) -> GemmPlan:
+    def plan(
+        self,
+        rows: int,
+        consumer: Consumer | None = None,
+        adapted: tuple[int, ...] | None = None,
+    ) -> GemmPlan:
         """How `forward` runs so many rows: what the operation before it makes, what it returns.
 
         With a consumer, the one operation that takes the result, that may be split-K partials.
-        Raises KernelError on a layer that is not prepared.
+        `adapted` as ops.plan_linear takes it. Raises KernelError on a layer that is not prepared.
         """
-        return ops.plan_linear(self.prepared_weight, rows, consumer)
+        if adapted is None:
+            return ops.plan_linear(self.prepared_weight, rows, consumer)
+        return ops.plan_linear(self.prepared_weight, rows, consumer, adapted=adapted)
 
-    def forward(self, x: LinearInput, plan: GemmPlan | None = None) -> LinearOutput:
+    def forward(
+        self, x: LinearInput, plan: GemmPlan | None = None, term: LoraTerm | None = None
+    ) -> LinearOutput:
         """x [..., K] to [..., N], in x's dtype; or Codes or Limbs to [M, N], in the weight's.
 
-        With a plan, x has the form of `plan.input` and the result that of `plan.output`.
+        With a plan, x has the form of `plan.input` and the result that of `plan.output`; with a
+        term, which adapters add, the plan adds adapters.
         """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
             prepared is None or prepared.dtype != x.dtype or prepared.device != x.device
         ):
             prepared = self.prepare(x.dtype, x.device)._prepared
+        if term is not None:
+            return ops.linear(x, prepared, self._prepared_bias, plan, term)
         return ops.linear(x, prepared, self._prepared_bias, plan)
 
     def prepare(

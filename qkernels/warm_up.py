@@ -5,7 +5,7 @@ Legend: M rows of x, R requests, T tokens of a step.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from qkernels.attention.config import DECODE_MAX_ROWS, default_attention_config, prefill_split
 from qkernels.attention.config import PREFILL_ROWS as PREFILL_TILE_ROWS
@@ -34,17 +34,22 @@ def row_boundaries(
     max_rows: int,
     sm_count: int,
     *,
-    fused: bool = True,
+    adapted: Mapping[tuple[int, int], tuple[int, ...]] | None = None,
 ) -> list[int]:
     """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers.
 
-    `fused`: as plan_linear takes it.
+    `adapted`: in a step with adapters, of those that have some by their (inputs, outputs) what
+    plan_linear takes. The others' inputs are tensors, too.
     """
     found = {1, max_rows}
     found |= {PDL_MAX_ROWS + 1, WIDE_ROWS_LAUNCH_FIRST + 1, 2 * sm_count + 1}
     plans = {(weight.problem, consumer): weight for weight, consumer in weights}
     for (_, consumer), weight in plans.items():
-        found |= set(plan_boundaries(weight, max_rows, consumer, fused=fused))
+        options = {}
+        if adapted is not None and isinstance(weight, PreparedWeight):
+            sizes = adapted.get((weight.in_features, weight.out_features))
+            options = {"fused": sizes is not None, "adapted": sizes}
+        found |= set(plan_boundaries(weight, max_rows, consumer, **options))
     return sorted(M for M in found if max_rows >= M)
 
 
@@ -56,14 +61,17 @@ def sum_boundaries(of: Limits, channels: int, item_bytes: int) -> list[int]:
 
 
 def plan_boundaries(
-    weight: Weights, max_rows: int, consumer: Consumer | None = None, *, fused: bool = True
+    weight: Weights, max_rows: int, consumer: Consumer | None = None, **options: object
 ) -> list[int]:
-    """The least M of every distinct compiled kernel of a product, up to `max_rows`."""
+    """The least M of every distinct compiled kernel of a product, up to `max_rows`.
+
+    `options`: those of plan_linear.
+    """
     if isinstance(weight, PreparedExperts):
         return _first_of_each_range(max_rows, lambda M: experts_compiled(weight, M))
 
     def compiled_for(M: int) -> object:
-        return compiled(plan_linear(weight, M, consumer, fused=fused), M)
+        return compiled(plan_linear(weight, M, consumer, **options), M)
 
     return _first_of_each_range(max_rows, compiled_for)
 
@@ -73,7 +81,7 @@ def compiled(plan: GemmPlan, M: int) -> object:
     config = getattr(plan.config, "compiled", plan.config)
     tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
     tail = None if plan.tail is None else compiled(plan.tail, M - plan.rows)
-    return plan.variant, config, plan.operand, tiles, plan.output, tail
+    return plan.variant, config, plan.operand, tiles, plan.output, plan.adds_adapters, tail
 
 
 def experts_compiled(experts: PreparedExperts, M: int) -> object:

@@ -32,7 +32,7 @@ QKERNELS_FLOORS = {
 }
 # operation -> modules of other operations that it may import: plans, facades, references
 OPERATIONS = {
-    "wna16": {"linear.plan", "linear.prepared"},
+    "wna16": {"linear.plan", "linear.prepared", "lora.sm90_term", "lora.term"},
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
     "attention": {"rowwise.ops", "rowwise.reference"},
     "rowwise": {"linear.plan"},
@@ -40,7 +40,7 @@ OPERATIONS = {
         *("linear.ops", "linear.prepared", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
     },
-    "linear": {"rowwise.ops", "rowwise.reference"},
+    "linear": {"lora.term", "rowwise.ops", "rowwise.reference"},
     "collective": {
         *("linear.plan", "rowwise.branch", "rowwise.branch_triton"),
         *("rowwise.into_form", "rowwise.reference"),
@@ -48,6 +48,7 @@ OPERATIONS = {
     "sampling": set(),
     "lora": set(),
     "delta_net": set(),
+    "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {

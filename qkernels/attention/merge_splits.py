@@ -3,6 +3,8 @@
 Legend: T tokens of a step, R requests, H query heads, D head dim; S splits of a context.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,8 @@ def merge_splits(
 ) -> torch.Tensor | Limbs:
     """Merge the splits' weighted sums, largest scores and sums of weights, float32, into `out`.
 
-    With `limbs`, into limbs of rows [T, H D], rounded to out's dtype before; `out` is not written.
+    With `limbs`, into limbs of rows [T, H D], rounded to out's dtype before; `out` is written
+    where it is part of them.
     """
     T, H, S, D = partials_THSD.shape
     requests = query_starts_R1.shape[0] - 1
@@ -55,6 +58,7 @@ def merge_splits(
             found.words,
             found.scales,
             found.sums,
+            out_THD if limbs.with_tensor else None,
             requests,
             T,
             steps,
@@ -62,7 +66,7 @@ def merge_splits(
             DTYPE=TRITON_DTYPE[out_THD.dtype],
             **constants,
         )
-    return found
+    return replace(found, tensor=out_THD.view(T, H * D)) if limbs.with_tensor else found
 
 
 @triton.jit
@@ -135,6 +139,7 @@ def _merge_to_limbs(
     words_ptr,  # as in operands/limbs.py
     scales_ptr,
     limb_sums_ptr,
+    out_ptr,  # [T, H, D] or None
     R,
     T,
     steps,
@@ -159,5 +164,8 @@ def _merge_to_limbs(
         return
     inside = channel >= 0
     out = _merged(partials_ptr, sums_ptr, rows, channel % D, inside, used, T, H, D, SPLIT)
-    words = in_words(out.to(DTYPE)[None, :], FORM)
+    out = out.to(DTYPE)[None, :]
+    if out_ptr is not None:
+        tl.store(out_ptr + token * steps * 128 + channel, out)
+    words = in_words(out, FORM)
     store_limbs(words, words_ptr, scales_ptr, limb_sums_ptr, token, step, T, steps, FORM)

@@ -44,6 +44,7 @@ from qkernels.operands.split_k import LinearOutput
 from qkernels.operands.split_k_triton import contiguous, load_reduced, partials_source
 from qkernels.rowwise.branch import PLAIN, Branch
 from qkernels.rowwise.branch_triton import changed_branch, weighted
+from qkernels.rowwise.into_form import in_form
 
 # What a launch does. Triton's interpreter runs one block after another, and blocks that share a row
 # wait for each other's peers: there sending and the rest are two launches.
@@ -67,6 +68,11 @@ def all_reduce_add_rms_norm_into(
     branch: Branch = PLAIN,
 ) -> tuple[LinearInput, torch.Tensor]:
     """As ops.all_reduce_add_rms_norm_into, of rows for which the peers have a channel."""
+    if isinstance(form, LimbForm) and form.with_tensor:
+        normed_MC, total_MC = all_reduce_add_rms_norm_into(
+            x_MC, residual_MC, weight_C, eps, None, peers, branch
+        )
+        return in_form(normed_MC, form), total_MC
     M, C = x_MC.shape
     source, stride_part, format = partials_source(contiguous(x_MC))
     layout, channel = peers.rows(x_MC)

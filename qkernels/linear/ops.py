@@ -2,17 +2,25 @@
 
 import functools
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 
 from formats.fp4 import Fp4Weight
 from formats.weights import Weight
 from qkernels import dispatch
-from qkernels.checks import check_float, check_tensor
+from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.linear.autograd import FrozenLinear
-from qkernels.linear.plan import GemmPlan, GemmProblem, LinearInput, plan_without_choice
+from qkernels.linear.plan import (
+    GemmPlan,
+    GemmProblem,
+    LinearInput,
+    plan_without_choice,
+    with_tensor,
+)
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.term import LoraTerm, check_term
 from qkernels.operands.codes import CODE_DTYPES, Codes, InputRounding
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
@@ -62,24 +70,48 @@ def prepare_weight(
 
 
 def plan_linear(
-    weight: PreparedWeight, M: int, consumer: Consumer | None = None, *, fused: bool = True
+    weight: PreparedWeight,
+    M: int,
+    consumer: Consumer | None = None,
+    *,
+    fused: bool = True,
+    adapted: tuple[int, ...] | None = None,
 ) -> GemmPlan:
     """How `linear` runs M >= 1 rows: kernel, form of its input, form of its output. Cached.
 
     `fused`: the operation before the product makes what `input` names, at little cost. With a
-    consumer, the one operation that takes the result, that may be split-K partials.
+    consumer, the one operation that takes the result, that may be split-K partials. `adapted`: rows
+    have adapters, which read the input as a tensor, so `input` has or is one; the outputs of the
+    linears beside each other.
     """
-    return _plan(weight.problem, M, consumer, fused, tuning_table.num_changes())
+    return _plan(weight.problem, M, consumer, fused, adapted, tuning_table.num_changes())
 
 
 @functools.lru_cache(maxsize=2**16)
 def _plan(
-    problem: GemmProblem, M: int, consumer: Consumer | None, fused: bool, tuned: int
+    problem: GemmProblem,
+    M: int,
+    consumer: Consumer | None,
+    fused: bool,
+    adapted: tuple[int, ...] | None,
+    tuned: int,
 ) -> GemmPlan:
-    make = getattr(dispatch.linear_module(problem.kernel), "plan", None)
+    module = dispatch.linear_module(problem.kernel)
+    make = getattr(module, "plan", None)
     if make is None:
-        return plan_without_choice(problem)
-    return make(problem, M, consumer, fused=fused)
+        plan = plan_without_choice(problem)
+        return plan if adapted is None else replace(plan, input=None)
+    plan = make(problem, M, consumer, fused=fused)
+    if adapted is None:
+        return plan
+    if with_tensor(plan.input) is None:
+        plan = make(problem, M, consumer, fused=False)
+    adds = getattr(module, "adapters_fault", None)
+    return replace(
+        plan,
+        input=with_tensor(plan.input),
+        adds_adapters=adds is not None and adds(plan, adapted) is None,
+    )
 
 
 def linear(
@@ -87,12 +119,16 @@ def linear(
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
     plan: GemmPlan | None = None,
+    term: LoraTerm | None = None,
 ) -> LinearOutput:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N].
 
-    With a plan, x may have the form of `plan.input`, and the result that of `plan.output`.
+    With a plan, x may have the form of `plan.input`, and the result that of `plan.output`; `term`
+    is what adapters add, where `plan.adds_adapters`.
     """
     module = dispatch.linear_module(weight.kernel)
+    if term is not None:
+        return _adapted(module, x, weight, bias, plan, term)
     if isinstance(x, Codes):
         check_codes(*x, weight, bias)
         codes_MK = weight.sorted_inputs(x.codes_MK)
@@ -117,6 +153,28 @@ def linear(
     plan = plan or plan_linear(weight, x_MK.shape[0], fused=False)
     y_MN = module.run(plan, _as_operand(x_MK, plan), weight, bias)
     return y_MN if x.ndim == 2 else y_MN.view(*x.shape[:-1], weight.out_features)
+
+
+def _adapted(
+    module: ModuleType,
+    x: LinearInput,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+    plan: GemmPlan | None,
+    term: LoraTerm,
+) -> LinearOutput:
+    """`linear` of [M, K], M >= 1, by a product that adds adapters."""
+    if plan is None or not plan.adds_adapters:
+        raise KernelError("linear term", "its plan adds no adapters", "call lora_expand_ behind it")
+    if isinstance(x, Limbs):
+        check_limbs_of(x, weight, bias)
+        M = x.num_rows
+    else:
+        check_linear(x, weight, bias)
+        M, _ = expect_ndim("linear x", x, 2)
+        x = _as_operand(weight.sorted_inputs(x).contiguous(), plan)
+    check_term("linear term", term, M, weight.out_features, weight.dtype)
+    return module.run(plan, x, weight, bias, term)
 
 
 def _as_operand(x_MK: torch.Tensor, plan: GemmPlan) -> LinearInput:

@@ -5,7 +5,7 @@ Legend: M rows of x, N outputs, K inputs.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,6 +31,12 @@ class GemmPlan:
     output: Literal["sum", "split_k"] = "sum"  # split_k: the consumer reduces the partials
     rows: int | None = None  # the first ones, which this kernel takes, and `tail` the others
     tail: "GemmPlan | None" = None
+    adds_adapters: bool = False  # the product takes a LoraTerm; else lora_expand_ comes behind it
+
+
+def with_tensor(form: InputForm) -> InputForm:
+    """What an operation makes where its result is read as a tensor, too."""
+    return replace(form, with_tensor=True) if isinstance(form, LimbForm) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

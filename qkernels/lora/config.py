@@ -13,6 +13,7 @@ from qkernels.gpu.config import ceil_div
 RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
+PARTS_LEFT = 16  # at most, to what reads them
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
 MOST_COUNTERS = 4096  # of gpu/workspace.py
 
@@ -23,9 +24,11 @@ class ShrinkConfig:
 
     rows: int  # of a tile
     inputs: int  # of one product
-    parts: int  # of K, each in a block of its own, the last of which adds them; a power of two
+    parts: int  # of K, each in a block of its own
+    adds_parts: bool  # in the last block to end; else that is left to what reads them
     by_row: bool  # `owns_by_row`
     warps: int
+    by_warp: bool  # each warp multiplies some of the inputs, else some of the rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +56,36 @@ def num_owners(T: int, num_slots: int) -> int:
     return min(T, tile_rows(T), num_slots)
 
 
-def shrink_config(T: int, K: int, S: int, R: int, num_slots: int) -> ShrinkConfig:
-    """For T rows of K inputs, S linears beside each other, slots of R ranks."""
+def shrink_config(
+    T: int, K: int, S: int, R: int, num_slots: int, *, leaves_parts: bool = False
+) -> ShrinkConfig:
+    """For T rows of K inputs, S linears beside each other, slots of R ranks.
+
+    `leaves_parts`: what reads the result can add its parts. It does so for few rows alone.
+    """
     rows = tile_rows(T)
-    inputs = 4096 // rows  # [rows, inputs] of x are in registers
+    by_warp = rows <= 32
+    warps = 8 if by_warp and K > 8192 else 4
+    # [rows, inputs] of x are in registers
+    inputs = (2048 * warps if by_warp else 4096) // rows
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
-    most = min(16 if T <= FEW_ROWS else 4, ceil_div(K, inputs), BLOCKS_WANTED // groups)
-    if groups * num_owners(T, num_slots) > MOST_COUNTERS:
+    adds_parts = not (leaves_parts and rows <= 32)
+    most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
+    if not adds_parts and rows > 16:
+        most = min(most, 8)  # for more the products of as many rows have no registers
+    if adds_parts and groups * num_owners(T, num_slots) > MOST_COUNTERS:
         most = 1
-    parts = 1
-    while 2 * parts <= most:
-        parts *= 2
-    by_row = owns_by_row(T, num_slots)
-    return ShrinkConfig(rows=rows, inputs=inputs, parts=parts, by_row=by_row, warps=4)
+    steps = ceil_div(K, inputs)
+    steps_of_part = ceil_div(steps, max(1, most))
+    return ShrinkConfig(
+        rows=rows,
+        inputs=inputs,
+        parts=ceil_div(steps, steps_of_part),
+        adds_parts=adds_parts,
+        by_row=owns_by_row(T, num_slots),
+        warps=warps,
+        by_warp=by_warp,
+    )
 
 
 def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
@@ -76,12 +96,18 @@ def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
     return ExpandConfig(rows=rows, outputs=max(64, outputs), by_row=by_row, warps=4)
 
 
+def whole_blocks(R: int) -> int:
+    """Ranks that h has for those that read it in whole blocks."""
+    return ceil_div(R, RANK_BLOCK) * RANK_BLOCK
+
+
 def row_boundaries(max_rows: int, K: int, S: int, R: int, num_slots: int) -> list[int]:
     """The least T of every distinct compiled kernel for K inputs, up to `max_rows`."""
     found: dict[object, int] = {}
     for T in range(1, max_rows + 1):
         config = shrink_config(T, K, S, R, num_slots)
-        found.setdefault(config, T)
+        leaving = shrink_config(T, K, S, R, num_slots, leaves_parts=True)
+        found.setdefault((config, leaving), T)
         if config.parts == 1 and T > FEW_ROWS:
             break  # nothing changes any more
     return sorted(found.values())

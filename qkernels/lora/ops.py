@@ -9,6 +9,7 @@ from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor
 from qkernels.errors import KernelError
 from qkernels.lora.config import MAX_SLICES
+from qkernels.lora.term import LoraTerm
 from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput
 from qkernels.problem import FLOAT_DTYPES
@@ -22,19 +23,32 @@ def lora_shrink(
     `slots` int32: each row's, -1 where it has no adapter; what such rows get means nothing.
     `kernel` names a row of qkernels.dispatch instead of the best one.
     """
-    check_float("lora_shrink x", x_TK)
+    return _shrink("lora_shrink", x_TK, slots_T, weights, kernel)
+
+
+def lora_term(
+    x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None = None
+) -> LoraTerm:
+    """What `linear` takes to add the adapters itself, where its plan says so.
+
+    As `lora_shrink`, but for parts of A x that are left to the product.
+    """
+    h_PTSR = _shrink("lora_shrink_parts", x_TK, slots_T, weights, kernel)
+    return LoraTerm(h_PTSR=h_PTSR, slots_T=slots_T, weights=weights)
+
+
+def _shrink(
+    op: str, x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None
+) -> torch.Tensor:
+    check_float(f"{op} x", x_TK)
     check_tensor(
-        "lora_shrink x", x_TK, (None, weights.in_features), (weights.a_LRSK.dtype,), weights.a_LRSK
+        f"{op} x", x_TK, (None, weights.in_features), (weights.a_LRSK.dtype,), weights.a_LRSK
     )
-    _check_slots("lora_shrink slots", slots_T, x_TK.shape[0], x_TK)
+    _check_slots(f"{op} slots", slots_T, x_TK.shape[0], x_TK)
     if weights.num_slices > MAX_SLICES:
-        raise KernelError(
-            "lora_shrink", f"expected at most {MAX_SLICES} linears, found {weights.num_slices}"
-        )
+        raise KernelError(op, f"expected at most {MAX_SLICES} linears, found {weights.num_slices}")
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
-    run = dispatch.implementation(
-        "lora_shrink", device=x_TK.device.type, dtype=x_TK.dtype, requested=kernel
-    )
+    run = dispatch.implementation(op, device=x_TK.device.type, dtype=x_TK.dtype, requested=kernel)
     return run(x_TK, slots_T, weights)
 
 

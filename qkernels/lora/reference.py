@@ -1,7 +1,9 @@
 """Adapters in plain torch, in float32. Legend as in weights.py."""
 
 import torch
+from torch.nn import functional
 
+from qkernels.lora.config import whole_blocks
 from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
@@ -16,6 +18,14 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
             a_rK = weights.a_LRSK[slot, :rank, s].float()
             h_TSR[rows, s, :rank] = x @ a_rK.T
     return h_TSR
+
+
+def lora_shrink_parts(
+    x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
+) -> torch.Tensor:
+    """lora_shrink as one part, with ranks in whole blocks."""
+    h_TSR = lora_shrink(x_TK, slots_T, weights)
+    return functional.pad(h_TSR, (0, whole_blocks(weights.max_rank) - weights.max_rank))[None]
 
 
 def lora_expand_(

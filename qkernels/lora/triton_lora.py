@@ -15,18 +15,58 @@ from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.workspace import workspace
-from qkernels.lora.config import RANK_BLOCK, expand_config, num_owners, shrink_config
+from qkernels.lora.config import (
+    RANK_BLOCK,
+    ShrinkConfig,
+    expand_config,
+    num_owners,
+    shrink_config,
+    whole_blocks,
+)
 from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """A x, float32 [T, S, R]; rows without an adapter hold anything."""
-    (T, K), S, R = x_TK.shape, weights.num_slices, weights.max_rank
-    config = shrink_config(T, K, S, R, weights.num_slots)
-    h_TSR = torch.empty((T, S, R), dtype=torch.float32, device=x_TK.device)
-    h_PTSR = h_TSR.new_empty((config.parts, T, S, R)) if config.parts > 1 else None
-    counters = workspace(x_TK.device)[1] if config.parts > 1 else None
+    """As ops.lora_shrink; rows without an adapter hold anything."""
+    config = shrink_config(*x_TK.shape, *_sizes(weights))
+    h_TSR = _empty_h(x_TK, weights, weights.max_rank)
+    _launch_shrink(x_TK, slots_T, weights, config, h_TSR)
+    return h_TSR
+
+
+def lora_shrink_parts(
+    x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
+) -> torch.Tensor:
+    """As ops.lora_shrink_parts; rows without an adapter hold anything."""
+    config = shrink_config(*x_TK.shape, *_sizes(weights), leaves_parts=True)
+    parts = 1 if config.adds_parts else config.parts
+    h_PTSR = _empty_h(x_TK, weights, whole_blocks(weights.max_rank), parts)
+    _launch_shrink(x_TK, slots_T, weights, config, h_PTSR)
+    return h_PTSR
+
+
+def _sizes(weights: LoraWeights) -> tuple[int, int, int]:
+    return weights.num_slices, weights.max_rank, weights.num_slots
+
+
+def _empty_h(x_TK: torch.Tensor, weights: LoraWeights, R: int, *parts: int) -> torch.Tensor:
+    of_rows = (x_TK.shape[0], weights.num_slices, R)
+    return torch.empty((*parts, *of_rows), dtype=torch.float32, device=x_TK.device)
+
+
+def _launch_shrink(
+    x_TK: torch.Tensor,
+    slots_T: torch.Tensor,
+    weights: LoraWeights,
+    config: ShrinkConfig,
+    h: torch.Tensor,
+) -> None:
+    """To h [T, S, R], or to its parts where these are not added."""
+    (T, K), S, R = x_TK.shape, weights.num_slices, h.shape[-1]
+    adds = config.adds_parts and config.parts > 1
+    h_PTSR = h.new_empty((config.parts, T, S, R)) if adds else h
+    counters = workspace(x_TK.device)[1] if adds else None
     blocks = ceil_div(R, RANK_BLOCK)
     with on_device(x_TK):
         launch(
@@ -40,7 +80,7 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
             slots_T,
             weights.a_LRSK,
             weights.ranks_LS,
-            h_TSR,
+            h,
             h_PTSR,
             counters,
             T,
@@ -55,11 +95,12 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
             BM=config.rows,
             BK=config.inputs,
             BR=RANK_BLOCK,
+            WARPS=config.warps if config.by_warp else 1,
+            ONE_STEP=config.inputs * config.parts >= K,
             BY_ROW=config.by_row,
             num_warps=config.warps,
             **pdl_options(x_TK, T),
         )
-    return h_TSR
 
 
 def lora_expand_(
@@ -124,6 +165,15 @@ def _own_rows(slots_ptr, T, BM: tl.constexpr, BY_ROW: tl.constexpr):
     return t, own, slot
 
 
+@triton.jit
+def _has_to_wait(slot):
+    """Blocks with nothing to do make room for the next kernel's; one waits, so that the grid does
+    not end before the kernel before it.
+    """
+    block = tl.program_id(0) + tl.program_id(1) + tl.program_id(2)
+    return (slot >= 0) | (block == 0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _lora_shrink(
     x_ptr,
@@ -145,6 +195,8 @@ def _lora_shrink(
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
+    WARPS: tl.constexpr,
+    ONE_STEP: tl.constexpr,
     BY_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -153,31 +205,44 @@ def _lora_shrink(
     t, own, slot = _own_rows(slots_ptr, T, BM, BY_ROW)
     rank = tl.load(ranks_ptr + slot * stride_ranks + s, mask=slot >= 0, other=0)
     j = first + tl.arange(0, BR)
-    k = tl.arange(0, BK)
+    # each warp has inputs of its own, where there are several
+    OWN: tl.constexpr = BK // WARPS
+    warp = tl.arange(0, WARPS)[:, None, None]
+    k = tl.arange(0, OWN)[None, None, :]
     steps = tl.cdiv(tl.cdiv(K, BK), PARTS)
-    start = part * steps * BK
-    end = tl.minimum(K, start + steps * BK)
+    start = part * steps * BK + warp * OWN + k  # [WARPS, 1, OWN]
+    end = tl.minimum(K, (part + 1) * steps * BK)
     # not on the device until a step's inputs are, so no kernel of the step writes it
-    a_ptrs = a_ptr + slot.to(tl.int64) * stride_slot + j.to(tl.int64)[:, None] * stride_rank
-    a_ptrs += s * K + k[None, :]
-    in_rank = (j < rank)[:, None]
-    a = tl.load(a_ptrs + start, mask=in_rank & (start + k < end)[None, :], other=0.0)
-    if PDL:
+    a_ptrs = a_ptr + slot.to(tl.int64) * stride_slot + j.to(tl.int64)[None, :, None] * stride_rank
+    a_ptrs += s * K
+    in_rank = (j < rank)[None, :, None]
+    a = tl.load(a_ptrs + start, mask=in_rank & (start < end), other=0.0)
+    if PDL and _has_to_wait(slot):
         pdl_launch_and_wait()
     if rank > first:
-        x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_x + k[None, :]
-        total = tl.zeros((BM, BR), tl.float32)
-        for at in tl.range(start, end, BK):
-            x = tl.load(x_ptrs + at, mask=own[:, None] & (at + k < end)[None, :], other=0.0)
-            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-            a = tl.load(a_ptrs + at + BK, mask=in_rank & (at + BK + k < end)[None, :], other=0.0)
+        x_ptrs = x_ptr + t.to(tl.int64)[None, :, None] * stride_x
+        own_rows = own[None, :, None]
+        x = tl.load(x_ptrs + start, mask=own_rows & (start < end), other=0.0)
+        total = tl.zeros((WARPS, BM, BR) if WARPS > 1 else (BM, BR), tl.float32)
+        for step in tl.range(1, 2 if ONE_STEP else steps + 1):
+            at = start + step * BK
+            if not ONE_STEP:
+                next_x = tl.load(x_ptrs + at, mask=own_rows & (at < end), other=0.0)
+                next_a = tl.load(a_ptrs + at, mask=in_rank & (at < end), other=0.0)
+            if WARPS > 1:
+                total = tl.dot(x, tl.permute(a, (0, 2, 1)), total, input_precision="ieee")
+            else:
+                rows = tl.reshape(x, (BM, OWN))
+                of_ranks = tl.reshape(a, (BR, OWN))
+                total = tl.dot(rows, tl.trans(of_ranks), total, input_precision="ieee")
+            if not ONE_STEP:
+                x, a = next_x, next_a
+        if WARPS > 1:
+            total = tl.sum(total, 0)
         place = ((t.to(tl.int64) * S + s) * R)[:, None] + j[None, :]
         mask = own[:, None] & (j < R)[None, :]
-        if PARTS == 1:
-            tl.store(h_ptr + place, total, mask=mask)
-        else:
-            size = T.to(tl.int64) * S * R
-            tl.store(parts_ptr + part * size + place, total, mask=mask)
+        tl.store(parts_ptr + part * T.to(tl.int64) * S * R + place, total, mask=mask)
+        if counters_ptr is not None:
             # every thread's sums are stored before one thread counts the block in
             tl.debug_barrier()
             group = (tl.program_id(0) * (tl.num_programs(1) // PARTS) + block // PARTS).to(tl.int32)
@@ -188,7 +253,10 @@ def _lora_shrink(
                 for i in tl.static_range(PARTS):
                     # .cg: other blocks of the same kernel have written these
                     total += tl.load(
-                        parts_ptr + i * size + place, mask=mask, other=0.0, cache_modifier=".cg"
+                        parts_ptr + i * T.to(tl.int64) * S * R + place,
+                        mask=mask,
+                        other=0.0,
+                        cache_modifier=".cg",
                     )
                 tl.store(h_ptr + place, total, mask=mask)
                 tl.store(counter_ptr, 0)

@@ -26,6 +26,7 @@ class LimbForm:
 
     bits: int  # of the weight's codes; words interleave inputs in the weight's k order
     with_sums: bool = False  # for an asymmetric weight
+    with_tensor: bool = False  # x itself, too, for adapters
 
     def refuses(self, M: int, K: int) -> str | None:
         """Why M rows of K inputs cannot be such limbs, as what was expected; None: they can."""
@@ -51,6 +52,7 @@ class Limbs:
         words   int32 [K/128, T, 2 i, 8 columns, 4 t, 4 w]
         scales  float32 [K/128, T, 8]: 256^d scale; NaN where x has one, or an inf
         sums    int32 [K/128, T, 8]: of a column's limbs; None without sums
+        tensor  x [M, K]; None without it
     """
 
     form: LimbForm
@@ -58,6 +60,7 @@ class Limbs:
     words: torch.Tensor
     scales: torch.Tensor
     sums: torch.Tensor | None
+    tensor: torch.Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -69,8 +72,13 @@ def limb_tiles(M: int) -> int:
     return ceil_div(M * LIMBS_OF_INPUT, LIMBS_COLUMNS)
 
 
-def empty_limbs(form: LimbForm, M: int, K: int, device: torch.device) -> Limbs:
-    """Memory for M rows of K inputs, K divisible by 128."""
+def empty_limbs(
+    form: LimbForm, M: int, K: int, device: torch.device, dtype: torch.dtype | None = None
+) -> Limbs:
+    """Memory for M rows of K inputs, K divisible by 128; for `dtype` inputs themselves, too, where
+    the form has them.
+    """
+    with_tensor = form.with_tensor and dtype is not None
     steps, tiles = K // K_STEP, limb_tiles(M)
     of_words = (steps, tiles, 2, LIMBS_COLUMNS, 4, 4)
     of_columns = (steps, tiles, LIMBS_COLUMNS)
@@ -81,4 +89,5 @@ def empty_limbs(form: LimbForm, M: int, K: int, device: torch.device) -> Limbs:
         words=torch.empty(of_words, dtype=torch.int32, device=device),
         scales=torch.empty(of_columns, dtype=torch.float32, device=device),
         sums=torch.empty(of_columns, dtype=torch.int32, device=device) if form.with_sums else None,
+        tensor=torch.empty((M, K), dtype=dtype, device=device) if with_tensor else None,
     )

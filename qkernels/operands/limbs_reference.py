@@ -1,5 +1,7 @@
 """Inputs to limbs (limbs.py) and back, in plain torch, bit for bit. Knows no kernel."""
 
+from dataclasses import replace
+
 import torch
 
 from qkernels.operands.limbs import (
@@ -23,6 +25,8 @@ def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.to_limbs."""
     M, K = x_MK.shape
     limbs = empty_limbs(form, M, K, x_MK.device)
+    if form.with_tensor:
+        limbs = replace(limbs, tensor=x_MK)
     x_MS = x_MK.float().view(M, -1, K_STEP)
     exponents = (x_MS.abs().view(torch.int32).amax(2) >> 23).clamp(min=40)
     factors = ((283 - exponents) << 23).view(torch.float32)

@@ -33,6 +33,23 @@ def rms_norm_into(
     return ops.rms_norm(x_MC, weight_C, eps)
 
 
+def embed_norms_into(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+    form: InputForm,
+) -> tuple[LinearInput, torch.Tensor]:
+    """embed_norms, both in a form, the normed states as a tensor."""
+    inputs = tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps
+    if isinstance(form, LimbForm):
+        return ops.embed_norms_limbs(*inputs, form)
+    both_M2C, normed_MC = ops.embed_norms(*inputs)
+    return in_form(both_M2C, form), normed_MC
+
+
 def add_rms_norm_into(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,

@@ -3,6 +3,8 @@
 Legend: M rows, K inputs; BLOCK steps of 128 inputs.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -18,13 +20,15 @@ STEPS_OF_BLOCK = 2
 
 def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.to_limbs."""
-    return limbs_by_steps(_to_limbs, x_MK.contiguous(), x_MK.shape[1], form)
+    x_MK = x_MK.contiguous()
+    limbs = empty_limbs(form, *x_MK.shape, x_MK.device)
+    limbs_by_steps(_to_limbs, x_MK, limbs)
+    return replace(limbs, tensor=x_MK) if form.with_tensor else limbs
 
 
-def limbs_by_steps(kernel, x: torch.Tensor, K: int, form: LimbForm, **constants: bool) -> Limbs:
-    """Limbs of K inputs of each row of x, by a kernel that does some steps of a row in a block."""
-    M, steps = x.shape[0], K // K_STEP
-    limbs = empty_limbs(form, M, K, x.device)
+def limbs_by_steps(kernel, x: torch.Tensor, limbs: Limbs, *tensors, **constants: bool) -> None:
+    """Fill limbs of the rows of x, by a kernel that does some steps of a row in a block."""
+    M, steps = limbs.num_rows, limbs.in_features // K_STEP
     with on_device(x):
         launch(
             kernel,
@@ -33,15 +37,15 @@ def limbs_by_steps(kernel, x: torch.Tensor, K: int, form: LimbForm, **constants:
             limbs.words,
             limbs.scales,
             limbs.sums,
+            *tensors,
             M,
             steps,
             **constants,
-            FORM=form,
+            FORM=limbs.form,
             BLOCK=STEPS_OF_BLOCK,
             num_warps=1,
             **pdl_options(x, M),
         )
-    return limbs
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -65,7 +65,7 @@ def _norm(
             normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
         return to_limbs(normed_MC, form), total_MC
     source, stride_part, format = partials_source(contiguous(x_MC))
-    limbs = empty_limbs(form, M, C, source.device)
+    limbs = empty_limbs(form, M, C, source.device, x_MC.dtype)
     total_MC = None
     if residual_MC is not None:
         total_MC = torch.empty((M, C), dtype=x_MC.dtype, device=source.device)
@@ -84,6 +84,7 @@ def _norm(
             limbs.words,
             limbs.scales,
             limbs.sums,
+            limbs.tensor,
             M,
             steps,
             eps,
@@ -109,6 +110,7 @@ def _rms_norm_limbs(
     words_ptr,
     scales_ptr,
     sums_ptr,
+    y_ptr,  # [M, C] or None
     M,
     steps,
     eps,
@@ -160,19 +162,26 @@ def _rms_norm_limbs(
         if weight_ptr.dtype.element_ty != tl.float32:  # else the product alone is rounded
             normed = normed.to(DTYPE).to(tl.float32)
         y = (weight * normed).to(DTYPE)
+    if y_ptr is not None:
+        store_steps(y_ptr + row, y, first, steps, FORM)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)
 
 
 def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.silu_and_mul_limbs."""
-    width = x_M2I.shape[1] // 2
-    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), width, form, GELU=False)
+    return _activate_and_mul(x_M2I, form, GELU=False)
 
 
 def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
     """As ops.gelu_and_mul_limbs."""
-    width = x_M2I.shape[1] // 2
-    return limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), width, form, GELU=True)
+    return _activate_and_mul(x_M2I, form, GELU=True)
+
+
+def _activate_and_mul(x_M2I: torch.Tensor, form: LimbForm, *, GELU: bool) -> Limbs:
+    M, width = x_M2I.shape
+    limbs = empty_limbs(form, M, width // 2, x_M2I.device, x_M2I.dtype)
+    limbs_by_steps(_silu_and_mul_limbs, x_M2I.contiguous(), limbs, limbs.tensor, GELU=GELU)
+    return limbs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -181,6 +190,7 @@ def _silu_and_mul_limbs(
     words_ptr,
     scales_ptr,
     sums_ptr,
+    y_ptr,  # [M, I] or None
     M,
     steps,
     GELU: tl.constexpr,
@@ -199,4 +209,6 @@ def _silu_and_mul_limbs(
     argument = gelu_argument(gate) if GELU else gate
     activated = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
     y = (activated * up).to(DTYPE)
+    if y_ptr is not None:
+        store_steps(y_ptr + m.to(tl.int64) * steps * 128, y, first, steps, FORM)
     store_limbs(y, words_ptr, scales_ptr, sums_ptr, m, first, M, steps, FORM)

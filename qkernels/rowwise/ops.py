@@ -238,6 +238,63 @@ def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm, kernel: str | None =
     return _run_limbs("gelu_and_mul_limbs", x_M2I, kernel)(x_M2I, form)
 
 
+def embed_norms(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm of the tokens' rows of a table [V, C] beside that of states [M, C], in one pass.
+
+    Returns (both [M, 2 C], the normed states [M, C]); `tokens` [M] int64.
+    """
+    op = "embed_norms"
+    _check_embed_norms(op, tokens_M, table_VC, table_norm_C, state_MC, state_norm_C)
+    run = dispatch.implementation(
+        op, device=state_MC.device.type, dtype=state_MC.dtype, requested=kernel
+    )
+    return run(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps)
+
+
+def embed_norms_limbs(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+    form: LimbForm,
+    kernel: str | None = None,
+) -> tuple[Limbs, torch.Tensor]:
+    """Returns (to_limbs(both), normed states) of embed_norms, in one pass."""
+    op = "embed_norms_limbs"
+    _check_embed_norms(op, tokens_M, table_VC, table_norm_C, state_MC, state_norm_C)
+    check_limb_rows(f"{op} states", state_MC, state_MC.shape[1], form)
+    run = _run_limbs(op, state_MC, kernel)
+    return run(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps, form)
+
+
+def _check_embed_norms(
+    op: str,
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+) -> None:
+    check_float(f"{op} states", state_MC)
+    M, C = expect_ndim(f"{op} states", state_MC, 2)
+    check_tensor(f"{op} tokens", tokens_M, (M,), (torch.int64,), state_MC)
+    check_tensor(f"{op} table", table_VC, (None, C), (state_MC.dtype,), state_MC)
+    if not table_VC.is_contiguous():
+        raise KernelError(f"{op} table", "expected a contiguous table")
+    check_norm(f"{op} norm of states", state_norm_C, state_MC)
+    check_tensor(f"{op} norm of the table", table_norm_C, (C,), (state_norm_C.dtype,), state_MC)
+
+
 def _run_limbs(op: str, x: LinearOutput, kernel: str | None):
     return dispatch.implementation(
         op, device=x.device.type, dtype=x.dtype, requested=kernel, in_features=x.shape[1]

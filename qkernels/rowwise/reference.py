@@ -124,6 +124,34 @@ def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form:
     return to_limbs(rms_norm(x_MC, weight_C, eps), form)
 
 
+def embed_norms(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.embed_norms."""
+    embedded_MC = rms_norm(table_VC[tokens_M], table_norm_C, eps)
+    normed_MC = rms_norm(state_MC, state_norm_C, eps)
+    return torch.cat([embedded_MC, normed_MC], 1), normed_MC
+
+
+def embed_norms_limbs(
+    tokens_M: torch.Tensor,
+    table_VC: torch.Tensor,
+    table_norm_C: torch.Tensor,
+    state_MC: torch.Tensor,
+    state_norm_C: torch.Tensor,
+    eps: float,
+    form: LimbForm,
+) -> tuple[Limbs, torch.Tensor]:
+    """to_limbs of embed_norms, and the normed states."""
+    out, normed_MC = embed_norms(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps)
+    return to_limbs(out, form), normed_MC
+
+
 def add_rms_norm_limbs(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,

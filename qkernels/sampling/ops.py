@@ -19,7 +19,8 @@ def sample_(
 
     `settings` are on the logits' device. `history` [W, V] int32 holds, for each row with penalties,
     2 * (times in the output) + (in the prompt) of every token; drawn tokens are added in place. A
-    row's draw depends on nothing but that row. INVALID_TOKEN stands for a row that holds NaN.
+    row's draw depends on nothing but that row. settings.invalid_token stands for a row
+    that holds NaN.
     `kernel` names a row of qkernels.dispatch instead of the best one.
     """
     check_float("sample_ logits", logits_SV)

@@ -8,7 +8,7 @@ draws from the softmax (Gumbel-max).
 
 import torch
 
-from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import BIAS_END, BIAS_START, MASK_BITS
 
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow
@@ -38,7 +38,7 @@ def sample_(
             settings.column("seed"), settings.column("position"), scaled_SV.shape[1]
         )
         tokens_S = torch.where(temperature_S == 0, tokens_S, (scaled_SV + noise_SV).argmax(-1))
-    tokens_S = tokens_S.masked_fill(invalid_S, INVALID_TOKEN)
+    tokens_S = tokens_S.masked_fill(invalid_S, settings.invalid_token)
     if history_WV is not None:
         row_S = settings.column("history_row")
         counted_S = (row_S >= 0) & (tokens_S >= 0)

@@ -35,7 +35,7 @@ MAX_LOGPROBS = 20  # alternatives of one row
 class Samples(NamedTuple):
     """What was drawn. The last three are None where no row asked for log probabilities."""
 
-    tokens_S: torch.Tensor  # int64, INVALID_TOKEN where a row's logits hold NaN
+    tokens_S: torch.Tensor  # int64, SampleSettings.invalid_token where a row's logits hold NaN
     logprobs_S: torch.Tensor | None  # float32, of the drawn tokens
     top_tokens_SN: torch.Tensor | None  # int64, likeliest first, -1 beyond what the row asked for
     top_logprobs_SN: torch.Tensor | None  # float32, -inf there
@@ -52,6 +52,7 @@ class SampleSettings:
     any_filter: bool
     num_logprobs: int  # the most that any row asks for; -1: none asks
     any_history: bool = False  # penalties
+    invalid_token: int = INVALID_TOKEN  # 0 where tokens are indices and no row has penalties
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow]) -> "SampleSettings":

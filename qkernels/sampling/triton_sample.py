@@ -29,7 +29,7 @@ from qkernels.sampling.candidates import (
     store_many,
 )
 from qkernels.sampling.logits import adjust, filters, key_of, log, noise, order, settings_of, weight
-from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS, NUMBERS
 
 CHUNK_GROUPS = 16  # groups of one block of the first kernel
@@ -122,6 +122,7 @@ def sample_(
             N,
             C,
             blocks,
+            settings.invalid_token,
             PADDED_CHUNKS=power_of_two(C),
             INTERPRETED=INTERPRETED,
             **options,
@@ -131,7 +132,6 @@ def sample_(
 
 NUM_LOGPROBS = tl.constexpr(NUMBERS.index("num_logprobs"))
 _P = tl.constexpr(NUM_WORDS)
-_INVALID = tl.constexpr(INVALID_TOKEN)
 _GROUP, _CHUNK_GROUPS, _FEW = tl.constexpr(GROUP), tl.constexpr(CHUNK_GROUPS), tl.constexpr(FEW)
 _FLOAT_ROWS, _INT_ROWS = tl.constexpr(_CHUNK_FLOATS), tl.constexpr(_CHUNK_INTS)
 
@@ -269,7 +269,7 @@ def _draw(
     return drawn
 
 
-@triton.jit(do_not_specialize=["G", "N", "CHUNKS", "BLOCKS"])
+@triton.jit(do_not_specialize=["G", "N", "CHUNKS", "BLOCKS", "invalid_token"])
 def _pick(
     logits_ptr,  # [S, V]
     words_ptr,  # [S, P]
@@ -291,6 +291,7 @@ def _pick(
     N,
     CHUNKS,
     BLOCKS,
+    invalid_token,
     PADDED_CHUNKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -332,7 +333,7 @@ def _pick(
         block_best = tl.load(floats_ptr + 4 * CHUNKS + c, mask=c < BLOCKS, other=low)
         block_token = tl.load(ints_ptr + CHUNKS + c, mask=c < BLOCKS, other=NO_TOKEN)
         drawn = tl.min(tl.where(block_best == tl.max(block_best), block_token, NO_TOKEN))
-    drawn = tl.where(tl.max(nan) > 0, _INVALID, drawn)
+    drawn = tl.where(tl.max(nan) > 0, invalid_token, drawn)
     tl.store(out_tokens_ptr + row, drawn.to(tl.int64))
     history_row = settings[4]
     if (history_row >= 0) & (drawn >= 0):

@@ -16,6 +16,7 @@ from qkernels.errors import KernelError
 from qkernels.gpu import device as gpu_device
 from qkernels.linear.plan import GemmPlan, GemmProblem
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.term import LoraTerm, tiles_fault
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput, SplitKPartials
 from qkernels.tuning import table as tuning_table
@@ -106,24 +107,36 @@ def run(
     x: torch.Tensor | Limbs,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
+    term: LoraTerm | None = None,
 ) -> LinearOutput:
-    """x [M, K], or its limbs, to [M, N]; equal inputs, equal bits."""
+    """x [M, K], or its limbs, to [M, N]; equal inputs, equal bits.
+
+    `term`, which adapters add, is for plans that `adapters_fault` finds none in.
+    """
     if plan.variant == CUBLAS.name:
         return torch.nn.functional.linear(x, dequantize(weight), bias)
-    form = x.form if isinstance(x, Limbs) else None
+    form = replace(x.form, with_tensor=False) if isinstance(x, Limbs) else None
     if form != plan.operand:
         raise KernelError("linear x", f"expected it as {plan.operand}, found {form}")
     kernel = _module(plan.variant)
     if plan.tail is not None:
         y_MN = x.new_empty(x.shape[0], weight.out_features)
-        kernel.run(x[: plan.rows], weight, bias, plan.config, y_MN[: plan.rows])
+        kernel.run(x[: plan.rows], weight, bias, plan.config, y_MN=y_MN[: plan.rows])
         rest = _module(plan.tail.variant)
-        rest.run(x[plan.rows :], weight, bias, plan.tail.config, y_MN[plan.rows :])
+        rest.run(x[plan.rows :], weight, bias, plan.tail.config, y_MN=y_MN[plan.rows :])
         return y_MN
+    terms = () if term is None else (term,)
     if plan.output == "split_k":
-        partials = kernel.run_split_k(x, weight, bias, plan.config)
+        partials = kernel.run_split_k(x, weight, bias, plan.config, *terms)
         return SplitKPartials(parts=partials, dtype=x.dtype)
-    return kernel.run(x, weight, bias, plan.config)
+    return kernel.run(x, weight, bias, plan.config, *terms)
+
+
+def adapters_fault(plan: GemmPlan, sizes: tuple[int, ...]) -> str | None:
+    """Why the product adds no adapters of linears of so many outputs; None: it does."""
+    if not variant_of(plan.config).adds_adapters:
+        return f"{plan.variant} adds no adapters"
+    return tiles_fault(sizes)
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.registers import signed_nibbles
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.sm90_term import LoraTermArguments, add_few_rows, prefetch_few_rows
+from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.operands.limbs import (
     K_STEP,
     LIMBS_COLUMNS,
@@ -76,8 +78,9 @@ def run(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     config: GemvImmaConfig,
+    term: LoraTerm | None = None,
 ) -> torch.Tensor:
-    """Limbs of M rows to [M, N]. For groups divisible by 128.
+    """Limbs of M rows to [M, N], plus what adapters add. For groups divisible by 128.
 
     A row with an inf or NaN gives NaN.
     """
@@ -99,12 +102,16 @@ def run(
             M,
             N,
             K // K_STEP,
+            *term_arguments(term),
+            PARTS=term_parts(term),
             TILES=limbs.words.shape[1],
             CONFIG=config,
             NUMERICS=weight_numerics(weight, bias),
             **layouts(config.warps, config.block_n, weight.spec.bits),
             num_warps=config.warps,
             launch_pdl=True,
+            # as many blocks on an SM as without adapters
+            **({} if term is None else {"maxnreg": 64 * limbs.words.shape[1]}),
         )
     return y_MN
 
@@ -167,6 +174,20 @@ def _wna16_gemv_imma(
     M,
     N,
     k_steps,
+    lora_h_ptr,  # as in LoraTermArguments
+    lora_slots_ptr,
+    lora_b_ptr,
+    lora_ranks_ptr,
+    lora_scales_ptr,
+    lora_s,
+    lora_r,
+    lora_b_slot_stride,
+    lora_b_rank_stride,
+    lora_ranks_stride,
+    lora_scales_stride,
+    lora_first_end,
+    lora_second_end,
+    PARTS: gl.constexpr,
     TILES: gl.constexpr,  # T
     CONFIG: gl.constexpr,  # GemvImmaConfig
     NUMERICS: gl.constexpr,  # WeightNumerics
@@ -183,6 +204,22 @@ def _wna16_gemv_imma(
     A_FACTOR: gl.constexpr = 16 if BITS == 4 else 1  # of codes in operand A
     ROWS: gl.constexpr = gl.SliceLayout(2, SUMS)
     COLS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    term = LoraTermArguments(
+        h_ptr=lora_h_ptr,
+        slots_ptr=lora_slots_ptr,
+        b_ptr=lora_b_ptr,
+        ranks_ptr=lora_ranks_ptr,
+        scales_ptr=lora_scales_ptr,
+        S=lora_s,
+        R=lora_r,
+        b_slot_stride=lora_b_slot_stride,
+        b_rank_stride=lora_b_rank_stride,
+        ranks_stride=lora_ranks_stride,
+        scales_stride=lora_scales_stride,
+        first_end=lora_first_end,
+        second_end=lora_second_end,
+        PARTS=PARTS,
+    )
     block = gl.program_id(0)
     stored_tile = block // (STORED_ROWS // BN)
     inside = block % (STORED_ROWS // BN)  # which BN rows of the stored tile
@@ -222,6 +259,8 @@ def _wna16_gemv_imma(
                 offsets += (gl.load(offsets_ptr + group, mask=mask, other=0.0),)
         if first == 0:
             # weights never change; limbs are the previous kernel's until it has ended
+            if PARTS > 0:
+                prefetch_few_rows(term, block * BN, M, 2 * TILES, W)
             griddepcontrol_wait()
         for i in gl.static_range(IN_FLIGHT):
             a = _operand_a(codes[i], BITS, SUMS)
@@ -244,6 +283,8 @@ def _wna16_gemv_imma(
                 new += (totals[j] + exact * (scale * input_scale),)
             totals = new
     launch_dependents()
+    if PARTS > 0:
+        totals = add_few_rows(term, totals, block * BN, M, SUMS)
     ROWS_PER_TILE: gl.constexpr = COLUMNS // LIMBS_PER_INPUT
     for j in gl.static_range(TILES):
         by_limb = totals[j].reshape([W, BN, ROWS_PER_TILE, LIMBS_PER_INPUT])

@@ -29,6 +29,8 @@ from qkernels.gpu.split_k_reduce import reduce_in_last_arriver
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.lora.sm90_term import LoraTermArguments, prefetch_term, term_of_tile
+from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, step_scales
@@ -42,12 +44,16 @@ def run(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     config: SmallMConfig,
+    term: LoraTerm | None = None,
     y_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K], contiguous, to [M, N], in `y_MN` if given. For groups divisible by 128."""
+    """x [M, K], contiguous, to [M, N], plus what adapters add; in `y_MN` if given.
+
+    For groups divisible by 128.
+    """
     if y_MN is None:
         y_MN = x_MK.new_empty(x_MK.shape[0], weight.out_features)
-    _launch(x_MK, weight, bias, config, y_MN, unreduced=False)
+    _launch(x_MK, weight, bias, config, term, y_MN, unreduced=False)
     return y_MN
 
 
@@ -56,12 +62,13 @@ def run_split_k(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     config: SmallMConfig,
+    term: LoraTerm | None = None,
 ) -> torch.Tensor:
     """`run` without the reduction: float32 [split, M, N], to be added in order."""
     partials_SMN = torch.empty(
         (config.split, x_MK.shape[0], weight.out_features), dtype=torch.float32, device=x_MK.device
     )
-    _launch(x_MK, weight, bias, config, partials_SMN, unreduced=True)
+    _launch(x_MK, weight, bias, config, term, partials_SMN, unreduced=True)
     return partials_SMN
 
 
@@ -70,6 +77,7 @@ def _launch(
     weight: PreparedWeight,
     bias: torch.Tensor | None,
     config: SmallMConfig,
+    term: LoraTerm | None,
     y: torch.Tensor,
     unreduced: bool,
 ) -> None:
@@ -95,6 +103,8 @@ def _launch(
             N,
             K // 128,
             config.tiles(N),
+            *term_arguments(term),
+            PARTS=term_parts(term),
             CONFIG=config,
             NUMERICS=weight_numerics(weight, bias),
             UNREDUCED=unreduced,
@@ -134,6 +144,7 @@ class _Gemm:
     N: integer
     k_steps: integer
     tiles: integer
+    term: LoraTermArguments
     CONFIG: gl.constexpr  # SmallMConfig
     NUMERICS: gl.constexpr  # WeightNumerics
     UNREDUCED: gl.constexpr  # splits are left to the consumer of y
@@ -161,9 +172,16 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     BM: gl.constexpr = gemm.CONFIG.block_m
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     state = pipeline.consumer_start()
+    if gemm.term.PARTS > 0:
+        work_tile = gemm.work_tile(gl.program_id(0))
+        tile = work_tile.stored_tile(CONSUMER)
+        prefetch_term(gemm.term, tile, gemm.M, gemm.N, work_tile.split, gemm.CONFIG.split)
+        griddepcontrol_wait()  # h is the previous kernel's, as x is
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         sums = gl.zeros([64, BM], gl.float32, SUMS)
+        if gemm.term.PARTS > 0:
+            sums = _term(gemm, work, CONSUMER, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
             scale = step_scales(gemm, stages, state.stage, CONSUMER, SUMS)
@@ -173,6 +191,19 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums += product * scale[:, None]
             state = state.advance()
         _epilogue(gemm, sums, work_tile, CONSUMER)
+
+
+@gluon.jit
+def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """What adapters add to the sums [64, BM]: of those that are this split's."""
+    BM: gl.constexpr = gemm.CONFIG.block_m
+    SPLIT: gl.constexpr = gemm.CONFIG.split
+    work_tile = gemm.work_tile(work)
+    # A zero that only the machine knows: what depends on it is computed here, and is not kept in
+    # registers, or spilled, from before the loop over work tiles.
+    zero = work >> 30
+    tile = work_tile.stored_tile(CONSUMER)
+    return term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, work_tile.split, SPLIT, BM, SUMS)
 
 
 @gluon.jit
@@ -300,6 +331,20 @@ def _wna16_small_m(
     N,
     k_steps,
     tiles,
+    lora_h_ptr,  # as in LoraTermArguments
+    lora_slots_ptr,
+    lora_b_ptr,
+    lora_ranks_ptr,
+    lora_scales_ptr,
+    lora_s,
+    lora_r,
+    lora_b_slot_stride,
+    lora_b_rank_stride,
+    lora_ranks_stride,
+    lora_scales_stride,
+    lora_first_end,
+    lora_second_end,
+    PARTS: gl.constexpr,
     CONFIG: gl.constexpr,
     NUMERICS: gl.constexpr,
     UNREDUCED: gl.constexpr,
@@ -316,6 +361,22 @@ def _wna16_small_m(
     stages = Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
     pipeline = make_pipeline(stages, STAGES, NUM_CONSUMERS)
     fence_async_shared()
+    term = LoraTermArguments(
+        h_ptr=lora_h_ptr,
+        slots_ptr=lora_slots_ptr,
+        b_ptr=lora_b_ptr,
+        ranks_ptr=lora_ranks_ptr,
+        scales_ptr=lora_scales_ptr,
+        S=lora_s,
+        R=lora_r,
+        b_slot_stride=lora_b_slot_stride,
+        b_rank_stride=lora_b_rank_stride,
+        ranks_stride=lora_ranks_stride,
+        scales_stride=lora_scales_stride,
+        first_end=lora_first_end,
+        second_end=lora_second_end,
+        PARTS=PARTS,
+    )
     gemm = _Gemm(
         weight=weight,
         x=x,
@@ -329,6 +390,7 @@ def _wna16_small_m(
         N=N,
         k_steps=k_steps,
         tiles=tiles,
+        term=term,
         CONFIG=CONFIG,
         NUMERICS=NUMERICS,
         UNREDUCED=UNREDUCED,

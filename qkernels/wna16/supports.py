@@ -55,7 +55,8 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     measured = _measured(problem)
     lines = []
     for variant in VARIANTS:
-        note = choice.explained(variant.name, variant.refuses(shape), variant.rows)
+        rows = f"{variant.rows}, adds adapters" if variant.adds_adapters else variant.rows
+        note = choice.explained(variant.name, variant.refuses(shape), rows)
         lines.append((variant.name, note + measured.get(variant.name, "")))
     return lines
 

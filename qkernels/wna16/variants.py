@@ -82,6 +82,7 @@ class Variant:
     bits: tuple[int, ...] = (4, 8)
     whole_k_steps: bool = False  # groups of inputs are divisible by 128
     default: Default
+    adds_adapters: bool = False  # takes a LoraTerm
 
     def refuses(self, shape: Shape) -> str | None:
         """Why it runs no number of rows of this weight on this GPU; None: it runs some."""
@@ -123,6 +124,15 @@ SMALL_M = Variant(
     bits=(4,),
     whole_k_steps=True,
     default=_small_m,
+    adds_adapters=True,
+)
+LARGE_M = Variant(
+    name="sm90_large_m",
+    config=LargeMConfig,
+    rows="many rows",
+    arch="sm_90",
+    whole_k_steps=True,
+    default=_large_m,
 )
 LARGE_M = Variant(
     name="sm90_large_m",
@@ -147,6 +157,7 @@ VARIANTS: tuple[Variant, ...] = (
         arch="sm_90",
         whole_k_steps=True,
         default=_gemv,
+        adds_adapters=True,
     ),
     SMALL_M,
     LARGE_M,

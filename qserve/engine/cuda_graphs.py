@@ -33,7 +33,7 @@ CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 768, 
 FEW_REQUESTS = 8  # of a chunk step
 
 
-def _ran_out(error: BaseException | None) -> bool:
+def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether a capture failed for want of memory. Its end may raise an error of its own on top."""
     while isinstance(error, RuntimeError | MemoryError):
         if ran_out(error):
@@ -135,7 +135,7 @@ class StepGraphs:
         Steps with a longer context than `max_context_len` run in none. `in_step`: other ranks
         capture and replay the same graphs in the same order, and wait for ours.
         """
-        self._in_step = in_step
+        self.in_step = in_step
         self._step = step
         self._device = device
         self._keys = graph_keys(max_num_seqs, max_num_tokens, counts, max_rows, with_adapters)
@@ -177,8 +177,8 @@ class StepGraphs:
             try:
                 self._capture(key)
             except (RuntimeError, MemoryError) as error:
-                # With `_in_step` the others have the graph, and would wait for this rank in it.
-                if self._in_step or not _ran_out(error):
+                # With `in_step` the others have the graph, and would wait for this rank in it.
+                if self.in_step or not ran_out_of_memory(error):
                     raise
                 self._keys = [each for each in self._keys if each in self._batches]
                 logger.warning(
@@ -209,6 +209,16 @@ class StepGraphs:
             return None
         key = smallest_key(self._keys, step)
         return key if key is None or self._has(key) else smallest_key(self._keys, step)
+
+    @property
+    def decode_keys(self) -> list[GraphKey]:
+        """Those captured of requests with equally many tokens, the smallest first."""
+        return [key for key in self._keys if key in self._batches and not key.is_chunk]
+
+    def padded(self, key: GraphKey) -> Batch:
+        """Where a graph reads its step, filled with one of nothing."""
+        self._buffers.pad_(key)
+        return self._batches[key]
 
     def fill_(self, key: GraphKey, step: StepInput) -> Batch:
         """Copy a step to where its graph reads it. Returns these places."""

@@ -1,7 +1,6 @@
 """DraftRows: what a step tells the device of drafts. Numbers and arrays, no requests.
 
-Legend: T tokens of the step, R requests (chunks), S rows that sample, D of them that sample, M
-tokens that the device knows alone.
+Legend: T tokens of the step, R requests (chunks), S rows that sample, D of them that sample.
 """
 
 from dataclasses import dataclass
@@ -19,14 +18,11 @@ class DraftRows:
     runs_drafter: bool
     most_sampled: int  # rows of one chunk that sample
     rows_R: np.ndarray  # int64: each request's row of the device's tables
-    chunk_of_T: np.ndarray  # int64: of R
-    chunk_of_S: np.ndarray  # int64
-    # int64, 1 where the device alone knows how many of the last step's drafts came true: positions
-    # are too high by those that did not
-    is_pending_R: np.ndarray
-    place_M: np.ndarray  # int64, of T: tokens that the device knows alone
-    chunk_M: np.ndarray  # int64: whose they are, of R
-    column_M: np.ndarray  # int64: 0 the newest token, then the drafts
+    chunk_of_S: np.ndarray  # int64: of R
+    # int64: so many of its first tokens the host knows; 0: nor does it know how many of the last
+    # step's drafts came true: positions are too high by those that did not
+    known_R: np.ndarray
+    place_R: np.ndarray  # int64: which of D it is; -1: it does not sample
     chunk_D: np.ndarray  # int64, of R
     first_D: np.ndarray  # int64, of S: the first of each chunk's rows that sample
     count_D: np.ndarray  # int64: how many there are
@@ -46,7 +42,6 @@ class DraftRows:
         *,
         rows_R: np.ndarray,
         is_pending_R: np.ndarray,
-        query_starts_R1: np.ndarray,
         of_S: np.ndarray,
         page_size: int,
     ) -> "DraftRows":
@@ -55,14 +50,7 @@ class DraftRows:
         counts_R, sampled_R = np.array(counts, np.int64), np.array(num_sampled, np.int64)
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         on_host_R = np.array([len(request.drafts) for request in requests], np.int64)
-        # From which of its rows on a chunk's tokens are on the device alone.
         has_drafts_R = sampled_R - 1 - on_host_R > 0
-        first_M = np.where(is_pending_R, 0, np.where(has_drafts_R, 1, counts_R))
-        # one token of a prompt is never pending with others of it
-        lengths = counts_R - first_M
-        chunk_M = np.repeat(np.arange(len(requests)), lengths)
-        column_M = np.arange(len(chunk_M)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        column_M += first_M[chunk_M]
         chunk_D = np.flatnonzero(sampled_R)
         count_D = sampled_R[chunk_D]
         return cls(
@@ -70,12 +58,10 @@ class DraftRows:
             runs_drafter=plan.drafting.runs_drafter,
             most_sampled=int(sampled_R.max()),
             rows_R=rows_R,
-            chunk_of_T=np.repeat(np.arange(len(requests)), counts_R),
             chunk_of_S=of_S.astype(np.int64),
-            is_pending_R=is_pending_R.astype(np.int64),
-            place_M=query_starts_R1[chunk_M] + column_M,
-            chunk_M=chunk_M,
-            column_M=column_M,
+            # one token of a prompt is never pending with others of it
+            known_R=np.where(is_pending_R, 0, np.where(has_drafts_R, 1, counts_R)),
+            place_R=np.where(sampled_R > 0, np.cumsum(sampled_R > 0) - 1, -1),
             chunk_D=chunk_D,
             first_D=np.cumsum(count_D) - count_D,
             count_D=count_D,

@@ -229,12 +229,23 @@ class ModelRunner:
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
-            speculator.use_graphs(self.graphs.outputs)
+            speculator.use_graphs(self.graphs)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more graph, in an idle moment. Returns False where there is none left."""
-        return self.graphs is not None and self.graphs.capture_next()
+        if self.graphs is None:
+            return False
+        speculator = self.speculator
+        return self.graphs.capture_next() or (speculator is not None and speculator.capture_next())
+
+    @property
+    def can_capture_next(self) -> bool:
+        """Whether a graph is left to capture."""
+        graphs, speculator = self.graphs, self.speculator
+        if graphs is None or graphs.num_captured < graphs.num_keys:
+            return graphs is not None
+        return speculator is not None and speculator.can_capture_next
 
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
@@ -297,14 +308,17 @@ class ModelRunner:
         for fill in step.history_fills:
             self._history.fill_(fill)
         settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
-        settings, emitted, drafts = settings.to(self.device), None, None
+        emitted = drafts = None
         if drafting is None:
-            samples = self._draw(logits_SV, settings)
+            samples = self._draw(logits_SV, settings.to(self.device))
+            # A failed row's request may be in the next step already: its token must be a valid
+            # index.
+            self._last_samples = samples.tokens_S.clamp(min=0)
+            tokens = HostCopy(samples.tokens_S)
         else:
             samples = drafting.draw(logits_SV, settings, self._draw, self._history.table)
-            emitted, drafts = drafting.num_emitted, drafting.propose(outputs)
-        # A failed row's request may be in the next step already: its token must be a valid index.
-        self._last_samples = samples.tokens_S.clamp(min=0)
+            tokens, emitted = drafting.tokens, drafting.num_emitted
+            drafts = drafting.propose(outputs)
         log_probabilities = None
         if settings.num_logprobs >= 0:
             log_probabilities = (
@@ -313,7 +327,7 @@ class ModelRunner:
                 HostCopy(samples.top_tokens_SN),
             )
         return StepHandle(
-            tokens=HostCopy(samples.tokens_S),
+            tokens=tokens,
             num_logprobs=() if log_probabilities is None else step.num_logprobs,
             log_probabilities=log_probabilities,
             prompts=prompts,

@@ -15,7 +15,7 @@ from qkernels.delta_net.state import NO_SLOT
 from qkernels.lora.weights import NO_ADAPTER
 from qserve.engine.batch import Batch
 from qserve.engine.step_input import StepInput
-from qserve.engine.transfer import on_host
+from qserve.engine.transfer import PinnedCopies, on_host
 
 PADDING_SLOT = -1
 ALIGNMENT = 16  # bytes, as kernels want addresses
@@ -63,10 +63,10 @@ class StepBuffers:
         device: torch.device,
         with_states: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self._copies = device, PinnedCopies(device)
         self._fields = {key: _fields(key, with_states) for key in keys}
         most = max(fields[-1].end for fields in self._fields.values())
-        self._bytes = torch.zeros(most, dtype=torch.uint8, device=device)
+        self._bytes = torch.zeros(_whole_words(most), dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
         self._sent_RX = np.empty((0, 0), np.int32)  # what stands in its corner
         # of requests with equally many tokens
@@ -107,13 +107,18 @@ class StepBuffers:
 
     def _fill_(self, key: GraphKey, arrays: dict[str, np.ndarray]) -> None:
         fields = self._fields[key]
-        packed = np.zeros(fields[-1].end, np.uint8)
+        packed = np.zeros(_whole_words(fields[-1].end), np.uint8)
         for field in fields:
             array = arrays[field.name]
             place = packed[field.offset : field.end].view(field.dtype)
             place[: len(array)] = array
             place[len(array) :] = array[-1] if field.padding is None else field.padding
-        self._bytes[: len(packed)].copy_(on_host(packed, self._device), non_blocking=True)
+        self._copies.send_(packed.view(np.int64), self._bytes.view(torch.int64))
+
+
+def _whole_words(size: int) -> int:
+    """The next number of bytes that 8 divides."""
+    return -(-size // 8) * 8
 
 
 def _fields(key: GraphKey, with_states: bool = False) -> tuple[_Field, ...]:

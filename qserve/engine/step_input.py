@@ -180,7 +180,6 @@ class StepInput:
                 plan,
                 rows_R=rows_R,
                 is_pending_R=np.array(is_pending_R),
-                query_starts_R1=query_starts,
                 of_S=of_S,
                 page_size=page_size,
             ),

@@ -1,6 +1,8 @@
 """Copies between host and device that do not wait. Knows arrays, not their meaning."""
 
+from collections import deque
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ class HostCopy:
     """A device tensor on its way to the host. `wait()` blocks until it has arrived."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._event = None
+        self._event: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
@@ -36,7 +38,55 @@ class HostCopy:
         else:
             self._host = tensor.clone()  # its place may be written to again before it is read
 
+    @classmethod
+    def under_way(cls, host: torch.Tensor, event: torch.cuda.Event) -> "HostCopy":
+        """Of pinned memory that is filled once the event has passed."""
+        found = cls.__new__(cls)
+        found._host, found._event = host, event
+        return found
+
+    def part(self, start: int, stop: int) -> "HostCopy":
+        """Some of a copied tensor's rows."""
+        part = copy(self)
+        part._host = self._host[start:stop]
+        return part
+
     def wait(self) -> torch.Tensor:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+class PinnedCopies:
+    """Small copies of every step by kernels (qkernels/gpu/pinned.py). Elsewhere plain ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # The allocator knows of no kernel that uses pinned memory: until then it is kept here.
+        self._in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def send_(self, array: np.ndarray, place: torch.Tensor) -> None:
+        """Copy int64 words to the beginning of a place on the device."""
+        host = on_host(array, self._device)
+        if self._device.type == "cuda":
+            self._copy(place, host, host)
+        else:
+            place[: len(host)].copy_(host, non_blocking=True)
+
+    def fetch(self, words: torch.Tensor) -> HostCopy:
+        """Copy int64 words to the host."""
+        if self._device.type != "cuda":
+            return HostCopy(words)
+        host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        return HostCopy.under_way(host, self._copy(host, words, host))
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
+        from qkernels.gpu.pinned import copy_words_  # imports triton, which a CPU may lack
+
+        copy_words_(to, source)
+        event = torch.cuda.Event()
+        event.record()
+        self._in_use.append((host, event))
+        while self._in_use and self._in_use[0][1].query():
+            self._in_use.popleft()
+        return event

@@ -43,7 +43,8 @@ def warm_up_shapes(
 
     if adapters is not None:
         # What they read is a tensor, so the kernels before them and the products may be others.
-        rows = set(row_boundaries(decoder.products(), max_tokens, sms, fused=False))
+        adapted = {(each.in_features, each.out_features): each.sizes for each in adapters.weights}
+        rows = set(row_boundaries(decoder.products(), max_tokens, sms, adapted=adapted))
         kinds = {
             (each.in_features, each.num_slices, each.max_rank, each.num_slots)
             for each in adapters.weights

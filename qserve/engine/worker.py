@@ -259,8 +259,7 @@ class Worker:
     @property
     def can_capture_next(self) -> bool:
         """Whether a CUDA graph is left to capture."""
-        graphs = self.runner.graphs
-        return graphs is not None and graphs.num_captured < graphs.num_keys
+        return self.runner.can_capture_next
 
     def capture_next(self) -> bool:
         """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""

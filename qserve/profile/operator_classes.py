@@ -11,8 +11,12 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|all_?reduce|allgather|reduce_scatter_kernel|custom_ar"),
     ("sampling", r"_draw|draw_(few|many)|_pick|_scan_chunks|mass_of|softmax"),
     ("sampling", r"sample|argmax|topk|multinomial|_first_largest|_in_order|log_probab|bitonic"),
+    ("drafts", r"_(fill|settle)_drafts|_spread_logits"),
     ("attention", r"attention|attend|merge_splits|flash|fmha|sdpa|scaled_dot"),
-    ("delta net", r"_delta_step|_chunk_(systems|scan)|causal_conv|_gated_rms|solve_triangular"),
+    (
+        "delta net",
+        r"_delta_step|_chunk_(systems|scan)|causal_conv|_gated_rms_norm|solve_triangular",
+    ),
     ("rope, KV", r"rope|write_kv|rotar"),
     ("adapters", r"lora_(shrink|expand)"),
     ("experts", r"experts|_route|route_tokens|moe|_sort_pairs|_sum_pairs"),

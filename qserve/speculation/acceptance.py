@@ -1,8 +1,8 @@
-"""Acceptance: which drafts of a verify become output. Each rule a row of ACCEPT.
+"""Acceptance: which drafts of a verify become output.
 
 `exact`: the model draws the token of every row as it would without drafts, with the noise of (seed,
-position, token); drafts come true as far as they are what was drawn. The output is the same text as
-without speculation, whatever the drafter. Knows tensors, no requests.
+position, token); drafts come true as far as they are what was drawn (qkernels/drafts). The output
+is the same text as without speculation, whatever the drafter. Knows tensors, no requests.
 
 Legend: S rows that sample, D chunks that sample, K the most drafts of one chunk.
 """
@@ -23,51 +23,21 @@ class Verify:
     drafts_S: torch.Tensor  # int64: the token behind each row: the draft that it judges
     most: int  # rows of one chunk
 
-    @property
-    def rows_DK1(self) -> torch.Tensor:
-        """Of S, by chunk; beyond its rows the last."""
-        column_K1 = torch.arange(self.most, device=self.first_D.device)
-        return self.first_D[:, None] + torch.minimum(column_K1, self.count_D[:, None] - 1)
 
-    @property
-    def is_draft_DK(self) -> torch.Tensor:
-        column_K = torch.arange(self.most - 1, device=self.first_D.device)
-        return column_K < self.count_D[:, None] - 1
-
-
-def num_agreeing(agrees_DK: torch.Tensor) -> torch.Tensor:
-    """Drafts of each chunk before the first that does not agree, int64 [D]."""
-    return agrees_DK.long().cumprod(1).sum(1)
-
-
-def accept_exact(tokens_S: torch.Tensor, verify: Verify, config: SpeculativeConfig) -> torch.Tensor:
-    """How many drafts of each chunk come true, int64 [D]: those that were drawn."""
-    rows_DK = verify.rows_DK1[:, :-1]
-    agrees_DK = tokens_S[rows_DK] == verify.drafts_S[rows_DK]
-    return num_agreeing(agrees_DK & verify.is_draft_DK)
-
-
-def accept_synthetic(
-    tokens_S: torch.Tensor, verify: Verify, config: SpeculativeConfig
-) -> torch.Tensor:
-    """As many as config.synthetic_acceptance_rates say, by chance: to measure speed, not text.
-
-    What is accepted becomes output: it is written to `tokens_S`.
-    """
-    rows_DK = verify.rows_DK1[:, :-1]
-    # A draft comes true with the share of its position, given that those before it did.
-    rates = config.synthetic_acceptance_rates[: rows_DK.shape[1]]
+def synthetic_shares(config: SpeculativeConfig, device: torch.device) -> torch.Tensor | None:
+    """Of drafts at each position, given that those before it came true, float32; None: exact."""
+    rates = config.synthetic_acceptance_rates
+    if config.acceptance != "synthetic":
+        return None
     before = (1.0, *rates)
-    ratios = [rate / max(last, 1e-9) for rate, last in zip(rates, before, strict=False)]
-    chance_DK = torch.rand(rows_DK.shape, device=tokens_S.device)
-    passes_DK = torch.stack([chance_DK[:, k] < each for k, each in enumerate(ratios)], 1)
-    accepted_D = num_agreeing(passes_DK & verify.is_draft_DK)
-    column_K = torch.arange(rows_DK.shape[1], device=tokens_S.device)
-    taken_DK = column_K < accepted_D[:, None]
-    # rows beyond a chunk's are its last, of which no draft is taken
-    new_DK = torch.where(taken_DK, verify.drafts_S[rows_DK], tokens_S[rows_DK])
-    tokens_S[rows_DK] = new_DK
-    return accepted_D
+    shares = [rate / max(last, 1e-9) for rate, last in zip(rates, before, strict=False)]
+    return torch.tensor(shares, dtype=torch.float32, device=device)
 
 
-ACCEPT = {"exact": accept_exact, "synthetic": accept_synthetic}
+def passes_by_chance(num_chunks: int, num_drafts: int, shares_K: torch.Tensor) -> torch.Tensor:
+    """Which drafts [D, K] come true by chance: to measure speed, not text.
+
+    What is accepted becomes output.
+    """
+    chance_DK = torch.rand(num_chunks, num_drafts, device=shares_K.device)
+    return chance_DK < shares_K[:num_drafts]

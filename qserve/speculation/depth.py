@@ -18,6 +18,9 @@ TRIAL_STEPS = 4  # of a number of drafts whose seconds are not known
 TRIALS_EVERY = 400  # steps between trials: they cost a percent where drafts do not pay
 MAX_SURPRISE = 4.0  # a step that took so many times longer was held up by something else
 KEPT_FOR = 1.02  # another number of drafts must be better by so much
+# And any must be better than none by so much: with drafts requests that came together end one by
+# one, the last in steps that hold few.
+WORTH = 1.05
 
 
 class Choice(NamedTuple):
@@ -120,7 +123,7 @@ class Depth:
             near = at + 1 if (size.goes_up and at + 1 < len(levels)) or at == 0 else at - 1
             self._try(size, levels[near])
             return levels[near]
-        rates = {k: self.expected_tokens(k) / size.seconds[k] for k in levels if k in size.seconds}
+        rates = {k: self._rate(k, size.seconds[k]) for k in levels if k in size.seconds}
         if not rates:
             return most
         best = max(rates, key=rates.get)
@@ -128,6 +131,11 @@ class Depth:
         if kept is None or rates[best] > KEPT_FOR * kept:
             size.chosen = best
         return size.chosen
+
+    def _rate(self, num_drafts: int, seconds: float) -> float:
+        """Tokens a second of each request."""
+        rate = self.expected_tokens(num_drafts) / seconds
+        return rate / WORTH if num_drafts else rate
 
     def _try(self, size: _Size, count: int) -> None:
         size.trial, size.num_left, size.num_steps = count, TRIAL_STEPS, 0

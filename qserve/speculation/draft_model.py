@@ -34,7 +34,7 @@ class DraftModelDrafter:
         """As DeviceDrafter: all rows of the step, then one row for each draft."""
         self._decoder(step.batch.token_ids_T, step.batch, step.caches)
         tokens_D, drafts = step.tokens_D, []
-        if not len(step.requests_D):
+        if not len(step.last_rows_D):
             return tokens_D.new_empty(0, step.num_drafts)
         for index in range(step.num_drafts):
             batch = step.ahead(tokens_D, 1 + index)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qkernels.attention.cache import PagedKv
+from qkernels.drafts.chunks import DraftPlaces
 from qserve.engine.batch import Batch
 from qserve.speculation.draws import Draws
 
@@ -26,12 +27,11 @@ class DraftStep:
     taps: tuple[torch.Tensor, ...]  # [T, C] for each layer that the drafter asks for
     next_tokens_T: torch.Tensor  # int64: the token behind each row, as far as it is settled
     last_rows_D: torch.Tensor  # int64, of T: the row that each request's newest token follows
-    requests_D: torch.Tensor  # int64, of the step's requests: which ones draft
-    capacity_D: torch.Tensor  # int64: positions that each one's pages hold
+    tables_DX: torch.Tensor  # int32: the pages of the requests that draft
+    starts_D1: torch.Tensor  # int32: 0, 1 .. D
+    places: DraftPlaces  # of the rows behind last_rows_D
     num_drafts: int  # K
-    max_model_len: int  # no position is as large
-    max_context_len: int  # at most so many keys, drafts included
-    page_size: int
+    max_context_len: int  # at most so many keys, drafts included, as far as there are pages
     caches: list[PagedKv]  # of the drafter's layers
     draws: Draws
 
@@ -40,38 +40,23 @@ class DraftStep:
         """The newest token of each request that drafts: no row of the step was its own."""
         return self.next_tokens_T[self.last_rows_D]
 
-    @property
-    def positions_D(self) -> torch.Tensor:
-        """The position of the row that it follows; its own is one more."""
-        return self.batch.positions_T[self.last_rows_D]
-
     def ahead(self, tokens_D: torch.Tensor, count: int) -> Batch:
         """A step of one row for each request that drafts, at `count` positions after last_rows_D.
 
         With count 1 the row of the newest token, with 2 that of the first draft, and so on. A row
         without a place in the request's pages is written nowhere.
         """
-        positions_D = self.positions_D + count
-        tables_DX = self.batch.block_tables_RX[self.requests_D]
-        has_place_D = positions_D < self.capacity_D
-        positions_D = positions_D.clamp(max=self.max_model_len - 1)
-        index_D1 = (positions_D // self.page_size).clamp(max=tables_DX.shape[1] - 1)[:, None]
-        pages_D = tables_DX.gather(1, index_D1)[:, 0].long()
-        slots_D = pages_D * self.page_size + positions_D % self.page_size
-        rows = torch.arange(len(tokens_D) + 1, device=tokens_D.device)
-        # without a place for this row the keys end where the pages do
-        lengths_D = torch.minimum(positions_D + 1, self.capacity_D)
+        positions_KD, slots_KD, lengths_KD = self.places
         return Batch(
             token_ids_T=tokens_D,
-            positions_T=positions_D,
-            slots_T=torch.where(has_place_D, slots_D, -1),
-            block_tables_RX=tables_DX,
-            query_starts_R1=rows.to(torch.int32),
-            context_lengths_R=lengths_D.to(torch.int32),
-            logits_rows_S=rows[:-1],
+            positions_T=positions_KD[count - 1],
+            slots_T=slots_KD[count - 1],
+            block_tables_RX=self.tables_DX,
+            query_starts_R1=self.starts_D1,
+            context_lengths_R=lengths_KD[count - 1],
+            logits_rows_S=self.starts_D1[:-1],
             max_query_len=1,
-            # what has no place in the pages is not there to be seen
-            max_context_len=min(self.max_context_len, tables_DX.shape[1] * self.page_size),
+            max_context_len=self.max_context_len,
         )
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:

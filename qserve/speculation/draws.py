@@ -2,7 +2,7 @@
 
 The model draws the token of a position as argmax(logits + noise(seed, position, token)). A draft
 that is drawn with the same noise agrees far more often than one that is not (Daliri, Musco, Suresh,
-arXiv 2408.07978). Legend: D requests that draft, P words of sampling, V vocabulary.
+arXiv 2408.07978). Legend: D requests that draft, K drafts, P words of sampling, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -11,31 +11,14 @@ import torch
 
 from qkernels import ops
 from qkernels.sampling.settings import SampleSettings
-from qkernels.sampling.words import (
-    BIAS_END,
-    BIAS_START,
-    HISTORY_ROW,
-    MASK_START,
-    NUM_LOGPROBS,
-    POSITION,
-)
 from qserve.speculation.rejection import DRAFT_SALT, probabilities, salted
-
-# A draft counts no tokens, adds no bias and knows no grammar: that is the model's to do.
-NEUTRAL = {
-    HISTORY_ROW: -1,
-    NUM_LOGPROBS: -1,
-    MASK_START: -1,
-    BIAS_START: 0,
-    BIAS_END: 0,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
     """Of the requests of one step."""
 
-    words_DP: torch.Tensor  # int64, as SampleSettings has them, of the newest token of each request
+    words_KDP: torch.Tensor  # int64, as SampleSettings has them, of each draft
     any_random: bool
     any_filter: bool
     is_greedy: bool = False  # the likeliest token, whatever the request asks for
@@ -46,18 +29,16 @@ class Draws:
         """The tokens of draft number `index`, int64 [D]."""
         if self.is_greedy:
             return logits_DV.argmax(-1)
-        words_DP = self.words_DP.clone()
-        words_DP[:, POSITION] += 1 + index
-        for column, value in NEUTRAL.items():
-            words_DP[:, column] = value
+        words_DP = self.words_KDP[index]
         settings = SampleSettings(
             words_SP=words_DP,
-            bias_E=words_DP.new_zeros(0),
+            bias_E=words_DP.new_empty(0),
             any_random=self.any_random,
             any_filter=self.any_filter,
             num_logprobs=-1,
+            invalid_token=0,
         )
         if self.kept is not None:
             self.kept.append(probabilities(logits_DV, settings))
             settings = settings.of_rows(salted(words_DP, DRAFT_SALT))
-        return ops.sample_(logits_DV, settings, None).tokens_S.clamp(min=0)
+        return ops.sample_(logits_DV, settings, None).tokens_S

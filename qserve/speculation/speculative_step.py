@@ -1,7 +1,7 @@
-"""SpeculativeStep: what goes with the model's pass of one step: fill, draw, settle, propose.
+"""SpeculativeStep: what goes with the model's pass of one step: fill, draw, propose.
 
-Legend: T tokens of the step, R its requests, S rows that sample, D requests that sample, M tokens
-that the device knows alone, N rows of the tables, K drafts, V vocabulary, P words of sampling.
+Legend: T tokens of the step, R its requests, S rows that sample, D requests that sample, N rows of
+the tables, K drafts, V vocabulary, P words of sampling.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,9 @@ from typing import ClassVar
 
 import torch
 
+from qkernels import ops
 from qkernels.attention.cache import PagedKv
+from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import HISTORY_ROW, POSITION
 from qserve.engine.batch import Batch
@@ -18,7 +20,7 @@ from qserve.engine.draft_rows import DraftRows
 from qserve.engine.step_outputs import StepOutputs
 from qserve.engine.transfer import HostCopy, to_device
 from qserve.parallel.pipeline import Pipeline
-from qserve.speculation.acceptance import ACCEPT, Verify
+from qserve.speculation.acceptance import Verify, passes_by_chance
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import DeviceDrafter
@@ -34,13 +36,13 @@ class State:
 
     config: SpeculativeConfig
     drafter: DeviceDrafter | None
-    tokens_NK1: torch.Tensor  # int64: each request's newest token, and its drafts
-    refused_N: torch.Tensor  # int64: drafts of its last verify that came to nothing
+    tables: DraftTables
     max_model_len: int
     page_size: int
     caches: list[PagedKv] = field(default_factory=list)  # of the drafter's layers
     # float32 [N, K, V], with `rejection`: what each draft was drawn from; None: point masses
     draft_shares: torch.Tensor | None = None
+    synthetic_shares_K: torch.Tensor | None = None  # with `synthetic`: of drafts that come true
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,29 +50,42 @@ class Rows:
     """DraftRows on the device."""
 
     ARRAYS: ClassVar[tuple[str, ...]] = (
-        *("rows_R", "chunk_of_T", "chunk_of_S", "is_pending_R", "place_M", "chunk_M", "column_M"),
-        *("chunk_D", "first_D", "count_D", "next_R", "capacity_R"),
+        *("rows_R", "chunk_of_S", "known_R", "place_R", "chunk_D", "first_D", "count_D"),
+        *("next_R", "capacity_R"),
     )
     rows_R: torch.Tensor
-    chunk_of_T: torch.Tensor
     chunk_of_S: torch.Tensor
-    is_pending_R: torch.Tensor
-    place_M: torch.Tensor
-    chunk_M: torch.Tensor
-    column_M: torch.Tensor
+    known_R: torch.Tensor
+    place_R: torch.Tensor
     chunk_D: torch.Tensor
     first_D: torch.Tensor
     count_D: torch.Tensor
     next_R: torch.Tensor
     capacity_R: torch.Tensor
     logits_rows_S: torch.Tensor
+    starts_D1: torch.Tensor  # int32: 0, 1 .. D
     most_sampled: int
-    has_pending: bool
-    are_all: bool = False  # M are all rows: of those that are not pending the first is known
+    has_unknown: bool = True  # some tokens are on the device alone
+    has_pending: bool = True  # and lengths
 
-    @property
-    def rows_D(self) -> torch.Tensor:
-        return self.rows_R[self.chunk_D]
+    def chunks(self, batch: Batch) -> DraftChunks:
+        return DraftChunks(
+            token_ids_T=batch.token_ids_T,
+            positions_T=batch.positions_T,
+            slots_T=batch.slots_T,
+            context_lengths_R=batch.context_lengths_R,
+            query_starts_R1=batch.query_starts_R1,
+            block_tables_RX=batch.block_tables_RX,
+            rows_R=self.rows_R,
+            known_R=self.known_R,
+            next_R=self.next_R,
+            capacity_R=self.capacity_R,
+            place_R=self.place_R,
+            chunk_D=self.chunk_D,
+            first_D=self.first_D,
+            count_D=self.count_D,
+            most_sampled=self.most_sampled,
+        )
 
 
 class SpeculativeStep:
@@ -78,10 +93,11 @@ class SpeculativeStep:
 
     def __init__(self, state: State, found: Rows, rows: DraftRows, batch: Batch) -> None:
         self.state, self.found, self.rows, self.batch = state, found, rows, batch
+        self.chunks = found.chunks(batch)
         self.back_R: torch.Tensor | None = None  # how much too high positions were; None: not
         self._settings: SampleSettings | None = None
-        self._tokens_S: torch.Tensor | None = None
-        self._accepted_D: torch.Tensor | None = None
+        self._settled: Settled | None = None
+        self.tokens: HostCopy | None = None  # of all rows that sample; `draw` sets both
         self.num_emitted: HostCopy | None = None  # of each chunk that samples; None: all
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
@@ -89,17 +105,21 @@ class SpeculativeStep:
 
         Of a model in stages the first alone knows what became of drafts, and tells the others.
         """
-        if pipeline is None:
-            self.back_R = fill_(self.state, self.found, self.batch)
+        state, found, back_R = self.state, self.found, None
+        is_first = pipeline is None or pipeline.is_first
+        if is_first and found.has_unknown:
+            back_R = ops.fill_drafts_(self.chunks, state.tables, page_size=state.page_size)
+        if not found.has_pending:
             return
-        if pipeline.is_first:
-            self.back_R = fill_(self.state, self.found, self.batch)
-        elif self.found.has_pending:
-            self.back_R = torch.empty_like(self.found.rows_R)
-        if self.back_R is not None:
-            pipeline.pass_on(self.back_R)
-            if not pipeline.is_first:
-                move_back_(self.state, self.found, self.batch, self.back_R)
+        self.back_R = torch.empty_like(found.rows_R) if back_R is None else back_R
+        if pipeline is None:
+            return
+        pipeline.pass_on(self.back_R)
+        if not is_first:
+            count = len(self.back_R)
+            of_step = DraftTables(tokens_NK1=state.tables.tokens_NK1[:count], refused_N=self.back_R)
+            chunks = replace(self.chunks, rows_R=torch.arange(count, device=self.back_R.device))
+            ops.fill_drafts_(chunks, of_step, page_size=state.page_size, fills_tokens=False)
 
     def draw(
         self,
@@ -110,33 +130,50 @@ class SpeculativeStep:
     ) -> Samples:
         """Draw all rows, and judge the drafts.
 
-        `draw_rows` draws with the history table, to which it adds what it draws.
+        `draw_rows` draws with the history table, to which it adds what it draws. `settings` are on
+        the host.
         """
-        settings = self._settings = self._corrected(settings)
+        settings = self._settings = self._corrected(settings.to(logits_SV.device))
         state, found, accepted_D = self.state, self.found, None
         if self.rows.verifies and state.config.judges_by_row:
             verify = verify_of(found, self.batch)
-            q_DKV = None if state.draft_shares is None else state.draft_shares[found.rows_D]
+            rows_D = found.rows_R[found.chunk_D]
+            q_DKV = None if state.draft_shares is None else state.draft_shares[rows_D]
             samples, accepted_D = draw_verify(
                 logits_SV, settings, history_WV, verify, q_DKV, judge_of(state.config)
             )
         else:
             samples = self._draw(logits_SV, settings, draw_rows)
-        self._tokens_S = samples.tokens_S
-        self._accepted_D = settle_(state, found, self.batch, samples.tokens_S, accepted_D)
-        if self.rows.verifies:
-            self.num_emitted = HostCopy(self._accepted_D + 1)
+        self._settled = settle_(
+            state, self.chunks, self.rows.num_drafts, samples.tokens_S, settings, accepted_D
+        )
+        self._tell(self._settled, HostCopy(self._settled.told), len(samples.tokens_S))
         return samples
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
         """Run the drafter. Returns its drafts [D, K] where the host asks for them."""
         if self.state.drafter is None or not self.rows.runs_drafter:
             return None
+        settled = self._settled
+        if settled is None:  # amid a prompt: no row samples
+            settled = settle_(self.state, self.chunks, self.rows.num_drafts)
         drafts_DK = propose(
-            *(self.state, self.found, self.batch, outputs, self.rows.num_drafts),
-            *(self._tokens_S, self._accepted_D, self._settings),
+            self.state,
+            self.found,
+            self.batch,
+            outputs,
+            settled,
+            self.rows.num_drafts,
+            self._settings,
         )
         return HostCopy(drafts_DK) if self.rows.tells_drafts else None
+
+    def _tell(self, settled: Settled, told: HostCopy, num_sampled: int) -> None:
+        """Take what the host asks. Behind the step's rows and chunks there may be padding."""
+        first = len(settled.told) - len(settled.last_rows_D)
+        self.tokens = told.part(0, num_sampled)
+        if self.rows.verifies:
+            self.num_emitted = told.part(first, first + len(self.rows.chunk_D))
 
     def _corrected(self, settings: SampleSettings) -> SampleSettings:
         """With the positions that the tokens have."""
@@ -175,30 +212,9 @@ class SpeculativeStep:
         return Samples(*[None if c[0] is None else torch.cat(c)[order_S] for c in columns])
 
 
-def fill_(state: State, found: Rows, batch: Batch) -> torch.Tensor | None:
-    """Write tokens and positions. Returns how much too high each request's were; None: not."""
-    if len(found.place_M):
-        tokens_M = state.tokens_NK1[found.rows_R[found.chunk_M], found.column_M]
-        if found.are_all:
-            is_known_M = (found.column_M == 0) & (found.is_pending_R[found.chunk_M] == 0)
-            tokens_M = torch.where(is_known_M, batch.token_ids_T[found.place_M], tokens_M)
-        batch.token_ids_T[found.place_M] = tokens_M
-    if not found.has_pending:
-        return None
-    back_R = state.refused_N[found.rows_R] * found.is_pending_R
-    move_back_(state, found, batch, back_R)
-    return back_R
-
-
-def move_back_(state: State, found: Rows, batch: Batch, back_R: torch.Tensor) -> None:
-    """Lower the positions of each request by so many."""
-    chunk_T = found.chunk_of_T
-    positions_T, slots_T = batch.positions_T[: len(chunk_T)], batch.slots_T[: len(chunk_T)]
-    positions_T -= back_R[chunk_T]
-    pages_T = batch.block_tables_RX[chunk_T, positions_T // state.page_size].long()
-    new_T = pages_T * state.page_size + positions_T % state.page_size
-    slots_T.copy_(torch.where(slots_T < 0, slots_T, new_T))
-    batch.context_lengths_R[: len(back_R)] -= back_R.to(torch.int32)
+def starts(count: int, device: torch.device) -> torch.Tensor:
+    """Of so many chunks of one row each, int32 [count + 1]."""
+    return torch.arange(count + 1, dtype=torch.int32, device=device)
 
 
 def verify_of(found: Rows, batch: Batch) -> Verify:
@@ -214,28 +230,32 @@ def verify_of(found: Rows, batch: Batch) -> Verify:
 
 def settle_(
     state: State,
-    found: Rows,
-    batch: Batch,
-    tokens_S: torch.Tensor,
+    chunks: DraftChunks,
+    num_drafts: int,
+    tokens_S: torch.Tensor | None = None,
+    settings: SampleSettings | None = None,
     accepted_D: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Judge drafts by what was drawn, and keep what follows. Returns how many came true, [D].
+) -> Settled:
+    """Judge drafts by what was drawn, and keep what follows. Without tokens no row samples.
 
-    `accepted_D`: that, where they were judged already.
-
-    Of the acceptances one writes to `tokens_S`: `synthetic`, in whose drafts nobody believes.
+    `accepted_D`: how many came true, where they were judged already. `synthetic`, in whose drafts
+    nobody believes, writes to `tokens_S`.
     """
-    if accepted_D is not None:
-        pass
-    elif found.most_sampled > 1:
-        accept = ACCEPT[state.config.acceptance]
-        accepted_D = accept(tokens_S, verify_of(found, batch), state.config)
-    else:
-        accepted_D = torch.zeros_like(found.first_D)
-    rows_D = found.rows_D
-    state.tokens_NK1[rows_D, 0] = tokens_S[found.first_D + accepted_D].clamp(min=0)
-    state.refused_N[rows_D] = found.count_D - 1 - accepted_D
-    return accepted_D
+    passes_DK = None
+    num_judged = chunks.most_sampled - 1
+    if num_judged and state.synthetic_shares_K is not None and tokens_S is not None:
+        passes_DK = passes_by_chance(len(chunks.chunk_D), num_judged, state.synthetic_shares_K)
+    return ops.settle_drafts_(
+        tokens_S,
+        None if settings is None else settings.words_SP,
+        chunks,
+        state.tables,
+        num_drafts=num_drafts,
+        page_size=state.page_size,
+        max_model_len=state.max_model_len,
+        passes_DK=passes_DK,
+        accepted_D=accepted_D,
+    )
 
 
 def propose(
@@ -243,38 +263,33 @@ def propose(
     found: Rows,
     batch: Batch,
     outputs: StepOutputs,
+    settled: Settled,
     num_drafts: int,
-    tokens_S: torch.Tensor | None,
-    accepted_D: torch.Tensor | None,
     settings: SampleSettings | None,
 ) -> torch.Tensor:
     """Run the drafter behind a step; its drafts [D, K] are kept, too.
 
-    Without `tokens_S` no row of the step sampled, amid a prompt.
+    `settings` None: no row of the step sampled, amid a prompt.
     """
-    next_T = torch.roll(batch.token_ids_T, -1)
-    ends_R = batch.query_starts_R1[1 : len(found.rows_R) + 1].long()
-    next_T[ends_R - 1] = found.next_R
-    last_D, words_DP = found.first_D, None
-    if tokens_S is not None:
-        next_T[found.logits_rows_S] = tokens_S.clamp(min=0)
-        row_D = found.first_D + accepted_D
-        last_D, words_DP = found.logits_rows_S[row_D], settings.words_SP[row_D]
+    tables_DX = batch.block_tables_RX[: len(found.rows_R)]
+    if len(found.chunk_D) < len(found.rows_R):
+        tables_DX = tables_DX[found.chunk_D]
+    longest = min(batch.max_context_len + num_drafts, state.max_model_len)
     step = DraftStep(
         batch=batch,
         hidden_TC=outputs.hidden_TC,
         taps=outputs.taps,
-        next_tokens_T=next_T,
-        last_rows_D=last_D,
-        requests_D=found.chunk_D,
-        capacity_D=found.capacity_R[found.chunk_D],
+        next_tokens_T=settled.next_tokens_T,
+        last_rows_D=settled.last_rows_D,
+        tables_DX=tables_DX,
+        starts_D1=found.starts_D1,
+        places=settled.places,
         num_drafts=num_drafts,
-        max_model_len=state.max_model_len,
-        max_context_len=min(batch.max_context_len + num_drafts, state.max_model_len),
-        page_size=state.page_size,
+        # what has no place in the pages is not there to be seen
+        max_context_len=min(longest, tables_DX.shape[1] * state.page_size),
         caches=state.caches,
         draws=Draws(
-            words_DP=words_DP,
+            words_KDP=settled.words_KDP,
             any_random=settings is not None and settings.any_random,
             any_filter=settings is not None and settings.any_filter,
             is_greedy=state.config.draft_sample_method == "greedy",
@@ -282,8 +297,8 @@ def propose(
         ),
     )
     drafts_DK = state.drafter.propose(step)
-    if num_drafts and tokens_S is not None:
-        state.tokens_NK1[found.rows_D, 1 : 1 + num_drafts] = drafts_DK
+    if num_drafts and settings is not None:
+        state.tables.tokens_NK1[settled.rows_D, 1 : 1 + num_drafts] = drafts_DK
         for index, shares_DV in enumerate(step.draws.kept or ()):
-            state.draft_shares[found.rows_D, index] = shares_DV
+            state.draft_shares[settled.rows_D, index] = shares_DV
     return drafts_DK

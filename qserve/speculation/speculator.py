@@ -6,23 +6,24 @@ verify came to nothing. The host plans a step as if all of them had come true; t
 not. Legend: N rows of the tables, K drafts.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from qkernels.attention.cache import PagedKv
+from qkernels.drafts.chunks import DraftTables
 from qserve.engine.batch import Batch
+from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.step_buffers import GraphKey
 from qserve.engine.step_input import StepInput
-from qserve.engine.step_outputs import StepOutputs
 from qserve.engine.step_plan import Drafting
 from qserve.engine.transfer import all_to_device, to_device
 from qserve.model.kv_format import KvFormat, new_cache
+from qserve.speculation.acceptance import synthetic_shares
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.drafter import DeviceDrafter
 from qserve.speculation.graphs import SpeculativeGraphs
-from qserve.speculation.speculative_step import Rows, SpeculativeStep, State
+from qserve.speculation.speculative_step import Rows, SpeculativeStep, State, starts
 
 
 class Speculator:
@@ -49,13 +50,16 @@ class Speculator:
             config=config,
             drafter=drafter,
             # the last row is for padding
-            tokens_NK1=torch.zeros(
-                max_num_seqs + 1, 1 + config.most_tokens, dtype=torch.int64, device=device
+            tables=DraftTables(
+                tokens_NK1=torch.zeros(
+                    max_num_seqs + 1, 1 + config.most_tokens, dtype=torch.int64, device=device
+                ),
+                refused_N=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
             ),
-            refused_N=torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device),
             max_model_len=max_model_len,
             page_size=page_size,
             draft_shares=shares,
+            synthetic_shares_K=synthetic_shares(config, device),
         )
         self.graphs: SpeculativeGraphs | None = None
 
@@ -113,17 +117,28 @@ class Speculator:
         """What goes with a step. `key`: of the graph that it runs in."""
         rows = step.draft_rows
         if self.graphs is not None and key is not None and rows.is_uniform and not key.is_chunk:
-            return self.graphs.begin(key, rows, batch)
+            return self.graphs.begin(key, step, batch)
         found = all_to_device([getattr(rows, name) for name in Rows.ARRAYS], self.device)
         found = Rows(
             **dict(zip(Rows.ARRAYS, found, strict=True)),
             logits_rows_S=to_device(step.logits_rows_S, self.device),
+            starts_D1=starts(len(rows.chunk_D), self.device),
             most_sampled=rows.most_sampled,
-            has_pending=bool(rows.is_pending_R.any()),
+            has_unknown=bool(rows.known_R.sum() < step.num_tokens),
+            has_pending=not rows.known_R.all(),
         )
         return SpeculativeStep(self.state, found, rows, batch)
 
-    def use_graphs(self, outputs: Callable[[GraphKey], StepOutputs]) -> None:
-        """Run what goes with steps in graphs, too. `outputs`: of the steps' graphs, by key."""
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """Run what goes with steps in graphs, too."""
         if self.drafter is not None and not self.state.config.judges_by_row:
-            self.graphs = SpeculativeGraphs(self.state, outputs, self.device)
+            self.graphs = SpeculativeGraphs(self.state, graphs, self.device)
+
+    @property
+    def can_capture_next(self) -> bool:
+        """Whether a graph is left to capture in an idle moment."""
+        return self.graphs is not None and self.graphs.can_capture_next
+
+    def capture_next(self) -> bool:
+        """Capture one more. Returns False where there is none left."""
+        return self.graphs is not None and self.graphs.capture_next()

@@ -16,6 +16,7 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.weights import LoraWeights
 from qkernels.moe.experts import PreparedExperts
 from qkernels.operands.codes import InputRounding
+from qkernels.operands.limbs import Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
 from qserve.parallel.communicator import Communicator, RankPartial
 from qserve.parallel.gather import gathered_columns
@@ -42,8 +43,13 @@ class SplitPlan:
 class AdaptedPlan:
     """The plan of a layer in a step that has adapters: they read its input as a tensor."""
 
-    base: GemmPlan | SplitPlan | None
-    input: InputForm = None
+    base: GemmPlan | None  # None: that of any input
+    input: InputForm = None  # of the base, where that has the tensor, too
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether the base's product does; else it is left to a kernel behind it."""
+        return self.base is not None and self.base.adds_adapters
 
 
 LinearPlan = GemmPlan | SplitPlan | AdaptedPlan
@@ -165,17 +171,21 @@ class AdaptedLinear(torch.nn.Module):
         """That of the base where no row has an adapter."""
         if self.rows.slots_T is None:
             return self.base.plan(rows, consumer)
-        base = None
-        if isinstance(self.base, QuantLinear):
-            base = ops.plan_linear(self.base.prepared_weight, rows, consumer, fused=False)
-        return AdaptedPlan(base=base)
+        if not isinstance(self.base, QuantLinear):
+            return AdaptedPlan(base=None)
+        base = self.base.plan(rows, consumer, self.weights.sizes)
+        return AdaptedPlan(base=base, input=base.input)
 
     def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> LinearOutput:
         slots_T = self.rows.slots_T
         if slots_T is None:
             return self.base(x, plan)
+        x_TK = x.tensor if isinstance(x, Limbs) else x
         # Before the product, whose weights are on their way meanwhile.
-        h_TSR = ops.lora_shrink(x, slots_T, self.weights)
+        if plan is not None and plan.adds_adapters:
+            term = ops.lora_term(x_TK, slots_T, self.weights)
+            return self.base(x, plan.base, term)
+        h_TSR = ops.lora_shrink(x_TK, slots_T, self.weights)
         y = self.base(x, None if plan is None else plan.base)
         ops.lora_expand_(y, h_TSR, slots_T, self.weights)
         return y

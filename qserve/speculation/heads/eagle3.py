@@ -7,7 +7,6 @@ vocabulary.
 import logging
 
 import torch
-from torch.nn import functional
 
 from formats.errors import InputError
 from formats.heads import tensors as names
@@ -48,16 +47,16 @@ class FirstLayer(torch.nn.Module):
 
     def forward(
         self,
-        embedded_TC: torch.Tensor,
+        tokens_T: torch.Tensor,
+        embedding_VC: torch.Tensor,
         state_TC: torch.Tensor,
         step: StepInputs,
         cache: PagedKv,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer adds, and the residual it is to be added to."""
-        normed_TC = ops.rms_norm(state_TC, self.hidden_norm, self.eps)
-        embedded_TC = ops.rms_norm(embedded_TC, self.input_norm, self.eps)
         plan = self.attention.plan(state_TC.shape[0])
-        x = ops.in_form(torch.cat([embedded_TC, normed_TC], -1), plan.input)
+        norms = self.input_norm, state_TC, self.hidden_norm, self.eps
+        x, normed_TC = ops.embed_norms_into(tokens_T, embedding_VC, *norms, plan.input)
         residual_TC = normed_TC if self.norm_before_residual else state_TC
         x = self.attention(x, plan, step, cache)
         plan = self.mlp.plan(state_TC.shape[0])
@@ -89,7 +88,13 @@ class Eagle3Head(torch.nn.Module):
             torch.nn.Parameter(each, requires_grad=False) for each in fc_norms
         )
         self.register_buffer("embedding", embedding_VC)
-        self.register_buffer("target_ids", target_ids_U)
+        columns_V = None  # of the target's tokens: the draft's id of each
+        if target_ids_U is not None:
+            columns_V = target_ids_U.new_full((config.vocab_size,), -1, dtype=torch.int32)
+            columns_V[target_ids_U] = torch.arange(
+                len(target_ids_U), dtype=torch.int32, device=columns_V.device
+            )
+        self.register_buffer("columns", columns_V)
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -118,8 +123,7 @@ class Eagle3Head(torch.nn.Module):
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the state that recurs, what `logits` reads) [T, C]; writes the rows' keys and values."""
-        embedded_TC = functional.embedding(tokens_T, self.embedding)
-        x, residual_TC = self.first(embedded_TC, state_TC, step, caches[0])
+        x, residual_TC = self.first(tokens_T, self.embedding, state_TC, step, caches[0])
         for layer, cache in zip(self.others, caches[1:], strict=True):
             x, residual_TC = layer(x, residual_TC, step, cache)
         read_TC, total_TC = self.norm(x, residual_TC, None)
@@ -128,11 +132,9 @@ class Eagle3Head(torch.nn.Module):
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
         """[D, V] over the target's vocabulary, -inf where the head has no such token."""
         logits_DU = self.head(read_DC)
-        if self.target_ids is None:
+        if self.columns is None:
             return logits_DU
-        shape = (len(logits_DU), self.config.vocab_size)
-        full_DV = logits_DU.new_full(shape, float("-inf"))
-        return full_DV.index_copy_(1, self.target_ids, logits_DU)
+        return ops.spread_logits(logits_DU, self.columns)
 
 
 def build(context: BuildContext) -> ChainDrafter:

@@ -27,12 +27,25 @@ from tests.qkernels.compile import collective_cases as ranks
 from tests.qkernels.compile import moe_cases as moe
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
-from tests.qkernels.compile.lora_cases import lora
+from tests.qkernels.compile.draft_cases import draft_input, drafts
+from tests.qkernels.compile.lora_cases import adapted_product, lora
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 INTEGERS, FLOATS = ActivationSpec(), ActivationSpec(type="float")
+ADAPTED = (  # scheme, M, linear, outputs of those beside each other, K, consumer
+    ("w4a16-sym", 1, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 2, "down", (4096,), 14336, "norm"),
+    ("w4a16-sym", 4, "gate_up", (14336, 14336), 4096, None),
+    ("w8a16-sym", 3, "o", (4096,), 4096, "norm"),
+    ("w4a16-sym", 8, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 16, "down", (4096,), 14336, "norm"),
+    ("w4a16-sym", 32, "gate_up", (14336, 14336), 4096, None),
+    ("w4a16-sym", 32, "o", (4096,), 4096, "norm"),
+    ("w4a16-sym", 64, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 64, "gate_up", (14336, 14336), 4096, None),
+)
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
 
 
@@ -83,6 +96,10 @@ def linear(
     weight = prepared(scheme, shape, dtype)
     plan = ops.plan_linear(weight, M, consumer, fused=False)
     ops.linear(empty(M, K, dtype=dtype), weight, empty(N, dtype=dtype) if bias else None, plan)
+
+
+def adapted(scheme: str, M: int, sizes: tuple[int, ...], K: int, consumer: Consumer | None) -> None:
+    adapted_product(prepared(scheme, (sum(sizes), K), BF16), M, sizes, consumer)
 
 
 def attention(
@@ -454,6 +471,20 @@ EXPERTS = {
     "lora gate_up T=2048": Case(
         run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"
     ),
+    **{
+        f"{scheme} of adapters M={M}{' split' if consumer else ''} {name}": Case(
+            run=functools.partial(adapted, scheme, M, sizes, K, consumer),
+            quick=SM90 if M in (1, 16) else (),
+            product="mma" if M <= 4 else "wgmma",
+        )
+        for scheme, M, name, sizes, K, consumer in ADAPTED
+    },
+    "drafts of 1": Case(run=lambda: drafts(1, 3), quick=SM90),
+    "drafts of 64, by chance": Case(run=lambda: drafts(64, 5, "by chance")),
+    "drafts of 8, known": Case(run=lambda: drafts(8, 128, "known")),
+    "draft input": Case(run=lambda: draft_input(64, 4096)),
+    "draft input as limbs": Case(run=lambda: draft_input(1, 4096, SYMMETRIC), quick=SM90),
+    "draft input as limbs, asymmetric": Case(run=lambda: draft_input(4, 5120, ASYMMETRIC)),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
 }

@@ -29,6 +29,12 @@ PREFILL_LOOP_SPILLS = {168: 24, 128: 128}
 # (cards, how the kernel's name begins, how the case's does, spill stores at most, spills in the
 # innermost loops around products at most); everything else spills nothing
 SPILLS = (
+    # triton 3.9; by that of 3.6 it spills none
+    (("sm_90",), "wna16.sm90_gemv_imma", "w4a16-sym of adapters M=4", 16, 0),
+    # before the loop and behind it; the spills in it of 64 rows are those without adapters, and one
+    (("sm_90",), "wna16.sm90_small_m", "w4a16-sym of adapters M=32", 40, 2),
+    (("sm_90",), "wna16.sm90_small_m", "w4a16-asym of adapters M=16", 12, 3),
+    (("sm_90",), "wna16.sm90_small_m", "w4a16-asym of adapters M=64", 96, 7),
     # ptxas of triton 3.9 would rather spill a little than lose the fourth block of an SM
     (("sm_90",), "wna16.sm90_gemv_imma", "", 4, 0),
     # two blocks on an SM leave 104 registers, 64 of them for sums
@@ -36,6 +42,9 @@ SPILLS = (
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym M=64", 32, 8),
     # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
     (("sm_90",), "wna16.sm90_small_m", "w4a16 for a ", 12, 0),
+    # of the next inputs, which are loaded before these are multiplied
+    (("sm_80",), "lora.triton_lora", "lora gate_up", 12, 0),
+    (("sm_89",), "lora.triton_lora", "", 2, 0),
     # blocks were chosen for sm_90, whose products read one operand from shared memory
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),

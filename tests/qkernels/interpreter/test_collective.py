@@ -172,6 +172,7 @@ FORMS = {
     "static": InputRounding(ActivationSpec(dynamic=False, per="tensor"), torch.tensor(0.02)),
     "limbs": LimbForm(bits=4),
     "limbs with sums": LimbForm(bits=8, with_sums=True),
+    "limbs beside a tensor": LimbForm(bits=4, with_tensor=True),
 }
 
 

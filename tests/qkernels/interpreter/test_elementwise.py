@@ -6,7 +6,7 @@ import torch
 from formats.scheme import ActivationSpec
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import rope
-from qkernels.rowwise import norm_act
+from qkernels.rowwise import embed_norms, norm_act
 from qkernels.rowwise import norm_act_quantize as fused_quant
 from qkernels.rowwise import reference as rowwise_reference
 
@@ -15,6 +15,18 @@ from qkernels.rowwise import reference as rowwise_reference
 def randn(device, dtype):
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize("M, C", [(1, 64), (5, 1000)])
+def test_embeddings_beside_states(randn, assert_close, tolerance, dtype, poison, M, C):
+    table, state = randn(7, C), randn(M, C)
+    norms = randn(2, C)
+    tokens = torch.tensor([6, 0, 3, 3, 1], device=state.device)[:M]
+    inputs = tokens, table, norms[0], state, norms[1], 1e-5
+    want, want_normed = rowwise_reference.embed_norms(*inputs)
+    got, normed = embed_norms.embed_norms(*inputs)
+    assert_close("both", want, got, tolerance(dtype))
+    assert_close("states", want_normed, normed, tolerance(dtype))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (2, 5, 48)])

@@ -1,5 +1,7 @@
 """Limbs made by a kernel, alone or fused, are those of the plain torch twin."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,6 +77,20 @@ def test_rows_with_strides_and_at_an_odd_address(half, device, M, form):
 
 
 @forms
+@pytest.mark.parametrize("C", [128, 640])
+def test_embeddings_beside_states(half, device, M, form, C):
+    table, state = (random_inputs(rows, C, half).to(device) for rows in (9, M))
+    norms = [random_inputs(1, C, half).to(device)[0] for _ in range(2)]
+    tokens = torch.tensor([8, 0, 3, 5], device=device)[:M]
+    inputs = tokens, table, norms[0], state, norms[1], 1e-5
+    poison(device)
+    limbs, normed = ops.embed_norms_limbs(*inputs, form, kernel="triton")
+    both, want = ops.embed_norms(*inputs, kernel="reference")
+    check_near(from_limbs(limbs), both)
+    check_near(normed, want)
+
+
+@forms
 @pytest.mark.parametrize("C, add", [(128, True), (1152, False), (1152, True)])
 def test_norm(half, device, M, form, C, add):
     """A sum in another order may move a value by its last bit; the limbs are of such values.
@@ -117,3 +133,22 @@ def test_silu_and_mul(half, device, M, form):
     values = from_limbs(limbs).to(half)
     check_near(values, want)
     check_equal(limbs, lambda: to_limbs(values, form))
+
+
+@pytest.mark.parametrize("M, form", FORMS[2:4] + FORMS[-2:], ids=IDS[2:4] + IDS[-2:])
+@pytest.mark.parametrize("op", ["to_limbs", "rms_norm", "add_rms_norm", "silu_and_mul"])
+def test_limbs_beside_their_tensor(half, device, M, form, op):
+    """The limbs were made of the tensor that adapters read, and are those without it."""
+    x, weight = random_inputs(M, 1152, half).to(device), random_inputs(1, 1152, half)[0].to(device)
+    calls = {
+        "to_limbs": lambda form: ops.to_limbs(x, form, "triton"),
+        "rms_norm": lambda form: ops.rms_norm_limbs(x, weight, 1e-5, form, "triton"),
+        "add_rms_norm": lambda form: ops.add_rms_norm_limbs(x, x, weight, 1e-5, form, "triton")[0],
+        "silu_and_mul": lambda form: ops.silu_and_mul_limbs(torch.cat([x, x], 1), form, "triton"),
+    }
+    alone, both = calls[op](form), calls[op](replace(form, with_tensor=True))
+    assert alone.tensor is None and both.tensor.shape == (M, 1152)
+    poison(device)
+    of_tensor = to_limbs(both.tensor, form)
+    for have, *want in zip(written(both), written(alone), written(of_tensor), strict=True):
+        assert all(torch.equal(have, each) for each in want)

@@ -22,6 +22,7 @@ CASES = {
     "one row of many slots": ([5], [[3]] * 6, 64, [20]),
     "more slots than rows of a tile": ([19, 3, 19, -1, 7, 3] * 3, [[2]] * 20, 96, [48]),
     "two tiles": ([0, 1, -1] * 6, [[4], [9]], 128, [64]),
+    "tiles of 64 rows": ([0, 1, -1] * 30, [[4], [9]], 700, [64]),
     "prompts": ([1] * 70 + [-1] * 5 + [0] * 60, [[12], [3]], 200, [129]),
 }
 
@@ -56,6 +57,26 @@ def test_parts_of_k_stay_parts(device, half, poison, assert_close):
     ops.lora_expand_(y, h, slots_T, weights, kernel="triton")
     assert torch.equal(y.parts[1:], parts[1:])
     assert_close("sum", want, y.parts.sum(0), 2e-3)
+
+
+@pytest.mark.parametrize("T", [1, 5, 16, 20, 40])
+def test_parts_of_h_that_a_product_adds(device, half, poison, assert_close, T):
+    """Up to 32 rows they are left; beyond its rank a row's h is zero up to the end of a block."""
+    ranks, K, sizes = [[20, 3], [0, 16]], 1100, [64, 64]
+    weights = lora_weights(ranks, K, sizes, half, device, max_rank=21)
+    slots = [(3 * t + 1) % 3 - 1 for t in range(T)]
+    x = torch.randn(T, K, generator=torch.Generator().manual_seed(T)).to(device, half)
+    slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
+    term = ops.lora_term(x, slots_T, weights, kernel="triton")
+    assert term.h_PTSR.shape[1:] == (T, 2, 32) and (term.h_PTSR.shape[0] > 1) == (T <= 32)
+    h_TSR = term.h_PTSR.double().sum(0)
+    for t, slot in enumerate(slots):
+        for s, rank in enumerate(ranks[slot] if slot >= 0 else ()):
+            want = weights.a_LRSK[slot, :rank, s].double() @ x[t].double()
+            blocks = -(-rank // 16) * 16
+            if rank:
+                assert_close("h", want, h_TSR[t, s, :rank], 1e-5)
+            assert not h_TSR[t, s, rank:blocks].any()
 
 
 def test_reference_is_the_same(device, poison, assert_close):

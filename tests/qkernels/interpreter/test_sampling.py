@@ -246,6 +246,9 @@ def test_nan_row_is_marked_and_not_counted(device, place):
         tokens = sampling.sample_(logits, settings, history).tokens_S
         assert tokens[1] == INVALID_TOKEN and (tokens[[0, 2]] >= 0).all()
         assert history.sum(1).tolist() == [2, 0, 2]
+        settings = replace(pack([ROWS[name]] * 3, device), invalid_token=7)
+        for sample_ in (sampling.sample_, reference_sampling.sample_):
+            assert sample_(logits, settings).tokens_S[1] == 7
 
 
 def test_infinite_logits(device):

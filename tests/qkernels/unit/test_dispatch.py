@@ -51,10 +51,11 @@ def test_explain_says_which_variants_of_w4a16_run(monkeypatch):
         return {each.name: each.reason for each in explain("linear", **problem).variants}
 
     monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: None)
-    assert variants(128)["sm90_small_m"] == "up to 64 rows" == variants(256)["sm90_small_m"]
+    few = "up to 64 rows, adds adapters"
+    assert variants(128)["sm90_small_m"] == few == variants(256)["sm90_small_m"]
     assert variants(128)["sm90_large_m"] == "many rows"
     assert variants(128, bits=8)["sm90_small_m"] == "takes 4 bits, not 8"
-    assert variants(128, bits=8)["sm90_gemv_imma"] == "up to 4 rows"
+    assert variants(128, bits=8)["sm90_gemv_imma"] == "up to 4 rows, adds adapters"
     assert variants(64)["sm90_large_m"] == "takes groups divisible by 128, not 64"
     assert variants(64)["triton"] == "up to 1024 rows"
     monkeypatch.setattr(gpu_device, "lacks_arch", lambda device, arch: f"written for {arch}")

@@ -171,6 +171,45 @@ def test_partials_are_left_only_where_the_small_m_kernel_runs(monkeypatch, make_
     assert gemm.plan(weight.problem, 8).output == "sum"
 
 
+def adapted_plan(monkeypatch, make_weight, M, sizes, bits=4, lacks=(), **options):
+    """As plan_linear plans on an H200, of 512 inputs."""
+    packed = make_weight(sum(sizes), 512, 128, bits=bits).to("cpu")
+    weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")
+    weight = replace(weight, kernel=f"w{bits}a16", **options)
+    shape = Shape(N=sum(sizes), K=512, spec=packed.spec, sm_count=H200, lacks=lacks)
+    monkeypatch.setattr(gemm, "shape_of", lambda problem: shape)
+    return ops.plan_linear(weight, M, "norm", adapted=sizes)
+
+
+@pytest.mark.parametrize("M", [1, 4, 5, 64, 65])
+def test_products_of_few_rows_add_adapters(monkeypatch, make_weight, M):
+    """Limbs come with the tensor that adapters read, and other inputs are one."""
+    plan = adapted_plan(monkeypatch, make_weight, M, (192, 64))
+    assert plan.adds_adapters == (M <= 64)
+    limbs = LimbForm(bits=4)
+    assert plan.operand == (limbs if M <= 4 else None)
+    assert plan.input == (replace(limbs, with_tensor=True) if M <= 4 else None)
+
+
+def test_what_adds_no_adapters_leaves_them_to_a_kernel_behind_it(monkeypatch, make_weight):
+    plan = adapted_plan(monkeypatch, make_weight, 4, (96, 64))
+    assert not plan.adds_adapters, "a tile of outputs would reach from one linear into the next"
+    assert not adapted_plan(monkeypatch, make_weight, 8, (192, 64), lacks=NO_SM90).adds_adapters
+    assert adapted_plan(monkeypatch, make_weight, 2, (192, 64), bits=8).adds_adapters
+    assert not adapted_plan(monkeypatch, make_weight, 8, (192, 64), bits=8).adds_adapters
+    order = torch.arange(512).flip(0)
+    sorting = adapted_plan(monkeypatch, make_weight, 1, (192, 64), input_order=order)
+    assert sorting.adds_adapters and sorting.input is None, "adapters read x as it is"
+
+
+def test_other_kernels_know_no_adapters(make_weight):
+    packed = make_weight(64, 256, 128).to("cpu")
+    for kernel in ("reference", "dense"):
+        weight = ops.prepare_weight(packed, torch.float32, "cpu", kernel=kernel)
+        plan = ops.plan_linear(weight, 3, adapted=(64,))
+        assert not plan.adds_adapters and plan.input is None
+
+
 def test_sorted_inputs_are_not_made_by_the_operation_before(monkeypatch, make_weight):
     packed = make_weight(64, 256, 128).to("cpu")
     weight = ops.prepare_weight(packed, torch.float16, "cpu", kernel="reference")

@@ -116,6 +116,22 @@ def test_rows_of_a_decoder_hold_those_of_all_its_products(on_an_h200):
     assert {129, 17, 2 * H200 + 1} <= set(rows), "of norms, of rounding"
 
 
+ADAPTED = {(4096, 6144): (4096, 1024, 1024), (4096, 28672): (14336, 14336)}
+
+
+def test_rows_of_a_step_with_adapters_launch_every_kernel_of_one(on_an_h200):
+    """Of linears that have adapters, where the product adds them and where not, and of others."""
+    products = [(on_an_h200(N, K), consumer) for N, K, consumer in list(SHAPES.values())[:4]]
+    rows = row_boundaries(products, BUDGET, H200, adapted=ADAPTED)
+    for weight, consumer in products:
+        sizes = ADAPTED.get((weight.in_features, weight.out_features))
+        options = {"fused": sizes is not None, "adapted": sizes}
+        plans = {M: ops.plan_linear(weight, M, consumer, **options) for M in range(1, BUDGET + 1)}
+        kernels = {compiled(plans[M], M) for M in rows}
+        assert all(compiled(plan, M) in kernels for M, plan in plans.items())
+        assert {plan.adds_adapters for plan in plans.values()} == {False, sizes is not None}
+
+
 @pytest.mark.parametrize("page_element_size", [1, 2])
 @pytest.mark.parametrize("heads", [(8, 4), (2, 7), (32, 1)])
 def test_every_decode_step_runs_a_config_of_the_boundaries(heads, page_element_size):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from formats.checkpoint import CheckpointReader
 from formats.heads import tensors as names
 from formats.heads.config import EagleConfig, read_head_config
+from qkernels.drafts.reference import draft_places
 from qserve.engine.batch import Batch
 from qserve.model.kv_format import KvFormat, new_cache
 from qserve.model.loader import load
@@ -157,6 +158,7 @@ class Text:
         )
         draws = Recorded(given)
         drafting = [] if last is None else [last]
+        tables_DX = batch.block_tables_RX[: len(drafting)]
         drafts = self.drafter.propose(
             DraftStep(
                 batch=batch,
@@ -164,12 +166,18 @@ class Text:
                 taps=taps,
                 next_tokens_T=ids[rows + 1],
                 last_rows_D=torch.tensor(drafting, dtype=torch.int64),
-                requests_D=torch.zeros(len(drafting), dtype=torch.int64),
-                capacity_D=torch.full((len(drafting),), len(PAGES) * PAGE),
+                tables_DX=tables_DX,
+                starts_D1=torch.arange(len(drafting) + 1, dtype=torch.int32),
+                places=draft_places(
+                    rows[drafting],
+                    tables_DX,
+                    torch.full((len(drafting),), len(PAGES) * PAGE),
+                    num_drafts=num_drafts,
+                    page_size=PAGE,
+                    max_model_len=MAX_LEN,
+                ),
                 num_drafts=num_drafts,
-                max_model_len=MAX_LEN,
-                max_context_len=start + count + num_drafts,
-                page_size=PAGE,
+                max_context_len=min(start + count + num_drafts, len(PAGES) * PAGE),
                 caches=self.own,
                 draws=draws,
             )

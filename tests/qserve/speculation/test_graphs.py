@@ -8,41 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from qserve.engine.cuda_graphs import StepGraphs
 from qserve.sampling_params import SamplingParams
 from qserve.speculation import drafter as drafters
-from qserve.speculation.graphs import GraphedStep
+from qserve.speculation import graphs
 from tests.qserve.speculation.drafters import ERRING
 from tests.qserve.speculation.traces import make_engine, make_requests, run
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
-
-
-@pytest.fixture
-def replayed(monkeypatch):
-    """Graphs that launch their work; the keys of the steps that went with drafts."""
-    found = []
-
-    def capture(graphs, key):
-        graphs._buffers.pad_(key)
-        batch = graphs._buffers.batch(key, graphs._max_context_len)
-        graphs._batches[key] = batch
-        graphs._graphs[key] = None, graphs._step(batch)
-
-    def replay(graphs, key):
-        graphs._graphs[key] = None, graphs._step(graphs._batches[key])
-        return graphs._graphs[key][1]
-
-    begin = GraphedStep.__init__
-
-    def watched(step, graphs, key, entry, rows):
-        found.append((key, rows))
-        begin(step, graphs, key, entry, rows)
-
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
-    monkeypatch.setattr(StepGraphs, "replay", replay)
-    monkeypatch.setattr(GraphedStep, "__init__", watched)
-    return found
 
 
 @pytest.mark.parametrize("steps_in_flight", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
@@ -63,6 +35,51 @@ def test_the_same_tokens(docs_5m, replayed, steps_in_flight, monkeypatch):
     assert 0 < accepted[2] < accepted[0] < verifies
     # padded ones as well
     assert any(len(rows.rows_R) < key.num_requests for key, rows in replayed if key.count == 4)
+
+
+class Again:
+    """A graph that launches its work."""
+
+    def __init__(self, captured):
+        self._captured = captured
+
+    def replay(self):
+        self._captured._result = self._captured._work()
+
+
+def test_captures_in_idle_time_change_no_tokens(docs_5m, replayed, monkeypatch):
+    """They run a step of nothing between requests that wait: tables and places are theirs."""
+    made = []
+
+    def capture(captured):
+        assert captured._num_runs and captured._graph is None
+        captured._graph = Again(captured)
+        made.append(captured)
+
+    monkeypatch.setattr(graphs.Captured, "capture", capture)
+    monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
+    requests = make_requests(5, 8, ("greedy", "sampled", "hot", "penalties"))
+    want = run(make_engine(docs_5m), requests)
+    config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 3}
+    engine = make_engine(docs_5m, 1, speculative_config=json.dumps(config | {"adaptive": False}))
+    runner = engine.runner
+    runner.capture_graphs(6, engine.max_model_len)
+    for request in requests:
+        engine.add_request(*request)
+    found = {name: [] for name, _, _ in requests}
+    while engine.has_work():
+        for event in engine.step():
+            found[event.request_id] += event.token_ids
+        # where a server would be idle; what is in flight here has been launched
+        for _ in range(3):
+            runner.capture_next()
+    assert found == {name: tokens for name, (tokens, _, _) in want.items()}
+    while runner.capture_next():
+        pass
+    assert not runner.can_capture_next
+    keys = runner.graphs.decode_keys
+    # of each the graph that fills, and two behind it: with filters and without
+    assert len(keys) > 4 and len(made) == 3 * len(keys)
 
 
 LENGTHS = {

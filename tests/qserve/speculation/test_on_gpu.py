@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qserve import LLM, SamplingParams
+from qserve.speculation import graphs
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [list(range(20 + 5 * n, 60 + 9 * n)) for n in range(12)]
@@ -53,6 +54,30 @@ def test_the_same_tokens(docs_5m, method, enforce_eager):
     if method == "itself" and not enforce_eager:
         assert llm.engine.runner.speculator.graphs._entries
     llm.engine.scheduler.check_integrity()
+
+
+def test_what_steps_need_is_captured_before_they_come(docs_5m, monkeypatch):
+    llm = LLM(
+        docs_5m,
+        max_num_seqs=16,
+        max_model_len=512,
+        num_gpu_blocks_override=1024,
+        speculative_config={
+            "method": "draft_model",
+            "model": str(docs_5m),
+            "num_speculative_tokens": 3,
+            "adaptive": False,
+        },
+    )
+    while llm.engine.use_idle_time():
+        pass
+    captured = []
+    monkeypatch.setattr(graphs.Captured, "capture", captured.append)
+    for fields in (KINDS["greedy"], KINDS["sampled"]):
+        outputs(llm, fields)
+    assert not captured
+    of_drafts = llm.engine.runner.speculator.graphs
+    assert of_drafts._entries.keys() == set(llm.engine.runner.graphs.decode_keys)
 
 
 def test_synthetic_acceptance_comes_as_asked(docs_5m):

@@ -1,0 +1,129 @@
+"""Filling a step with drafts, judging them, their logits: checked arguments, then a kernel.
+
+Legend as in chunks.py.
+"""
+
+import torch
+
+from qkernels import dispatch
+from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
+from qkernels.errors import KernelError
+from qkernels.sampling.words import NUM_WORDS
+
+INT64 = (torch.int64,)
+
+
+def fill_drafts_(
+    chunks: DraftChunks,
+    tables: DraftTables,
+    *,
+    page_size: int,
+    words_TP: torch.Tensor | None = None,
+    fills_tokens: bool = True,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Write the tokens that the tables alone know, and correct positions, slots and lengths.
+
+    A chunk's token in column c is tokens[its row, c], but for its known ones. Returns how much too
+    high its positions were, int64 [R]. `words_TP`: how each row's token is drawn, where all rows
+    sample; their positions are corrected, too. `fills_tokens` False: tokens stay as they are.
+    """
+    what = "fill_drafts_"
+    _check(what, chunks, tables)
+    if words_TP is not None:
+        shape = len(chunks.token_ids_T), NUM_WORDS
+        check_tensor(f"{what} words", words_TP, shape, INT64, chunks.rows_R)
+    run = _run(what, chunks, kernel)
+    return run(chunks, tables, page_size=page_size, words_TP=words_TP, fills_tokens=fills_tokens)
+
+
+def settle_drafts_(
+    tokens_S: torch.Tensor | None,
+    words_SP: torch.Tensor | None,
+    chunks: DraftChunks,
+    tables: DraftTables,
+    *,
+    num_drafts: int,
+    page_size: int,
+    max_model_len: int,
+    passes_DK: torch.Tensor | None = None,
+    accepted_D: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> Settled:
+    """Judge a step's drafts by the tokens that were drawn, and prepare the next `num_drafts`.
+
+    A draft comes true if it is the token that the row before it drew, and all drafts before it
+    came true. The newest token of each chunk and the number of its drafts that did not come true
+    go to `tables`. `words_SP`: how the tokens were drawn. `tokens_S` None: no row samples.
+
+    `passes_DK` [D, most_sampled - 1]: drafts pass where it says so, whatever was drawn, and those
+    that do are written to `tokens_S`. `accepted_D`: how many come true, where that is known.
+    """
+    what = "settle_drafts_"
+    _check(what, chunks, tables)
+    D, beside = len(chunks.chunk_D), chunks.rows_R
+    if (tokens_S is None) != (words_SP is None) or (tokens_S is None and D):
+        raise KernelError(what, f"expected tokens and words of {D} chunks, found none")
+    if tokens_S is not None:
+        check_tensor(f"{what} tokens", tokens_S, (None,), INT64, beside)
+        check_tensor(f"{what} words", words_SP, (len(tokens_S), NUM_WORDS), INT64, beside)
+    if passes_DK is not None:
+        shape = D, chunks.most_sampled - 1
+        check_tensor(f"{what} passes", passes_DK, shape, (torch.bool,), beside)
+    if accepted_D is not None:
+        check_tensor(f"{what} accepted", accepted_D, (D,), INT64, beside)
+    run = _run(what, chunks, kernel)
+    return run(
+        *(tokens_S, words_SP, chunks, tables),
+        num_drafts=num_drafts,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        passes_DK=passes_DK,
+        accepted_D=accepted_D,
+    )
+
+
+def spread_logits(
+    logits_DU: torch.Tensor, columns_V: torch.Tensor, kernel: str | None = None
+) -> torch.Tensor:
+    """Logits [D, V] of a larger vocabulary: token t has column columns[t]; -inf where that is -1.
+
+    `columns` [V] int32.
+    """
+    check_float("spread_logits logits", logits_DU)
+    expect_ndim("spread_logits logits", logits_DU, 2)
+    check_tensor("spread_logits columns", columns_V, (None,), (torch.int32,), logits_DU)
+    run = dispatch.implementation(
+        "spread_logits", device=logits_DU.device.type, dtype=logits_DU.dtype, requested=kernel
+    )
+    return run(logits_DU, columns_V)
+
+
+def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
+    beside, T, R = chunks.rows_R, len(chunks.token_ids_T), len(chunks.rows_R)
+    D = len(chunks.chunk_D)
+    for name in ("token_ids_T", "positions_T", "slots_T"):
+        check_tensor(f"{what} {name}", getattr(chunks, name), (T,), INT64, beside)
+    for name in ("rows_R", "known_R", "next_R", "capacity_R", "place_R"):
+        check_tensor(f"{what} {name}", getattr(chunks, name), (R,), INT64, beside)
+    for name in ("chunk_D", "first_D", "count_D"):
+        check_tensor(f"{what} {name}", getattr(chunks, name), (D,), INT64, beside)
+    int32 = (torch.int32,)
+    for name, least in (("query_starts_R1", R + 1), ("context_lengths_R", R)):
+        tensor = getattr(chunks, name)
+        check_tensor(f"{what} {name}", tensor, (None,), int32, beside)
+        if len(tensor) < least:
+            raise KernelError(f"{what} {name}", f"expected {least} or more, found {len(tensor)}")
+    check_tensor(f"{what} block_tables", chunks.block_tables_RX, (None, None), int32, beside)
+    N = len(tables.refused_N)
+    check_tensor(f"{what} refused", tables.refused_N, (N,), INT64, beside)
+    check_tensor(f"{what} tokens of tables", tables.tokens_NK1, (N, None), INT64, beside)
+    if chunks.most_sampled > tables.tokens_NK1.shape[1]:
+        found = f"found {chunks.most_sampled} rows that sample"
+        raise KernelError(what, f"expected {tables.tokens_NK1.shape[1]} or fewer, {found}")
+
+
+def _run(what: str, chunks: DraftChunks, kernel: str | None):
+    device = chunks.rows_R.device.type
+    return dispatch.implementation(what, device=device, dtype=torch.int64, requested=kernel)

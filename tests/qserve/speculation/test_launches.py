@@ -1,0 +1,122 @@
+"""How many kernels and copies a step with drafts launches beside the model's graph.
+
+At batch 1 each costs 2 to 3 us, and a copy between host and device 8, of a step of 2.2 ms. Where
+there is no CUDA an operation of qkernels counts as what it launches there, and any other operation
+of torch that is no view as one.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkernels import dispatch
+from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.model_runner import ModelRunner
+from qserve.sampling_params import SamplingParams
+from tests.qserve.speculation.traces import make_engine, run
+
+KERNELS = {"sample_": 2}  # of an operation; others are one
+WITHOUT = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "detach")
+
+# of a head in float: it has no limbs to make
+OF_A_DRAFT = {
+    "embed_norms": 1,
+    "linear": 5,  # qkv, o, gate and up, down, output matrix
+    "rope_write_kv_": 1,
+    "paged_attention": 1,
+    "add_rms_norm": 2,
+    "silu_and_mul": 1,
+    "spread_logits": 1,
+    "sample_": 2,
+}
+# tokens and positions in, and out again: once a step, whatever is drafted
+BESIDE_DRAFTS = {
+    "copy_": 2,  # to the device: the step, and what it tells of drafts
+    "fill_drafts_": 1,
+    "sample_": 2,
+    "settle_drafts_": 1,
+    "cat": 1,  # the model's states
+    "linear": 1,  # of them to the head's
+    "index": 2,  # the rows that the drafts follow
+    "stack": 1,
+    "index_put_": 1,
+    "clone": 1,  # to the host
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts while it is entered."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.counts, self._is_inside = Counter(), False
+        find = dispatch.implementation
+
+        def counting(op, **problem):
+            run = find(op, **problem)
+
+            def run_and_count(*arguments, **more):
+                return self.inside(op, run, *arguments, **more)
+
+            return run_and_count
+
+        monkeypatch.setattr(dispatch, "implementation", counting)
+
+    def inside(self, op, run, *arguments, **more):
+        """What `run` gives, as one operation."""
+        outer, self._is_inside = self._is_inside, True
+        try:
+            return run(*arguments, **more)
+        finally:
+            self._is_inside = outer
+            if not outer and op is not None:
+                self.counts[op] += KERNELS.get(op, 1)
+
+    def __torch_dispatch__(self, function, types, arguments=(), more=None):
+        name = function._schema.name.removeprefix("aten::")
+        is_view = any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in function._schema.returns
+        )
+        if not (self._is_inside or is_view or name in WITHOUT):
+            self.counts[name] += 1
+        return function(*arguments, **(more or {}))
+
+
+@pytest.fixture
+def counts_of(docs_5m, replayed, monkeypatch):
+    def count(num_drafts):
+        """Of the usual step of one request that drafts so many."""
+        head = str(docs_5m.parent / "docs-5m-eagle3")
+        config = {"model": head, "num_speculative_tokens": num_drafts, "adaptive": False}
+        engine = make_engine(docs_5m, 1, speculative_config=json.dumps(config), block_size=64)
+        engine.runner.capture_graphs(6, engine.max_model_len)
+        launches, found = Launches(monkeypatch), []
+        launch, replay = ModelRunner.launch, StepGraphs.replay
+
+        def watched(runner, step):
+            launches.counts.clear()
+            with launches:
+                handle = launch(runner, step)
+            found.append(frozenset(launches.counts.items()))
+            return handle
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "launch", watched)
+            patch.setattr(StepGraphs, "replay", lambda *args: launches.inside(None, replay, *args))
+            params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
+            run(engine, [("one", list(range(300, 310)), params)])
+        ((usual, times),) = Counter(found).most_common(1)
+        assert times > 5
+        return Counter(dict(usual))
+
+    return count
+
+
+def test_a_step_launches_few_kernels_beside_the_model(counts_of):
+    two, three = counts_of(2), counts_of(3)
+    assert three - two == Counter(OF_A_DRAFT)
+    first = Counter(OF_A_DRAFT)
+    assert three == Counter(BESIDE_DRAFTS) + first + first + first
