@@ -5,7 +5,7 @@
 Llama-3-8B's shape with random weights in W4A16, adapters of random numbers. For each batch, within
 one run and in turns: an engine without adapters; one that takes them while no request has one; all
 rows with one adapter; each row with its own (as many as --max-loras); half of the rows with one.
-Then both kernels alone, checked against plain torch, in microseconds for each linear of a layer.
+Then each linear of a layer, checked against plain torch: the product, and with adapters.
 """
 
 import argparse
@@ -103,46 +103,80 @@ def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure_kernels(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Microseconds of shrink and expand, each linear of a layer, all rows with an adapter."""
-    from qkernels import ops, reference
-    from qkernels.bench.measure import time_calls
+def random_lora(K: int, sizes: tuple[int, ...], num_slots: int, rank: int):
     from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
+
+    N, S = sum(sizes), len(sizes)
+    return LoraWeights(
+        a_LRSK=torch.randn(num_slots, rank, S, K, device="cuda").bfloat16() / K**0.5,
+        b_LRN=torch.randn(num_slots, rank, N, device="cuda").bfloat16(),
+        ranks_LS=torch.full((num_slots, TABLE_COLUMNS), rank, dtype=torch.int32, device="cuda"),
+        scales_LS=torch.full((num_slots, TABLE_COLUMNS), 0.5, device="cuda"),
+        sizes=sizes,
+    )
+
+
+def adapted_product(plan, x, weight, lora, slots):
+    """A layer's kernels after the norm: shrink, the product, and expand where that is left to it.
+
+    `x`: as a tensor, and as the norm makes it.
+    """
+    from qkernels import ops
+
+    x_TK, taken = x
+    if plan.adds_adapters:
+        return ops.linear(taken, weight, None, plan, ops.lora_term(x_TK, slots, lora))
+    h = ops.lora_shrink(x_TK, slots, lora)
+    y = ops.linear(taken, weight, None, plan)
+    ops.lora_expand_(y, h, slots, lora)
+    return y
+
+
+def measure_kernels(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Microseconds of each linear of a layer in W4A16, all rows with an adapter.
+
+    Weights and adapters from memory. Shrink alone is of one adapter.
+    """
+    from qkernels import ops, reference
+    from qkernels.bench.linear import w4a16_weights
+    from qkernels.bench.measure import time_calls
 
     shape = SHAPES[arguments.shape]
     C, I = shape["hidden_size"], shape["intermediate_size"]  # noqa: E741
     kv = C // shape["num_attention_heads"] * shape["num_key_value_heads"]
     linears = {"qkv": (C, (C, kv, kv)), "o": (C, (C,)), "gate_up": (C, (I, I)), "down": (I, (C,))}
-    L, R, found = arguments.max_loras, arguments.rank, {}
+    L, found = arguments.max_loras, {}
     for name, (K, sizes) in linears.items():
-        N, S = sum(sizes), len(sizes)
-        weights = LoraWeights(
-            a_LRSK=torch.randn(L, R, S, K, device="cuda").bfloat16() / K**0.5,
-            b_LRN=torch.randn(L, R, N, device="cuda").bfloat16(),
-            ranks_LS=torch.full((L, TABLE_COLUMNS), R, dtype=torch.int32, device="cuda"),
-            scales_LS=torch.full((L, TABLE_COLUMNS), 0.5, device="cuda"),
-            sizes=sizes,
-        )
-        for T in (1, 8, 32, 128, 2048):
-            x, y = torch.randn(T, K, device="cuda").bfloat16(), torch.zeros(T, N, device="cuda")
-            slots = (torch.arange(T, device="cuda") % L).int()
-            h = ops.lora_shrink(x, slots, weights)
-            ops.lora_expand_(y, h, slots, weights)
-            want = torch.zeros_like(y)
-            h_want = reference.lora_shrink(x, slots, weights)
-            reference.lora_expand_(want, h_want, slots, weights)
-            error = ((y - want).norm() / want.norm()).item()
+        weights, _ = w4a16_weights(sum(sizes), K)
+        loras = [random_lora(K, sizes, L, arguments.rank) for _ in weights]
+        for T in (1, 8, 32, 64, 128, 2048):
+            plain = ops.plan_linear(weights[0], T)
+            plan = ops.plan_linear(weights[0], T, adapted=sizes)
+            x = torch.randn(T, K, device="cuda").bfloat16()
+            made = (x, ops.in_form(x, plan.input))
+            one, own = (torch.arange(T, device="cuda") % count for count in (1, L))
+            one, own = one.int(), own.int()
+            y = ops.linear(made[1], weights[0], None, plain)
+            got = adapted_product(plan, made, weights[0], loras[0], own).float() - y.float()
+            want = torch.zeros_like(got)
+            h = reference.lora_shrink(x, own, loras[0])
+            reference.lora_expand_(want, h, own, loras[0])
+            error = ((got - want).norm() / (want.norm() + y.float().norm())).item()
             assert error < 0.01, f"{name} T={T}: {error}"
-            y = y.bfloat16()
-            found[f"{name} T={T}"] = {
-                "shrink": time_calls(
-                    [lambda x=x, s=slots, w=weights: ops.lora_shrink(x, s, w)] * 50
-                ),
-                "expand": time_calls(
-                    [lambda y=y, h=h, s=slots, w=weights: ops.lora_expand_(y, h, s, w)] * 50
-                ),
+
+            def times(run, weights=weights, loras=loras):
+                calls = [lambda w=w, a=a: run(w, a) for w, a in zip(weights, loras, strict=True)]
+                return time_calls(calls * max(1, 32 // len(calls)))
+
+            figures = {
+                "product": times(lambda w, a, x=made[1], p=plain: ops.linear(x, w, None, p)),
+                "shrink": times(lambda w, a, x=x, s=one: ops.lora_term(x, s, a)),
+                "one": times(lambda w, a, x=made, s=one, p=plan: adapted_product(p, x, w, a, s)),
+                "own": times(lambda w, a, x=made, s=own, p=plan: adapted_product(p, x, w, a, s)),
             }
-            print(f"{name} T={T}: {found[f'{name} T={T}']}, error {error:.1e}", flush=True)
+            found[f"{name} T={T}"] = figures
+            text = ", ".join(f"{kind} {us:.2f}" for kind, us in figures.items())
+            print(f"{name} T={T}, us: {text}; error {error:.1e}", flush=True)
     return found
 
 

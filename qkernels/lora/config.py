@@ -64,13 +64,15 @@ def shrink_config(
     `leaves_parts`: what reads the result can add its parts. It does so for few rows alone.
     """
     rows = tile_rows(T)
-    by_warp = T <= 64
-    warps = 8 if by_warp and (rows > 16 or K > 8192) else 4
+    by_warp = rows <= 32
+    warps = 8 if by_warp and K > 8192 else 4
     # [rows, inputs] of x are in registers
     inputs = (2048 * warps if by_warp else 4096) // rows
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
     adds_parts = not (leaves_parts and rows <= 32)
     most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
+    if not adds_parts and rows > 16:
+        most = min(most, 8)  # for more the products of as many rows have no registers
     if adds_parts and groups * num_owners(T, num_slots) > MOST_COUNTERS:
         most = 1
     steps = ceil_div(K, inputs)

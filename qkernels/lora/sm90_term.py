@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gpu.gluon_compat import aggregate, integer
-from qkernels.gpu.pdl_gluon import griddepcontrol_wait
 from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
 
 BLOCK = gl.constexpr(RANK_BLOCK)  # ranks of one product
@@ -76,7 +75,7 @@ class LoraTermArguments:
 
 
 @gluon.jit
-def prefetch_term(term, tile, M, N):
+def prefetch_term(term, tile, M, N, split, SPLIT: gl.constexpr):
     """Asks the L2 for the Bs of the first rows, which no kernel of the step writes: 4 warps."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, BLOCK], [4, 1], [1, 0])
     m = gl.arange(0, PREFETCHED_ROWS, gl.SliceLayout(1, LAYOUT))
@@ -85,12 +84,18 @@ def prefetch_term(term, tile, M, N):
     slots = term.slots(m, M)
     ranks = term.ranks(slots, term.slice_of(first_n))
     block = term.b_block(gl.maximum(slots, 0), 0)
+    ranks = gl.where(slots % SPLIT == split, ranks, 0)
     j = gl.where(j[None, :] < ranks[:, None], j[None, :], 0)
     # 64 outputs of one rank are 128 bytes
+    _prefetch(block[:, None] + j * term.b_rank_stride + first_n)
+
+
+@gluon.jit
+def _prefetch(ptrs):
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0",
         "=r,l,~{memory}",
-        [(block[:, None] + j * term.b_rank_stride + first_n).to(gl.int64)],
+        [ptrs.to(gl.int64)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -98,11 +103,14 @@ def prefetch_term(term, tile, M, N):
 
 
 @gluon.jit
-def term_of_tile(term, tile, M, N, zero, BM: gl.constexpr, SUMS: gl.constexpr):
+def term_of_tile(
+    term, tile, M, N, zero, split, SPLIT: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr
+):
     """Float32 [64, BM] in the layout of a warpgroup's sums: a tile's 64 outputs, rows up to M.
 
     Every adapter's B is multiplied by every row's h, and a row takes the product of its own: what
-    one adapter holds, inf and NaN too, is in no other one's rows.
+    one adapter holds, inf and NaN too, is in no other one's rows. The splits of K share out the
+    adapters by their slots.
     """
     # its thread has the elements that it has in SUMS
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -114,7 +122,7 @@ def term_of_tile(term, tile, M, N, zero, BM: gl.constexpr, SUMS: gl.constexpr):
     first_n = first_output(tile, N)
     s = term.slice_of(first_n)
     slots = term.slots(zero + gl.arange(0, BM, ROWS), M)
-    ranks = term.ranks(slots, s)
+    ranks = gl.where(slots % SPLIT == split, term.ranks(slots, s), 0)
     slots_of_columns = term.slots(zero + gl.arange(0, BM, gl.SliceLayout(0, PRODUCT)), M)[None, :]
     h_m = zero + gl.arange(0, BM, gl.SliceLayout(0, H))
     h_j = gl.arange(0, BLOCK, gl.SliceLayout(1, H))[:, None]
@@ -155,53 +163,63 @@ def _b_of_tile(term, slot, s, first, first_n, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def prefetch_few_rows(term, first_n, M, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Asks the L2 for the Bs of a block's outputs, which no kernel of the step writes."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    i = gl.arange(0, ROWS * BLOCK, LAYOUT)
+    slots = term.slots(i // BLOCK, M)
+    ranks = term.ranks(slots, term.slice_of(first_n))
+    j = gl.where(i % BLOCK < ranks, i % BLOCK, 0)
+    _prefetch(term.b_block(gl.maximum(slots, 0), 0) + (j * term.b_rank_stride + first_n))
+
+
+@gluon.jit
 def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
     """Adds the term to sums [W, BN, 8] for each tile of two rows, which are added over warps and
     over the four columns of a row later: each of these takes ranks of its own.
-
-    Waits for the previous kernel, between the loads of B and of h.
     """
     W: gl.constexpr = totals[0].shape[0]
     BN: gl.constexpr = totals[0].shape[1]
+    DTYPE: gl.constexpr = term.b_ptr.dtype.element_ty
     COLS: gl.constexpr = gl.SliceLayout(1, SUMS)  # [W, 8]
-    column = gl.arange(0, 8, gl.SliceLayout(0, COLS))
-    own_j = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None] * 4 + column[None, :] % 4
+    column = gl.arange(0, 8, gl.SliceLayout(0, COLS))[None, :]
+    own_j = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None] * 4 + column % 4
     n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     # lanes that have other outputs of the same column each load some parts of h
     part = gl.arange(0, MOST_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     s = term.slice_of(first_n)
-    slots = ()
-    ranks = ()
-    bs = ()
-    most = 0
+    new = ()
     for i in gl.static_range(len(totals)):
-        slots += (term.slots(2 * i + column // 4, M),)
-        ranks += (term.ranks(slots[i], s)[None, :],)
-        bs += (_b_of_few_rows(term, slots[i], ranks[i], own_j, 0, n),)
-        most = gl.maximum(most, gl.max(gl.max(ranks[i], 1), 0))
-    griddepcontrol_wait()
-    for first in range(0, most, 4 * W):
-        j = first + own_j
-        new = ()
-        for i in gl.static_range(len(totals)):
-            m = (2 * i + column // 4)[None, :]
-            h_ptrs = term.h_ptr + (m * term.S + s) * term.R + j
-            h_ptrs = h_ptrs[:, None, :] + part * M * term.S * term.R
-            mask = (part < term.PARTS) & (j < ranks[i])[:, None, :]
-            h = gl.sum(gl.load(h_ptrs, mask=mask, other=0.0), 1)
-            h = h.to(term.b_ptr.dtype.element_ty).to(gl.float32)
-            h *= term.scales(slots[i], s)[None, :]
-            new += (totals[i] + h[:, None, :] * bs[i].to(gl.float32),)
-        totals = new
-        bs = ()
-        for i in gl.static_range(len(totals)):
-            bs += (_b_of_few_rows(term, slots[i], ranks[i], own_j, first + 4 * W, n),)
-    return totals
+        slot0 = term.slots(2 * i, M)
+        slot1 = term.slots(2 * i + 1, M)
+        rank0 = term.ranks(slot0, s)
+        rank1 = term.ranks(slot1, s)
+        first_row = column < 4
+        block = gl.where(first_row, term.b_block(slot0, 0), term.b_block(slot1, 0))
+        ranks = gl.where(first_row, rank0, rank1)
+        scales = gl.where(first_row, term.scales(slot0, s), term.scales(slot1, s))
+        m = 2 * i + column // 4
+        total = totals[i]
+        for first in range(0, gl.maximum(rank0, rank1), 4 * W):
+            j = first + own_j
+            b = _b_of_few_rows(term, block, ranks, j, n)
+            h = _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE)
+            total += h * b.to(gl.float32)
+        new += (total,)
+    return new
 
 
 @gluon.jit
-def _b_of_few_rows(term, slots, ranks, own_j, first, n):
+def _b_of_few_rows(term, block, ranks, j, n):
     """[W, BN, 8]: of each column's row one rank of B."""
-    mask = first + own_j < ranks
-    ptrs = term.b_block(slots, first)[None, :] + own_j * term.b_rank_stride
-    return gl.load(ptrs[:, None, :] + n, mask=mask[:, None, :], other=0.0)
+    offset = (j * term.b_rank_stride)[:, None, :] + n
+    return gl.load(block[:, None, :] + offset, mask=(j < ranks)[:, None, :], other=0.0)
+
+
+@gluon.jit
+def _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE: gl.constexpr):
+    """[W, 1, 8]: of each column's row one number of h, rounded to DTYPE, times the row's scale."""
+    offset = ((m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
+    mask = (part < term.PARTS) & (j < ranks)[:, None, :]
+    h = gl.sum(gl.load(term.h_ptr + offset, mask=mask, other=0.0), 1)
+    return (h.to(DTYPE).to(gl.float32) * scales)[:, None, :]

@@ -165,6 +165,15 @@ def _own_rows(slots_ptr, T, BM: tl.constexpr, BY_ROW: tl.constexpr):
     return t, own, slot
 
 
+@triton.jit
+def _has_to_wait(slot):
+    """Blocks with nothing to do make room for the next kernel's; one waits, so that the grid does
+    not end before the kernel before it.
+    """
+    block = tl.program_id(0) + tl.program_id(1) + tl.program_id(2)
+    return (slot >= 0) | (block == 0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _lora_shrink(
     x_ptr,
@@ -208,7 +217,7 @@ def _lora_shrink(
     a_ptrs += s * K
     in_rank = (j < rank)[None, :, None]
     a = tl.load(a_ptrs + start, mask=in_rank & (start < end), other=0.0)
-    if PDL:
+    if PDL and _has_to_wait(slot):
         pdl_launch_and_wait()
     if rank > first:
         x_ptrs = x_ptr + t.to(tl.int64)[None, :, None] * stride_x

@@ -94,7 +94,7 @@ def embed_norms_limbs(
 ) -> tuple[Limbs, torch.Tensor]:
     """As ops.embed_norms_limbs."""
     M, C = state_MC.shape
-    if C > MOST_CHANNELS:
+    if C > MOST_CHANNELS or form.with_tensor:
         out, normed_MC = embed_norms(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps)
         return to_limbs(out, form), normed_MC
     state_MC = state_MC.contiguous()

@@ -20,7 +20,7 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.registers import signed_nibbles
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.lora.sm90_term import LoraTermArguments, add_few_rows
+from qkernels.lora.sm90_term import LoraTermArguments, add_few_rows, prefetch_few_rows
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.operands.limbs import (
     K_STEP,
@@ -260,9 +260,8 @@ def _wna16_gemv_imma(
         if first == 0:
             # weights never change; limbs are the previous kernel's until it has ended
             if PARTS > 0:
-                totals = add_few_rows(term, totals, block * BN, M, SUMS)
-            else:
-                griddepcontrol_wait()
+                prefetch_few_rows(term, block * BN, M, 2 * TILES, W)
+            griddepcontrol_wait()
         for i in gl.static_range(IN_FLIGHT):
             a = _operand_a(codes[i], BITS, SUMS)
             scale = scales[i].to(gl.float32)[:, :, None] / A_FACTOR
@@ -284,6 +283,8 @@ def _wna16_gemv_imma(
                 new += (totals[j] + exact * (scale * input_scale),)
             totals = new
     launch_dependents()
+    if PARTS > 0:
+        totals = add_few_rows(term, totals, block * BN, M, SUMS)
     ROWS_PER_TILE: gl.constexpr = COLUMNS // LIMBS_PER_INPUT
     for j in gl.static_range(TILES):
         by_limb = totals[j].reshape([W, BN, ROWS_PER_TILE, LIMBS_PER_INPUT])

@@ -174,14 +174,14 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     state = pipeline.consumer_start()
     if gemm.term.PARTS > 0:
         work_tile = gemm.work_tile(gl.program_id(0))
-        if work_tile.split == 0:
-            prefetch_term(gemm.term, work_tile.stored_tile(CONSUMER), gemm.M, gemm.N)
+        tile = work_tile.stored_tile(CONSUMER)
+        prefetch_term(gemm.term, tile, gemm.M, gemm.N, work_tile.split, gemm.CONFIG.split)
         griddepcontrol_wait()  # h is the previous kernel's, as x is
     for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
         work_tile = gemm.work_tile(work)
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         if gemm.term.PARTS > 0:
-            sums = _start_with_term(gemm, sums, work, CONSUMER)
+            sums = _term(gemm, work, CONSUMER, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
             scale = step_scales(gemm, stages, state.stage, CONSUMER, SUMS)
@@ -194,19 +194,16 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _start_with_term(gemm, zeros, work, CONSUMER: gl.constexpr):
-    """What adapters add to the first split's sums [64, BM]."""
-    sums = zeros
+def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """What adapters add to the sums [64, BM]: of those that are this split's."""
+    BM: gl.constexpr = gemm.CONFIG.block_m
+    SPLIT: gl.constexpr = gemm.CONFIG.split
     work_tile = gemm.work_tile(work)
-    if work_tile.split == 0:
-        BM: gl.constexpr = zeros.shape[1]
-        SUMS: gl.constexpr = zeros.type.layout
-        # A zero that only the machine knows: what depends on it is computed here, and is not kept
-        # in registers, or spilled, from before the loop over work tiles.
-        zero = work >> 30
-        tile = work_tile.stored_tile(CONSUMER)
-        sums = term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, BM, SUMS)
-    return sums
+    # A zero that only the machine knows: what depends on it is computed here, and is not kept in
+    # registers, or spilled, from before the loop over work tiles.
+    zero = work >> 30
+    tile = work_tile.stored_tile(CONSUMER)
+    return term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, work_tile.split, SPLIT, BM, SUMS)
 
 
 @gluon.jit

@@ -1,0 +1,43 @@
+"""Tiles of the adapters' kernels: parts of K that hold all inputs, and who adds them."""
+
+import itertools
+
+import pytest
+
+from qkernels.gpu.config import ceil_div
+from qkernels.lora.config import (
+    MOST_COUNTERS,
+    PARTS_LEFT,
+    RANK_BLOCK,
+    num_owners,
+    row_boundaries,
+    shrink_config,
+)
+
+ROWS = (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 1000, 5000)
+
+
+@pytest.mark.parametrize("leaves_parts", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 8, 300])
+def test_parts_hold_all_inputs_and_none_is_empty(num_slots, leaves_parts):
+    for T, K, S, R in itertools.product(ROWS, (64, 896, 4096, 14336), (1, 3), (8, 64)):
+        config = shrink_config(T, K, S, R, num_slots, leaves_parts=leaves_parts)
+        steps = ceil_div(ceil_div(K, config.inputs), config.parts)
+        assert (config.parts - 1) * steps * config.inputs < K
+        assert config.parts * steps * config.inputs >= K
+        assert config.adds_parts == (not leaves_parts or T > 32)
+        if not config.adds_parts:
+            assert config.parts <= (PARTS_LEFT if T <= 16 else 8)
+        elif config.parts > 1:
+            tiles = ceil_div(T, config.rows) * S * ceil_div(R, RANK_BLOCK)
+            assert tiles * num_owners(T, num_slots) <= MOST_COUNTERS
+
+
+@pytest.mark.parametrize("K, S", [(4096, 3), (14336, 1), (300, 2)])
+def test_warm_up_knows_every_config_of_shrink(K, S):
+    first = row_boundaries(1024, K, S, 16, 8)
+    for leaves in (False, True):
+        known = {shrink_config(T, K, S, 16, 8, leaves_parts=leaves) for T in first}
+        for T in range(1, 1025):
+            config = shrink_config(T, K, S, 16, 8, leaves_parts=leaves)
+            assert config in known, T
