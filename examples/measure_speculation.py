@@ -193,6 +193,7 @@ def breakdown(llm) -> dict[str, float]:
     for key in runner.graphs._graphs:
         if key.is_chunk or key.num_requests != 1:
             continue
+        fill(llm, key)
         found[f"model_ms_{key.num_tokens}_rows"] = timed(lambda key=key: runner.graphs.replay(key))
         logits = runner.graphs.outputs(key).logits_SV
         settings = SampleSettings.of([SampleRow()] * len(logits)).to(logits.device)
@@ -200,6 +201,32 @@ def breakdown(llm) -> dict[str, float]:
             lambda logits=logits, settings=settings: ops.sample_(logits, settings, None)
         )
     return found
+
+
+def fill(llm, key, num_keys: int = 256) -> None:
+    """Let a graph of few rows read so many keys, of one page, and write none."""
+    from dataclasses import replace
+
+    import numpy as np
+    import torch
+
+    from qserve.engine.step_input import StepInput
+
+    num_keys = min(num_keys, llm.engine.max_model_len)
+    step = StepInput.padding(
+        num_requests=key.num_requests,
+        count=key.count,
+        max_context_len=num_keys,
+        page_size=llm.engine.config.block_size,
+    )
+    positions = np.arange(num_keys - key.count, num_keys)
+    step = replace(
+        step,
+        positions_T=np.tile(positions, key.num_requests),
+        context_lengths_R=np.full(key.num_requests, num_keys, np.int32),
+    )
+    with torch.inference_mode():
+        llm.engine.runner.graphs.fill_(key, step)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, list[str]]:

@@ -44,8 +44,9 @@ def fill_drafts_(
             chunks.block_tables_RX.stride(0),
             tables.tokens_NK1.shape[1],
             page_size,
-            HAS_WORDS=words_TP is not None,
-            FILLS_TOKENS=fills_tokens,
+            # no constants: one compiled kernel then does for all
+            int(words_TP is not None),
+            int(fills_tokens),
             BLOCK=BLOCK,
             num_warps=4,
         )
@@ -55,7 +56,7 @@ def fill_drafts_(
 _P, _POSITION = tl.constexpr(NUM_WORDS), tl.constexpr(POSITION)
 
 
-@triton.jit(do_not_specialize=["stride_table", "K1", "page_size"])
+@triton.jit(do_not_specialize=["stride_table", "K1", "page_size", "has_words", "fills_tokens"])
 def _fill_drafts(
     tokens_ptr,  # [T]
     positions_ptr,  # [T]
@@ -72,8 +73,8 @@ def _fill_drafts(
     stride_table,
     K1,
     page_size,
-    HAS_WORDS: tl.constexpr,
-    FILLS_TOKENS: tl.constexpr,
+    has_words,
+    fills_tokens,
     BLOCK: tl.constexpr,
 ):
     r = tl.program_id(0)
@@ -88,7 +89,7 @@ def _fill_drafts(
         column = begin + tl.arange(0, BLOCK)
         t = start + column
         inside = t < end
-        if FILLS_TOKENS:
+        if fills_tokens != 0:
             token = tl.load(newest_ptr + row * K1 + column, mask=inside & (column < K1), other=0)
             tl.store(tokens_ptr + t, token, mask=inside)
         if back != 0:
@@ -99,7 +100,7 @@ def _fill_drafts(
             page = tl.load(table_ptr + position // page_size, mask=inside, other=0).to(tl.int64)
             new_slot = page * page_size + position % page_size
             tl.store(slots_ptr + t, new_slot, mask=inside & (slot >= 0))
-            if HAS_WORDS:
+            if has_words != 0:
                 word_ptr = words_ptr + t.to(tl.int64) * _P + _POSITION
                 tl.store(word_ptr, tl.load(word_ptr, mask=inside, other=0) - back, mask=inside)
     if back != 0:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from qkernels.drafts.chunks import NEUTRAL, DraftChunks, DraftPlaces, DraftTables, Settled
-from qkernels.gpu.config import power_of_two
+from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, launches_nothing, on_device
 from qkernels.sampling.words import NUM_WORDS, POSITION
 
@@ -30,6 +30,8 @@ def settle_drafts_(
     """As ops.settle_drafts_."""
     token_ids_T, device = chunks.token_ids_T, chunks.rows_R.device
     D, K = len(chunks.chunk_D), num_drafts
+    # each draft's places begin where 16 divides the address: other kernels take them
+    stride = ceil_div(D, 4) * 4
     S = 0 if tokens_S is None else len(tokens_S)
     # Where nothing is launched, readers still look tokens and rows up.
     new = torch.zeros if launches_nothing() else torch.empty
@@ -41,9 +43,9 @@ def settle_drafts_(
         rows_D=new(D, **int64),
         words_KDP=new((K, D, NUM_WORDS), **int64),
         places=DraftPlaces(
-            positions_KD=new((K, D), **int64),
-            slots_KD=new((K, D), **int64),
-            lengths_KD=new((K, D), dtype=torch.int32, device=device),
+            positions_KD=new((K, stride), **int64)[:, :D],
+            slots_KD=new((K, stride), **int64)[:, :D],
+            lengths_KD=new((K, stride), dtype=torch.int32, device=device)[:, :D],
         ),
     )
     # what no chunk reads still needs a place to point at
@@ -75,6 +77,7 @@ def settle_drafts_(
             D,
             chunks.block_tables_RX.shape[1],
             chunks.block_tables_RX.stride(0),
+            stride,
             tables.tokens_NK1.shape[1],
             chunks.most_sampled,
             K,
@@ -97,7 +100,18 @@ _NEUTRAL_ONES = tl.constexpr(sum(1 << word for word, value in NEUTRAL.items() if
 
 @triton.jit(
     do_not_specialize=[
-        *("T", "S", "D", "X", "stride_table", "K1", "most_sampled", "K", "page_size"),
+        *(
+            "T",
+            "S",
+            "D",
+            "X",
+            "stride_table",
+            "stride_place",
+            "K1",
+            "most_sampled",
+            "K",
+            "page_size",
+        ),
         "max_model_len",
     ]
 )
@@ -123,14 +137,15 @@ def _settle_drafts(
     last_rows_ptr,  # [D]
     rows_of_d_ptr,  # [D]
     draft_words_ptr,  # [K, D, P]
-    draft_positions_ptr,  # [K, D]
-    draft_slots_ptr,  # [K, D]
-    draft_lengths_ptr,  # [K, D]
+    draft_positions_ptr,  # [K, stride_place]
+    draft_slots_ptr,  # [K, stride_place]
+    draft_lengths_ptr,  # [K, stride_place]
     T,
     S,
     D,
     X,
     stride_table,
+    stride_place,
     K1,
     most_sampled,
     K,
@@ -197,7 +212,7 @@ def _settle_drafts(
         table_ptr = block_tables_ptr + r.to(tl.int64) * stride_table
         page = tl.load(table_ptr + page_index, mask=is_next, other=0).to(tl.int64)
         slot = tl.where(wanted < capacity, page * page_size + at % page_size, -1)
-        place = k * D + d
+        place = k * stride_place + d
         tl.store(draft_positions_ptr + place, at, mask=is_next)
         tl.store(draft_slots_ptr + place, slot, mask=is_next)
         length = tl.minimum(at + 1, capacity).to(tl.int32)
@@ -210,7 +225,7 @@ def _settle_drafts(
         word = tl.where(((zeros >> p) & 1) != 0, 0, word)
         word = tl.where(((ones >> p) & 1) != 0, -1, word)
         ahead = (p == _POSITION).to(tl.int64)[None, :] * (k + 1)[:, None]
-        place_KP = place[:, None] * _P + p[None, :]
+        place_KP = (k * D + d)[:, None] * _P + p[None, :]
         tl.store(
             draft_words_ptr + place_KP,
             word[None, :] + ahead,

@@ -229,12 +229,18 @@ class StepGraphs:
         """Where the graph leaves its results."""
         return self._graphs[key][1]
 
+    def expect(self, key: GraphKey) -> None:
+        """Assert that the buffers hold a step for a graph: another's tokens would be positions."""
+        holds = self._buffers.holds
+        assert holds == key, f"the buffers hold a step of {holds}, not of {key}: fill_ comes first"
+
     def replay(self, key: GraphKey) -> StepOutputs:
         """Run the graph on the buffers. Its results are valid until the next replay.
 
         A row for each request of a decode step, for each entry of logits_rows_S of another; rows
         beyond are padding.
         """
+        self.expect(key)
         graph, outputs = self._graphs[key]
         graph.replay()
         return outputs

@@ -69,6 +69,7 @@ class StepBuffers:
         self._bytes = torch.zeros(_whole_words(most), dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
         self._sent_RX = np.empty((0, 0), np.int32)  # what stands in its corner
+        self.holds: GraphKey | None = None  # whose layout the bytes have
         # of requests with equally many tokens
         self._rows = torch.arange(max(key.num_tokens for key in keys) + 1, device=device)
         self._starts = self._rows.to(torch.int32)
@@ -106,7 +107,7 @@ class StepBuffers:
             self._sent_RX = tables_RX
 
     def _fill_(self, key: GraphKey, arrays: dict[str, np.ndarray]) -> None:
-        fields = self._fields[key]
+        fields, self.holds = self._fields[key], key
         packed = np.zeros(_whole_words(fields[-1].end), np.uint8)
         for field in fields:
             array = arrays[field.name]

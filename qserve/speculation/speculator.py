@@ -12,6 +12,7 @@ import torch
 
 from qkernels.attention.cache import PagedKv
 from qkernels.drafts.chunks import DraftTables
+from qkernels.gpu.launch import launches_nothing
 from qserve.engine.batch import Batch
 from qserve.engine.cuda_graphs import StepGraphs
 from qserve.engine.step_buffers import GraphKey
@@ -124,7 +125,8 @@ class Speculator:
             logits_rows_S=to_device(step.logits_rows_S, self.device),
             starts_D1=starts(len(rows.chunk_D), self.device),
             most_sampled=rows.most_sampled,
-            has_unknown=bool(rows.known_R.sum() < step.num_tokens),
+            # while launches are recorded a step stands for those that have some
+            has_unknown=launches_nothing() or bool(rows.known_R.sum() < step.num_tokens),
             has_pending=not rows.known_R.all(),
         )
         return SpeculativeStep(self.state, found, rows, batch)

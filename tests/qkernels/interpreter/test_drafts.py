@@ -115,3 +115,22 @@ def test_logits_stand_in_the_models_places(device, half, poison, V):
     for given in (logits[:, :U], logits[:, :U].contiguous()):
         assert torch.equal(ops.spread_logits(given, columns, kernel="triton"), want)
         assert torch.equal(reference.spread_logits(given, columns), want)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_other_kernels_take_begins_at_whole_words(device, step):
+    """Of an address that 16 does not divide Triton compiles another kernel, amid serving."""
+    chunks, tables, tokens, words = draft_case(STEPS[step], device)
+    samples = len(tokens) > 0
+    settled = settle_drafts_(
+        tokens if samples else None,
+        words[: len(tokens)].contiguous() if samples else None,
+        *(chunks, tables),
+        num_drafts=3,
+        page_size=PAGE,
+        max_model_len=MAX_LEN,
+    )
+    for index in range(3):
+        for each in (*settled.places, settled.words_KDP):
+            assert (each[index].data_ptr() - each.data_ptr()) % 16 == 0
+            assert each[index].is_contiguous()

@@ -18,6 +18,7 @@ def replayed(monkeypatch):
         graphs._graphs[key] = None, graphs._step(batch)
 
     def replay(graphs, key):
+        graphs.expect(key)
         graphs._graphs[key] = None, graphs._step(graphs._batches[key])
         return graphs._graphs[key][1]
 

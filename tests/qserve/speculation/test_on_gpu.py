@@ -72,7 +72,7 @@ def test_what_steps_need_is_captured_before_they_come(docs_5m, monkeypatch):
     while llm.engine.use_idle_time():
         pass
     captured = []
-    monkeypatch.setattr(graphs.Captured, "capture", captured.append)
+    monkeypatch.setattr(graphs.Captured, "capture", lambda each: captured.append(each))
     for fields in (KINDS["greedy"], KINDS["sampled"]):
         outputs(llm, fields)
     assert not captured
