@@ -193,6 +193,8 @@ def breakdown(llm) -> dict[str, float]:
     for key in runner.graphs._graphs:
         if key.is_chunk or key.num_requests != 1:
             continue
+        # else its buffers hold a step of another layout, whose numbers are no places
+        runner.graphs._buffers.pad_(key)
         found[f"model_ms_{key.num_tokens}_rows"] = timed(lambda key=key: runner.graphs.replay(key))
         logits = runner.graphs.outputs(key).logits_SV
         settings = SampleSettings.of([SampleRow()] * len(logits)).to(logits.device)
