@@ -9,12 +9,12 @@ slots that nobody uses cost more than that.
 from dataclasses import dataclass
 
 from qkernels.gpu.config import ceil_div
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS
 
 RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
-MOST_COUNTERS = 4096  # of gpu/workspace.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def shrink_config(T: int, K: int, S: int, R: int, num_slots: int) -> ShrinkConfi
     inputs = 4096 // rows  # [rows, inputs] of x are in registers
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
     most = min(16 if T <= FEW_ROWS else 4, ceil_div(K, inputs), BLOCKS_WANTED // groups)
-    if groups * num_owners(T, num_slots) > MOST_COUNTERS:
+    if groups * num_owners(T, num_slots) > WORKSPACE_COUNTERS:
         most = 1
     parts = 1
     while 2 * parts <= most:
