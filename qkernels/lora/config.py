@@ -9,13 +9,13 @@ slots that nobody uses cost more than that.
 from dataclasses import dataclass
 
 from qkernels.gpu.config import ceil_div
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS
 
 RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
 PARTS_LEFT = 16  # at most, to what reads them
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
-MOST_COUNTERS = 4096  # of gpu/workspace.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def shrink_config(
     most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
     if not adds_parts and rows > 16:
         most = min(most, 8)  # for more the products of as many rows have no registers
-    if adds_parts and groups * num_owners(T, num_slots) > MOST_COUNTERS:
+    if adds_parts and groups * num_owners(T, num_slots) > WORKSPACE_COUNTERS:
         most = 1
     steps = ceil_div(K, inputs)
     steps_of_part = ceil_div(steps, max(1, most))

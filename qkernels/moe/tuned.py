@@ -1,7 +1,5 @@
 """W4A16 experts in the tuning table: the configs of the one variant that has any to choose."""
 
-import torch
-
 from qkernels.choice import KernelChoice
 from qkernels.moe.config import ExpertsPlan
 from qkernels.moe.experts import ExpertsProblem
@@ -59,11 +57,8 @@ def measured_plan(problem: ExpertsProblem, M: int, choice: KernelChoice) -> Expe
     asked = choice.only in (None, problem.kernel, variant.name) and variant.name not in choice.never
     if not asked or problem.spec is None or variant.refuses(layer_of(problem)) is not None:
         return None
-    row = _table(problem.device).find(TUNED, **tuned_problem(problem, M))
+    table = tuning_table.tuning_table_of(problem.device)
+    row = table.find(TUNED, **tuned_problem(problem, M))
     if row is None:
         return None
     return row.config.plan(M=M, top_k=problem.top_k, hidden=problem.hidden)
-
-
-def _table(device: torch.device) -> tuning_table.TuningTable:
-    return tuning_table.tuning_table_of(device)

@@ -73,15 +73,13 @@ def _in_two(
     problem: GemmProblem, shape: Shape, M: int, config: WNA16Config | None
 ) -> GemmPlan | None:
     """Two kernels, where a few rows more would be a wave of tiles more (row_split.py)."""
+    sizes = shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
+    rows = rows_of_tiles(M, *sizes)
+    if rows is None or LARGE_M.refuses(shape) is not None:
+        return None
     choice = parse_choice(problem.requested)
     if choice != ANY or config != default_config(shape, M, fused=False):
         return None  # somebody asked for one kernel, or measured that it is the fastest
-    if LARGE_M.refuses(shape) is not None:
-        return None
-    sizes = shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
-    rows = rows_of_tiles(M, *sizes)
-    if rows is None:
-        return None
     tiles, rest = default_large_m_config(rows, *sizes), default_small_m_config(M - rows, *sizes)
     if rest is None:
         return None
