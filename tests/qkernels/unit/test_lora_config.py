@@ -6,9 +6,9 @@ import pytest
 
 from qkernels.gpu.config import ceil_div
 from qkernels.lora.config import (
-    MOST_COUNTERS,
     PARTS_LEFT,
     RANK_BLOCK,
+    WORKSPACE_COUNTERS,
     num_owners,
     row_boundaries,
     shrink_config,
@@ -30,7 +30,7 @@ def test_parts_hold_all_inputs_and_none_is_empty(num_slots, leaves_parts):
             assert config.parts <= (PARTS_LEFT if T <= 16 else 8)
         elif config.parts > 1:
             tiles = ceil_div(T, config.rows) * S * ceil_div(R, RANK_BLOCK)
-            assert tiles * num_owners(T, num_slots) <= MOST_COUNTERS
+            assert tiles * num_owners(T, num_slots) <= WORKSPACE_COUNTERS
 
 
 @pytest.mark.parametrize("K, S", [(4096, 3), (14336, 1), (300, 2)])
