@@ -17,6 +17,7 @@ from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
 BLOCK = gl.constexpr(RANK_BLOCK)  # ranks of one product
 PREFETCHED_ROWS = gl.constexpr(16)
 MOST_PARTS = gl.constexpr(PARTS_LEFT)
+PARTS_AT_ONCE = gl.constexpr(14)  # in registers
 
 pointer = gl.tensor | gl.constexpr  # a constexpr None where there is no term
 
@@ -65,12 +66,23 @@ class LoraTermArguments:
         return self.b_ptr + (slot + gl.to_tensor(first).to(gl.int64) * self.b_rank_stride)
 
     @gluon.jit
-    def h(self, m, j, s, mask, M):
-        """The sum of all parts, in order."""
+    def h(self, m, j, s, mask, M, zero):
+        """The sum of all parts, in order. `zero` keeps the loop one: its loads are not all at once
+        in registers.
+        """
         ptrs = self.h_ptr + (m * self.S + s) * self.R + j
+        apart = M * self.S * self.R
         total = gl.load(ptrs, mask=mask, other=0.0)
-        for part in gl.static_range(1, self.PARTS):
-            total += gl.load(ptrs + part * M * self.S * self.R, mask=mask, other=0.0)
+        AT_ONCE: gl.constexpr = PARTS_AT_ONCE
+        if self.PARTS <= AT_ONCE:
+            for part in gl.static_range(1, self.PARTS):
+                total += gl.load(ptrs + part * apart, mask=mask, other=0.0)
+        else:
+            for first in range(1 + zero, self.PARTS, AT_ONCE):
+                for i in gl.static_range(AT_ONCE):
+                    part = first + i
+                    inside = mask & (part < self.PARTS)
+                    total += gl.load(ptrs + part * apart, mask=inside, other=0.0)
         return total
 
 
@@ -132,7 +144,7 @@ def term_of_tile(
         left = gl.where(ranks > first, slots, -1)
         slot = gl.max(left, 0)
         b = _b_of_tile(term, slot, s, first, first_n, B)
-        h = term.h(h_m[None, :], first + h_j, s, (h_ranks > first)[None, :], M)
+        h = term.h(h_m[None, :], first + h_j, s, (h_ranks > first)[None, :], M, zero)
         h = gl.convert_layout(h.to(DTYPE), gl.DotOperandLayout(1, PRODUCT, 2))
         while slot >= 0:
             left = gl.where(left == slot, -1, left)
