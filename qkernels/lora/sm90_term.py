@@ -1,8 +1,8 @@
 """scale * B h of each row's adapter, inside of a product on sm_90, in Gluon.
 
-Of 64 outputs at a time, before the product's own sums are added to it: most of what it waits for
-arrives while the first weights are under way. h is rounded to B's dtype, as lora_expand_ does;
-everything else is float32.
+Of a tile of 64 outputs before the product's own sums are added to it, since most of what it waits
+for arrives while the first weights are under way; of few rows behind their sums, since there other
+blocks' loads hide it. h is rounded to B's dtype, as lora_expand_ does; everything else is float32.
 
 Legend as in weights.py; P parts of h, BM rows of a tile.
 """
@@ -214,18 +214,13 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
         total = totals[i]
         for first in range(0, gl.maximum(rank0, rank1), 4 * W):
             j = first + own_j
-            b = _b_of_few_rows(term, block, ranks, j, n)
+            ptrs = block + gl.to_tensor(first).to(gl.int64) * term.b_rank_stride
+            ptrs = ptrs[:, None, :] + ((own_j * term.b_rank_stride)[:, None, :] + n)
+            b = gl.load(ptrs, mask=(j < ranks)[:, None, :], other=0.0)  # [W, BN, 8]
             h = _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE)
             total += h * b.to(gl.float32)
         new += (total,)
     return new
-
-
-@gluon.jit
-def _b_of_few_rows(term, block, ranks, j, n):
-    """[W, BN, 8]: of each column's row one rank of B."""
-    offset = (j * term.b_rank_stride)[:, None, :] + n
-    return gl.load(block[:, None, :] + offset, mask=(j < ranks)[:, None, :], other=0.0)
 
 
 @gluon.jit
