@@ -192,7 +192,7 @@ def no_h_of_few_rows(term, TILES: gl.constexpr, SUMS: gl.constexpr):
     W: gl.constexpr = SUMS.warps_per_cta[0]
     found = ()
     for _ in gl.static_range(TILES):
-        found += (gl.zeros([W, _most_parts(term), 8], gl.float32, SUMS),)
+        found += (gl.zeros([W, _most_parts(term.PARTS), 8], gl.float32, SUMS),)
     return found
 
 
@@ -214,6 +214,8 @@ def add_few_rows(term, totals, scaled_b, h_parts, first_n, M, SUMS: gl.constexpr
     BN: gl.constexpr = totals[0].shape[1]
     DTYPE: gl.constexpr = term.b_ptr.dtype.element_ty
     AT_ONCE: gl.constexpr = 4 * SUMS.warps_per_cta[0]
+    # A zero that only the machine knows: what depends on it is not kept in registers from before
+    M += first_n >> 30
     s = term.slice_of(first_n)
     new = ()
     for i in gl.static_range(len(totals)):
@@ -249,17 +251,17 @@ class _FewRows:
     @gluon.jit
     def h_parts(self, term, first, s, M, SUMS: gl.constexpr):
         """Float32 [W, P, 8]: lanes that have other outputs of the same column each load some."""
-        part = gl.arange(0, _most_parts(term), gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
+        part = gl.arange(0, _most_parts(term.PARTS), gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
         j = first + _own_ranks(SUMS)
         offset = ((self.m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
         mask = (part < term.PARTS) & (j < self.ranks)[:, None, :]
         return gl.load(term.h_ptr + offset, mask=mask, other=0.0)
 
 
-@gluon.jit
-def _most_parts(term) -> gl.constexpr:
+@gluon.constexpr_function
+def _most_parts(parts: int) -> int:
     """A power of two, at least 8: one for each row of a warp's lanes."""
-    return gl.constexpr(8 if term.PARTS <= 8 else 16 if term.PARTS <= 16 else MOST_PARTS)
+    return max(8, 1 << (parts - 1).bit_length())
 
 
 @gluon.jit
