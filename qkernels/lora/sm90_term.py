@@ -251,7 +251,8 @@ class _FewRows:
     @gluon.jit
     def h_parts(self, term, first, s, M, SUMS: gl.constexpr):
         """Float32 [W, P, 8]: lanes that have other outputs of the same column each load some."""
-        part = gl.arange(0, _most_parts(term.PARTS), gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
+        LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+        part = gl.arange(0, _most_parts(term.PARTS), LANES)[None, :, None]
         j = first + _own_ranks(SUMS)
         offset = ((self.m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
         mask = (part < term.PARTS) & (j < self.ranks)[:, None, :]
