@@ -12,11 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gpu.gluon_compat import aggregate, integer
-from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
+from qkernels.lora.config import RANK_BLOCK
 
 BLOCK = gl.constexpr(RANK_BLOCK)  # ranks of one product
 PREFETCHED_ROWS = gl.constexpr(16)
-MOST_PARTS = gl.constexpr(PARTS_LEFT)
 PARTS_AT_ONCE = gl.constexpr(14)  # in registers
 
 pointer = gl.tensor | gl.constexpr  # a constexpr None where there is no term
