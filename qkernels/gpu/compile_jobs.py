@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.gpu.cache_keys import settle_cache_keys
+
 # Where classes of constants may come from: nothing else is imported by name.
 TRUSTED = ("qkernels.", "triton.")
 PLAIN = (bool, int, float, str)
@@ -40,6 +42,7 @@ def compile_job(line: str) -> None:
 
     The result stands in Triton's cache on disk, where the process that described it finds it.
     """
+    settle_cache_keys()
     job = json.loads(line)
     kernel = getattr(_trusted_module(job["module"]), job["kernel"])
     # Triton takes a torch.dtype in place of an argument for an aligned tensor of that type.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from qkernels.gpu.cache_keys import settle_cache_keys
 from qkernels.gpu.device import INTERPRETED
 
 # launch key -> the kernel, its compiled form, and the values of its last parameters
@@ -26,12 +27,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     key = None if INTERPRETED else _launch_key(kernel, arguments, constants)
     if _RECORDED is not None:
         _record(key, kernel, arguments, constants)
-    elif key is None:
-        kernel[grid](*arguments, **constants)
     elif (found := _COMPILED.get(key)) is not None:
         _, compiled, rest = found
         compiled[(*grid, 1, 1)](*arguments, *rest)
+    elif key is None:
+        settle_cache_keys()
+        kernel[grid](*arguments, **constants)
     else:
+        settle_cache_keys()
         compiled = kernel[grid](*arguments, **constants)
         parameters = list(kernel.signature.parameters.values())[len(arguments) :]
         rest = tuple(constants.get(each.name, each.default) for each in parameters)

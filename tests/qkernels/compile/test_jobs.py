@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from qkernels.gpu import compile_jobs
 
 ROOT = Path(__file__).resolve().parents[3]
-QUICK = ("norm", "silu", "norm to limbs")
+QUICK = ("norm", "silu", "norm to limbs", "sampling")
 
 
 def run(folder, *names):

@@ -1,0 +1,26 @@
+"""Makes the names of compiled kernels in Triton's cache the same in every process.
+
+Triton 3.6 hashes the constants that a kernel's functions use, but those of a function alone that
+another kernel has used before: so a kernel's key depends on what ran before it, and a process does
+not find what a compile worker made. Triton 3.9 asks for the function's key first, as is done here.
+"""
+
+import functools
+from typing import Any
+
+
+@functools.cache
+def settle_cache_keys() -> None:
+    """To be called before the first key is made. Does nothing where Triton needs no help."""
+    from triton.runtime import jit
+
+    finder = getattr(jit, "DependenciesFinder", None)
+    update = getattr(finder, "_update_hash", None)
+    if update is None:
+        return
+
+    def key_first(self: Any, function: Any) -> None:
+        _ = function.cache_key  # finds what the function uses
+        update(self, function)
+
+    finder._update_hash = key_first

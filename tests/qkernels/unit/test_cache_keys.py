@@ -1,0 +1,45 @@
+"""A kernel's key in Triton's cache does not depend on which kernels were used before."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from qkernels.gpu.cache_keys import settle_cache_keys
+
+LEAST = tl.constexpr(3)
+
+
+def _helper(x):
+    return x + LEAST
+
+
+def _kernel(x_ptr):
+    tl.store(x_ptr, helper(tl.load(x_ptr)))
+
+
+helper = None  # a fresh one for each key: a function keeps the key that was made first
+
+
+def key_of_kernel(*, after_helper: bool) -> str:
+    global helper
+    helper = JITFunction(_helper)
+    if after_helper:
+        assert helper.cache_key
+    return JITFunction(_kernel).cache_key
+
+
+def test_a_key_knows_constants_of_functions_that_nobody_used_before():
+    settle_cache_keys()
+    assert key_of_kernel(after_helper=False) == key_of_kernel(after_helper=True)
+
+
+def test_it_is_settled_once():
+    from triton.runtime import jit
+
+    settle_cache_keys()
+    update = jit.DependenciesFinder._update_hash
+    settle_cache_keys()
+    assert jit.DependenciesFinder._update_hash is update
