@@ -14,7 +14,7 @@ from qkernels.gpu.workspace import WORKSPACE_COUNTERS
 RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
-PARTS_LEFT = 32  # at most, to what reads them
+PARTS_LEFT = 16  # at most, to what reads them
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
 
 
@@ -65,15 +65,14 @@ def shrink_config(
     """
     rows = tile_rows(T)
     by_warp = rows <= 32
-    adds_parts = not (leaves_parts and by_warp)
-    # the more parts, the fewer inputs of each; products of 32 rows have no registers for many
-    left = PARTS_LEFT if rows == 16 else 8
-    warps = 8 if by_warp and K > 8192 and (adds_parts or left == 8) else 4
+    warps = 8 if by_warp and K > 8192 else 4
     # [rows, inputs] of x are in registers
     inputs = (2048 * warps if by_warp else 4096) // rows
     groups = ceil_div(T, rows) * S * ceil_div(R, RANK_BLOCK)  # of parts, for each owner
-    most = (16 if T <= FEW_ROWS else 4) if adds_parts else left
-    most = min(most, BLOCKS_WANTED // groups)
+    adds_parts = not (leaves_parts and rows <= 32)
+    most = min(PARTS_LEFT if T <= FEW_ROWS else 4, BLOCKS_WANTED // groups)
+    if not adds_parts and rows > 16:
+        most = min(most, 8)  # for more the products of as many rows have no registers
     if adds_parts and groups * num_owners(T, num_slots) > WORKSPACE_COUNTERS:
         most = 1
     steps = ceil_div(K, inputs)

@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from qkernels.gpu.gluon_compat import aggregate, integer
-from qkernels.lora.config import RANK_BLOCK
+from qkernels.lora.config import PARTS_LEFT, RANK_BLOCK
 
 BLOCK = gl.constexpr(RANK_BLOCK)  # ranks of one product
 PREFETCHED_ROWS = gl.constexpr(16)
-PARTS_AT_ONCE = gl.constexpr(14)  # in registers
+MOST_PARTS = gl.constexpr(PARTS_LEFT)
 
 pointer = gl.tensor | gl.constexpr  # a constexpr None where there is no term
 
@@ -65,23 +65,12 @@ class LoraTermArguments:
         return self.b_ptr + (slot + gl.to_tensor(first).to(gl.int64) * self.b_rank_stride)
 
     @gluon.jit
-    def h(self, m, j, s, mask, M, zero):
-        """The sum of all parts, in order. `zero` keeps the loop one: its loads are not all at once
-        in registers.
-        """
+    def h(self, m, j, s, mask, M):
+        """The sum of all parts, in order."""
         ptrs = self.h_ptr + (m * self.S + s) * self.R + j
-        apart = M * self.S * self.R
         total = gl.load(ptrs, mask=mask, other=0.0)
-        AT_ONCE: gl.constexpr = PARTS_AT_ONCE
-        if self.PARTS <= AT_ONCE:
-            for part in gl.static_range(1, self.PARTS):
-                total += gl.load(ptrs + part * apart, mask=mask, other=0.0)
-        else:
-            for first in range(1 + zero, self.PARTS, AT_ONCE):
-                for i in gl.static_range(AT_ONCE):
-                    part = first + i
-                    inside = mask & (part < self.PARTS)
-                    total += gl.load(ptrs + part * apart, mask=inside, other=0.0)
+        for part in gl.static_range(1, self.PARTS):
+            total += gl.load(ptrs + part * M * self.S * self.R, mask=mask, other=0.0)
         return total
 
 
@@ -143,7 +132,7 @@ def term_of_tile(
         left = gl.where(ranks > first, slots, -1)
         slot = gl.max(left, 0)
         b = _b_of_tile(term, slot, s, first, first_n, B)
-        h = term.h(h_m[None, :], first + h_j, s, (h_ranks > first)[None, :], M, zero)
+        h = term.h(h_m[None, :], first + h_j, s, (h_ranks > first)[None, :], M)
         h = gl.convert_layout(h.to(DTYPE), gl.DotOperandLayout(1, PRODUCT, 2))
         while slot >= 0:
             left = gl.where(left == slot, -1, left)
@@ -174,123 +163,58 @@ def _b_of_tile(term, slot, s, first, first_n, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def b_of_few_rows(term, first_n, M, TILES: gl.constexpr, BN: gl.constexpr, SUMS: gl.constexpr):
-    """scale * B of the first ranks, [W, BN, 8] for each tile of two rows; no kernel of the step
-    writes it.
-    """
-    s = term.slice_of(first_n)
-    found = ()
-    for i in gl.static_range(TILES):
-        found += (_few_rows(term, i, s, M, SUMS).scaled_b(term, 0, first_n, BN, SUMS),)
-    return found
+def prefetch_few_rows(term, first_n, M, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Asks the L2 for the Bs of a block's outputs, which no kernel of the step writes."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    i = gl.arange(0, ROWS * BLOCK, LAYOUT)
+    slots = term.slots(i // BLOCK, M)
+    ranks = term.ranks(slots, term.slice_of(first_n))
+    j = gl.where(i % BLOCK < ranks, i % BLOCK, 0)
+    _prefetch(term.b_block(gl.maximum(slots, 0), 0) + (j * term.b_rank_stride + first_n))
 
 
 @gluon.jit
-def no_h_of_few_rows(term, TILES: gl.constexpr, SUMS: gl.constexpr):
-    """Zeros as `h_of_few_rows` has its parts."""
-    W: gl.constexpr = SUMS.warps_per_cta[0]
-    found = ()
-    for _ in gl.static_range(TILES):
-        found += (gl.zeros([W, _most_parts(term.PARTS), 8], gl.float32, SUMS),)
-    return found
-
-
-@gluon.jit
-def h_of_few_rows(term, first_n, M, TILES: gl.constexpr, SUMS: gl.constexpr):
-    """The parts of h that `b_of_few_rows` multiplies, [W, P, 8] for each tile."""
-    s = term.slice_of(first_n)
-    found = ()
-    for i in gl.static_range(TILES):
-        found += (_few_rows(term, i, s, M, SUMS).h_parts(term, 0, s, M, SUMS),)
-    return found
-
-
-@gluon.jit
-def add_few_rows(term, totals, scaled_b, h_parts, first_n, M, SUMS: gl.constexpr):
+def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
     """Adds the term to sums [W, BN, 8] for each tile of two rows, which are added over warps and
     over the four columns of a row later: each of these takes ranks of its own.
     """
+    W: gl.constexpr = totals[0].shape[0]
     BN: gl.constexpr = totals[0].shape[1]
     DTYPE: gl.constexpr = term.b_ptr.dtype.element_ty
-    AT_ONCE: gl.constexpr = 4 * SUMS.warps_per_cta[0]
-    # A zero that only the machine knows: what depends on it is not kept in registers from before
-    M += first_n >> 30
+    COLS: gl.constexpr = gl.SliceLayout(1, SUMS)  # [W, 8]
+    column = gl.arange(0, 8, gl.SliceLayout(0, COLS))[None, :]
+    own_j = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None] * 4 + column % 4
+    n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
+    # lanes that have other outputs of the same column each load some parts of h
+    part = gl.arange(0, MOST_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     s = term.slice_of(first_n)
     new = ()
     for i in gl.static_range(len(totals)):
-        total = totals[i] + _summed(h_parts[i], DTYPE) * scaled_b[i]
-        rows = _few_rows(term, i, s, M, SUMS)
-        for first in range(AT_ONCE, rows.most_ranks, AT_ONCE):
-            b = rows.scaled_b(term, first, first_n, BN, SUMS)
-            total += _summed(rows.h_parts(term, first, s, M, SUMS), DTYPE) * b
+        slot0 = term.slots(2 * i, M)
+        slot1 = term.slots(2 * i + 1, M)
+        rank0 = term.ranks(slot0, s)
+        rank1 = term.ranks(slot1, s)
+        first_row = column < 4
+        block = gl.where(first_row, term.b_block(slot0, 0), term.b_block(slot1, 0))
+        ranks = gl.where(first_row, rank0, rank1)
+        scales = gl.where(first_row, term.scales(slot0, s), term.scales(slot1, s))
+        m = 2 * i + column // 4
+        total = totals[i]
+        for first in range(0, gl.maximum(rank0, rank1), 4 * W):
+            j = first + own_j
+            ptrs = block + gl.to_tensor(first).to(gl.int64) * term.b_rank_stride
+            ptrs = ptrs[:, None, :] + ((own_j * term.b_rank_stride)[:, None, :] + n)
+            b = gl.load(ptrs, mask=(j < ranks)[:, None, :], other=0.0)  # [W, BN, 8]
+            h = _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE)
+            total += h * b.to(gl.float32)
         new += (total,)
     return new
 
 
-@aggregate
-class _FewRows:
-    """Of a tile of two rows: of each column [1, 8] the row, and what its adapter has."""
-
-    m: gl.tensor
-    block: gl.tensor  # where its B begins
-    ranks: gl.tensor
-    scales: gl.tensor
-    most_ranks: gl.tensor
-
-    @gluon.jit
-    def scaled_b(self, term, first, first_n, BN: gl.constexpr, SUMS: gl.constexpr):
-        """Float32 [W, BN, 8]: of each column's row one rank from `first` on, times its scale."""
-        n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
-        j = _own_ranks(SUMS)
-        ptrs = self.block + gl.to_tensor(first).to(gl.int64) * term.b_rank_stride
-        ptrs = ptrs[:, None, :] + ((j * term.b_rank_stride)[:, None, :] + n)
-        b = gl.load(ptrs, mask=(first + j < self.ranks)[:, None, :], other=0.0)
-        return b.to(gl.float32) * self.scales[:, None, :]
-
-    @gluon.jit
-    def h_parts(self, term, first, s, M, SUMS: gl.constexpr):
-        """Float32 [W, P, 8]: lanes that have other outputs of the same column each load some."""
-        LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
-        part = gl.arange(0, _most_parts(term.PARTS), LANES)[None, :, None]
-        j = first + _own_ranks(SUMS)
-        offset = ((self.m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
-        mask = (part < term.PARTS) & (j < self.ranks)[:, None, :]
-        return gl.load(term.h_ptr + offset, mask=mask, other=0.0)
-
-
-@gluon.constexpr_function
-def _most_parts(parts: int) -> int:
-    """A power of two, at least 8: one for each row of a warp's lanes."""
-    return max(8, 1 << (parts - 1).bit_length())
-
-
 @gluon.jit
-def _few_rows(term, i, s, M, SUMS: gl.constexpr):
-    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, :]
-    slot0 = term.slots(2 * i, M)
-    slot1 = term.slots(2 * i + 1, M)
-    ranks0 = term.ranks(slot0, s)
-    ranks1 = term.ranks(slot1, s)
-    is_first = column < 4
-    return _FewRows(
-        m=2 * i + column // 4,
-        block=gl.where(is_first, term.b_block(slot0, 0), term.b_block(slot1, 0)),
-        ranks=gl.where(is_first, ranks0, ranks1),
-        scales=gl.where(is_first, term.scales(slot0, s), term.scales(slot1, s)),
-        most_ranks=gl.maximum(ranks0, ranks1),
-    )
-
-
-@gluon.jit
-def _own_ranks(SUMS: gl.constexpr):
-    """Which ones a warp and a column take, [W, 8]."""
-    COLS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    W: gl.constexpr = SUMS.warps_per_cta[0]
-    warp = gl.arange(0, W, gl.SliceLayout(1, COLS))[:, None]
-    return warp * 4 + gl.arange(0, 8, gl.SliceLayout(0, COLS))[None, :] % 4
-
-
-@gluon.jit
-def _summed(h_parts, DTYPE: gl.constexpr):
-    """[W, 1, 8], rounded to DTYPE."""
-    return gl.sum(h_parts, 1).to(DTYPE).to(gl.float32)[:, None, :]
+def _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE: gl.constexpr):
+    """[W, 1, 8]: of each column's row one number of h, rounded to DTYPE, times the row's scale."""
+    offset = ((m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
+    mask = (part < term.PARTS) & (j < ranks)[:, None, :]
+    h = gl.sum(gl.load(term.h_ptr + offset, mask=mask, other=0.0), 1)
+    return (h.to(DTYPE).to(gl.float32) * scales)[:, None, :]

@@ -20,13 +20,7 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.registers import signed_nibbles
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.lora.sm90_term import (
-    LoraTermArguments,
-    add_few_rows,
-    b_of_few_rows,
-    h_of_few_rows,
-    no_h_of_few_rows,
-)
+from qkernels.lora.sm90_term import LoraTermArguments, add_few_rows, prefetch_few_rows
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.operands.limbs import (
     K_STEP,
@@ -246,10 +240,6 @@ def _wna16_gemv_imma(
     totals = ()
     for _ in gl.static_range(TILES):
         totals += (gl.zeros([W, BN, COLUMNS], gl.float32, SUMS),)
-    if PARTS > 0:
-        # while the kernel before runs, or blocks that came earlier
-        scaled_b = b_of_few_rows(term, block * BN, M, TILES, BN, SUMS)
-        h_parts = no_h_of_few_rows(term, TILES, SUMS)
     for first in range(0, k_steps, IN_FLIGHT * W):
         # after the last K step the last one again, with scales of 0
         codes = ()
@@ -269,9 +259,9 @@ def _wna16_gemv_imma(
                 offsets += (gl.load(offsets_ptr + group, mask=mask, other=0.0),)
         if first == 0:
             # weights never change; limbs are the previous kernel's until it has ended
-            griddepcontrol_wait()
             if PARTS > 0:
-                h_parts = h_of_few_rows(term, block * BN, M, TILES, SUMS)
+                prefetch_few_rows(term, block * BN, M, 2 * TILES, W)
+            griddepcontrol_wait()
         for i in gl.static_range(IN_FLIGHT):
             a = _operand_a(codes[i], BITS, SUMS)
             scale = scales[i].to(gl.float32)[:, :, None] / A_FACTOR
@@ -294,7 +284,7 @@ def _wna16_gemv_imma(
             totals = new
     launch_dependents()
     if PARTS > 0:
-        totals = add_few_rows(term, totals, scaled_b, h_parts, block * BN, M, SUMS)
+        totals = add_few_rows(term, totals, block * BN, M, SUMS)
     ROWS_PER_TILE: gl.constexpr = COLUMNS // LIMBS_PER_INPUT
     for j in gl.static_range(TILES):
         by_limb = totals[j].reshape([W, BN, ROWS_PER_TILE, LIMBS_PER_INPUT])
