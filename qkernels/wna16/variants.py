@@ -134,14 +134,6 @@ LARGE_M = Variant(
     whole_k_steps=True,
     default=_large_m,
 )
-LARGE_M = Variant(
-    name="sm90_large_m",
-    config=LargeMConfig,
-    rows="many rows",
-    arch="sm_90",
-    whole_k_steps=True,
-    default=_large_m,
-)
 CUBLAS = Variant(
     name="cublas",
     config=None,
