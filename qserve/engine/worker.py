@@ -39,6 +39,7 @@ from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.decoder import Decoder
 from qserve.model.dummy_source import DummySource
+from qserve.model.kv_format import refuse_attention_without_kernel
 from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.model.weight_source import WeightSource
@@ -102,6 +103,10 @@ class Worker:
             )
             speculator = self._speculator(config, decoder, device)
             runner = ModelRunner(decoder, config, device, speculator, self._ranks)
+            if self._uses_graphs and device.type == "cuda":
+                refuse_attention_without_kernel(
+                    decoder, runner.kv_format, config.block_size, device.type
+                )
             if config.enable_lora:
                 runner.adapters = SlotMemory(
                     decoder,

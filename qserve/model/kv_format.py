@@ -9,6 +9,7 @@ import torch
 
 from formats.errors import CheckpointError, InputError
 from formats.family import ATTENTION
+from qkernels import dispatch
 from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention
 from qserve.model.blocks.delta_net import DeltaNet
@@ -62,6 +63,34 @@ def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvForma
             f"use {FLAG} int8",
         )
     return KvFormat(dtype=CODE_DTYPES[name], static_scales=has_scales and name == calibrated)
+
+
+def refuse_attention_without_kernel(
+    decoder: Decoder, kv_format: KvFormat, page_size: int, device: str
+) -> None:
+    """Raise InputError where plain torch would attend, which CUDA graphs cannot capture."""
+    for layer in decoder.layers:
+        attention = layer.attention
+        if not isinstance(attention, Attention):
+            continue
+        choices = dispatch.explain(
+            "paged_attention",
+            device=device,
+            dtype=decoder.dtype,
+            requested=attention.kernel,
+            head_dim=attention.head_dim,
+            page_size=page_size,
+            pages_dtype=kv_format.dtype,
+            soft_cap=attention.soft_cap is not None,
+            sinks=attention.sinks is not None,
+        )
+        if not any(each.taken for each in choices if each.name != "reference"):
+            portable = next(each for each in choices if each.name == "triton")
+            raise InputError(
+                f"attention over pages of {page_size} tokens, heads of {attention.head_dim}",
+                f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
+                "give --block-size 16, or --enforce-eager to run it slowly",
+            )
 
 
 def new_cache(

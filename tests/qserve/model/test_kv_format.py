@@ -224,3 +224,18 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
         running.append(len(llm.engine.scheduler.running))
     assert 2 < running[0] < 32
     assert running[1] in (2 * running[0], 2 * running[0] + 1)
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size):
+    """Before a capture fails on it. Asked as for a GPU."""
+    runner = make(docs_5m, block_size=page_size).engine.runner
+    asked = runner.decoder, runner.kv_format, page_size, "cuda"
+    if page_size == 16:
+        kv_format.refuse_attention_without_kernel(*asked)
+        return
+    with pytest.raises(
+        InputError, match="takes pages of 16, 32, 64 or 128 tokens, not 8"
+    ) as raised:
+        kv_format.refuse_attention_without_kernel(*asked)
+    assert "--enforce-eager" in raised.value.remedy
