@@ -33,8 +33,8 @@ def continued(
     weight = decoder.embed_tokens.weight
     ids_BL = prompts_BP.new_zeros(B, length)
     ids_BL[:, :P] = prompts_BP
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = (len(decoder.layers), 2, B, kv_heads, length, dim)
     cache = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     positions = torch.arange(length, device=weight.device)[None]
@@ -55,13 +55,7 @@ def continued(
                 q, k = attention.q_norm(q), attention.k_norm(k)
             q, k = (rotated(each.transpose(1, 2), *turns) for each in (q, k))
             keys[rows, :, start:end], values[rows, :, start:end] = k, v.transpose(1, 2)
-            out = functional.scaled_dot_product_attention(
-                q,
-                keys[rows, :, :end],
-                values[rows, :, :end],
-                is_causal=start == 0,
-                enable_gqa=heads != kv_heads,
-            )
+            out = _attended(q, keys[rows, :, :end], values[rows, :, :end])
             x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
             x = x + mlp(second_norm(x))
         return decoder.norm(x[:, -1])
@@ -72,6 +66,20 @@ def continued(
     for at in range(P, length - 1):
         ids_BL[:, at + 1] = drawn(head(run(slice(None), at, at + 1)), temperature)
     return ids_BL
+
+
+def _attended(q_BHTD: torch.Tensor, k_BJSD: torch.Tensor, v_BJSD: torch.Tensor) -> torch.Tensor:
+    """Of all tokens of a text, or of its last one alone, [B, H, T, D]."""
+    B, H, T, _ = q_BHTD.shape
+    if T > 1:
+        shares = k_BJSD.shape[1] != H
+        return functional.scaled_dot_product_attention(
+            q_BHTD, k_BJSD, v_BJSD, is_causal=True, enable_gqa=shares
+        )
+    # The heads that share keys as rows over them: torch would copy the keys for each head.
+    q_BJGD = q_BHTD.reshape(B, k_BJSD.shape[1], -1, q_BHTD.shape[3])
+    out_BJGD = functional.scaled_dot_product_attention(q_BJGD, k_BJSD, v_BJSD)
+    return out_BJGD.reshape(q_BHTD.shape)
 
 
 def drawn(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
