@@ -36,16 +36,3 @@ def pdl_launch_and_wait(LAUNCH_FIRST: tl.constexpr = True):
     tl.extra.cuda.gdc_wait()
     if not LAUNCH_FIRST:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def pdl_launch():
-    """griddepcontrol.launch_dependents alone: as early as a kernel can, where it first loads what
-    no kernel writes. A wait follows."""
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def pdl_wait():
-    """griddepcontrol.wait alone."""
-    tl.extra.cuda.gdc_wait()

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pdl import pdl_launch, pdl_launch_and_wait, pdl_options, pdl_wait
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.workspace import workspace
 from qkernels.lora.config import (
     RANK_BLOCK,
@@ -200,8 +200,6 @@ def _lora_shrink(
     BY_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        pdl_launch()  # the product's blocks load weights meanwhile
     block = tl.program_id(1)
     part, s, first = block % PARTS, block // PARTS % S, block // (PARTS * S) * BR
     t, own, slot = _own_rows(slots_ptr, T, BM, BY_ROW)
@@ -220,7 +218,7 @@ def _lora_shrink(
     in_rank = (j < rank)[None, :, None]
     a = tl.load(a_ptrs + start, mask=in_rank & (start < end), other=0.0)
     if PDL and _has_to_wait(slot):
-        pdl_wait()
+        pdl_launch_and_wait()
     if rank > first:
         x_ptrs = x_ptr + t.to(tl.int64)[None, :, None] * stride_x
         own_rows = own[None, :, None]
