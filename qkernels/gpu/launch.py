@@ -30,15 +30,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     elif (found := _COMPILED.get(key)) is not None:
         _, compiled, rest = found
         compiled[(*grid, 1, 1)](*arguments, *rest)
-    elif key is None:
-        settle_cache_keys()
-        kernel[grid](*arguments, **constants)
     else:
         settle_cache_keys()
         compiled = kernel[grid](*arguments, **constants)
-        parameters = list(kernel.signature.parameters.values())[len(arguments) :]
-        rest = tuple(constants.get(each.name, each.default) for each in parameters)
-        _COMPILED[key] = kernel, compiled, rest
+        if key is not None:
+            parameters = list(kernel.signature.parameters.values())[len(arguments) :]
+            rest = tuple(constants.get(each.name, each.default) for each in parameters)
+            _COMPILED[key] = kernel, compiled, rest
 
 
 @contextlib.contextmanager
