@@ -60,13 +60,15 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name != "max_tokens":
-                value = field.default
-            if value is not None and (check := TYPES.get(field.name)) is not None:
-                value = check(field.name, value)
-            object.__setattr__(self, field.name, value)
+        for name, default, check in _FIELDS:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            if value is None and name != "max_tokens":
+                value = default
+            if value is not None and check is not None:
+                value = check(name, value)
+            object.__setattr__(self, name, value)
         sequences = tuple(map(tuple, self.bad_words_token_ids or ()))
         object.__setattr__(self, "bad_words_token_ids", sequences)
         form = as_structured_outputs(self.structured_outputs)
@@ -133,6 +135,8 @@ class SamplingParams:
         if seed is not None:
             # Beyond the largest 64-bit seed comes the smallest.
             seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
+        if (self.n, self.seed, self.prompt_logprobs) == (1, seed, prompt_logprobs):
+            return self
         return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     def _check_filter(self) -> None:
@@ -175,3 +179,7 @@ TYPES: dict[str, Check] = {
     "allowed_token_ids": integers(MAX_ALLOWED_TOKEN_IDS),
     "bad_words": texts(MAX_BAD_WORDS, "words", MAX_BAD_WORD_CHARS),
 }
+# of each field: its name, its default, its entry above
+_FIELDS = tuple(
+    (field.name, field.default, TYPES.get(field.name)) for field in fields(SamplingParams)
+)

@@ -217,7 +217,7 @@ class EngineClient:
         output = self._outputs[request_id] = _Output(watch)
         try:
             # The engine knows no text: megabytes of stop strings would go with each of n outputs.
-            params = replace(params, stop=())
+            params = replace(params, stop=()) if params.stop else params
             add = Add(
                 request_id=request_id,
                 prompt_token_ids=prompt_token_ids,

@@ -122,7 +122,8 @@ def build_app(
         resets_cache=config.enable_cache_reset,
         adapters=ServedAdapters.of(loras, model_names, config.lora_folder),
     )
-    for topic in (status_routes, page_routes, token_routes, routes, pooling_routes, lora_routes):
+    # Looked through in this order: those that generate come first.
+    for topic in (routes, status_routes, page_routes, token_routes, pooling_routes, lora_routes):
         app.include_router(topic.router)
     if config.profiler is not None:
         app.include_router(profile_router(config.profiler))

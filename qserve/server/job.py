@@ -1,6 +1,6 @@
 """Job: a request's body made into prompts of tokens and sampling parameters. Knows no HTTP.
 
-Making one blocks (parsing, the chat template, tokenizing), so routes do it in a thread.
+Making one blocks (parsing, the chat template, tokenizing), so routes have it prepared.
 """
 
 import uuid
@@ -113,7 +113,7 @@ class Job:
 def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
     """The job of a body of /v1/completions. Raises ApiError and InputError."""
     request = parse(body, CompletionRequest)
-    _check(model, request, len(request.prompt))
+    params = _checked_params(model, request, len(request.prompt))
     special = request.add_special_tokens is not False
     prompts = [
         _encode(model, prompt, special, request) if isinstance(prompt, str) else prompt
@@ -125,7 +125,7 @@ def completion_job(model: ServedModel, body: bytes | bytearray, arrived: float) 
         for prompt in request.prompt
         if request.echo
     ]
-    return _job(model, "cmpl", request, prompts, echoed, arrived)
+    return _job(model, "cmpl", request, params, prompts, echoed, arrived)
 
 
 def chat_job(model: ServedModel, body: bytes | bytearray, arrived: float) -> Job:
@@ -152,10 +152,10 @@ def chat_request_job(
     `is_parsed`: its reply looks for reasoning and calls of tools.
     `is_cut`: a conversation that does not fit loses its beginning.
     """
-    _check(model, request, 1)
+    params = _checked_params(model, request, 1)
     use = tool_use(request, model)
     prompt = (_cut_chat_tokens if is_cut else chat_tokens)(model, request, use)
-    job = _job(model, prefix, request, [prompt], [], arrived, use.form())
+    job = _job(model, prefix, request, params, [prompt], [], arrived, use.form())
     of_template = template_settings.ignored(request, model.tokenizer)
     ignored = (*ignored, *beam_fields.ignored(request), *use.ignored(model), *of_template)
     job = replace(job, ignored=ignored, repeated=repeated or {})
@@ -247,8 +247,10 @@ def new_job(prefix: str, *, prompts: list[list[int]], arrived: float, **fields: 
     return Job(request_id=key, key=key, prompts=prompts, arrived=arrived, **fields)
 
 
-def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> None:
-    """What can be refused before any prompt is encoded."""
+def _checked_params(
+    model: ServedModel, request: GenerationRequest, num_prompts: int
+) -> SamplingParams:
+    """Of a prompt that leaves all the room. Refuses what can be before any prompt is encoded."""
     model.check_name(request.model)
     for name in ("max_tokens", "max_completion_tokens"):
         asked = getattr(request, name)
@@ -272,6 +274,7 @@ def _check(model: ServedModel, request: GenerationRequest, num_prompts: int) -> 
     check_vocabulary(model, params.stop_token_ids, "stop_token_ids")
     check_vocabulary(model, params.allowed_token_ids or (), "allowed_token_ids")
     check_vocabulary(model, [token for token, _ in params.logit_bias], "logit_bias")
+    return params
 
 
 def check_truncation(model: ServedModel, kept: int | None) -> None:
@@ -289,13 +292,20 @@ def _job(
     model: ServedModel,
     prefix: str,
     request: GenerationRequest,
+    params: SamplingParams,
     prompts: list[list[int]],
     echoed: list[str],
     arrived: float,
     form: StructuredOutputsParams | None = None,
 ) -> Job:
-    params, form, bad_words = [], form or output_form(request), None
+    """`params`: of a prompt that leaves all the room. `form`: in place of the request's own."""
+    form = form or output_form(request)
     search = beam_fields.beam_search(request, form)
+    if form is not None:
+        params = replace(params, structured_outputs=form)
+    params = with_bad_words(params, lambda: model.tokenizer)
+    params_of_room = {params.max_tokens: params}
+    params_of_prompts = []
     prompts = [_truncate(model, request, prompt) for prompt in prompts]
     for prompt in prompts:
         room = model.max_model_len - len(prompt)
@@ -304,15 +314,15 @@ def _job(
         if not prompt:
             raise ApiError(400, "prompt: expected at least one token.", "prompt")
         check_vocabulary(model, prompt, "prompt")
-        each = sampling_params(request, model.defaults, room, form)
-        if bad_words is None:
-            bad_words = with_bad_words(each, lambda: model.tokenizer).bad_words_token_ids
-        params.append(replace(each, bad_words_token_ids=bad_words))
+        most = min(params.max_tokens, room)
+        if most not in params_of_room:
+            params_of_room[most] = replace(params, max_tokens=most)
+        params_of_prompts.append(params_of_room[most])
     return new_job(
         prefix,
         prompts=prompts,
         asked_id=request.request_id,
-        params=params,
+        params=params_of_prompts,
         echoed=echoed,
         streams=bool(request.stream),
         streams_usage=request.wants_usage,

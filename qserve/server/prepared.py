@@ -1,4 +1,4 @@
-"""The job of a request: its body is read, then made into a job off the event loop."""
+"""The job of a request: its body is read, then prepared."""
 
 import time
 

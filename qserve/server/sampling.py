@@ -5,18 +5,14 @@ from qserve.generation_defaults import DEFAULTED
 from qserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from qserve.server.beam_fields import WITHOUT_EFFECT
 from qserve.server.protocol import ChatCompletionRequest, GenerationRequest
-from qserve.structured.params import StructuredOutputsParams
 
 COMPLETION_MAX_TOKENS = 16  # of OpenAI's completions route; a chat gets all the room
 
 
 def sampling_params(
-    request: GenerationRequest,
-    defaults: dict[str, float],
-    room: int,
-    form: StructuredOutputsParams | None = None,
+    request: GenerationRequest, defaults: dict[str, float], room: int
 ) -> SamplingParams:
-    """The parameters for a prompt that leaves `room` tokens. Raises ParameterError."""
+    """The parameters for a prompt that leaves `room` tokens, of any form. Raises ParameterError."""
     max_tokens, logprobs, prompt_logprobs = request.max_tokens, None, request.prompt_logprobs
     if request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
@@ -58,7 +54,6 @@ def sampling_params(
         )
     }
     fields["logprobs"], fields["prompt_logprobs"] = logprobs, prompt_logprobs
-    fields["structured_outputs"] = form
     given = {name: value for name, value in fields.items() if value is not None}
     if request.use_beam_search:
         # It draws nothing, and what the model's folder says of drawing is not for it.

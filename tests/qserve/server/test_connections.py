@@ -14,6 +14,7 @@ import pytest
 
 from qserve.config import ServerConfig
 from qserve.server import http_protocol, replies
+from qserve.server.preparation import SHORT_BYTES
 
 TEXT = "Hello there, general reader."
 GUARD = 60.0  # seconds, against hanging
@@ -193,7 +194,20 @@ def test_encoding_a_prompt_does_not_hold_up_the_others(
         return original(*arguments)
 
     monkeypatch.setattr(server.tokenizer, "encode", slow)
-    assert ask()["choices"][0]["text"] == TEXT
+    assert ask(user="u" * SHORT_BYTES)["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize(("length", "is_in_thread"), [(0, False), (SHORT_BYTES, True)])
+def test_a_short_body_is_prepared_without_a_thread(server, ask, monkeypatch, length, is_in_thread):
+    original, threads = server.tokenizer.encode, []
+
+    def watched(*arguments):
+        threads.append(threading.current_thread().name)
+        return original(*arguments)
+
+    monkeypatch.setattr(server.tokenizer, "encode", watched)
+    assert ask(user="u" * length)["choices"][0]["text"] == TEXT
+    assert threads[0].startswith("preparation") == is_in_thread
 
 
 def test_writing_many_logprobs_does_not_hold_up_the_others(
