@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
     settings = json.loads(arguments.engine)
-    offline = arguments.offline or importlib.util.find_spec("fastapi") is None
+    offline = arguments.offline or importlib.util.find_spec("starlette") is None
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model

@@ -52,20 +52,20 @@ OPERATIONS = {
 }
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {
-    "formats": {"triton", "transformers", "fastapi"},
+    "formats": {"triton", "transformers", "starlette"},
     "formats.families": {"torch", "triton", "transformers"},
     "formats.rope_types": {"torch", "triton", "transformers"},
-    "formats.checkpoint": {"triton", "transformers", "fastapi"},
-    "qkernels": {"triton", "transformers", "fastapi"},
-    "qkernels.quant_linear": {"triton", "transformers", "fastapi", "qserve"},
-    "calibrate.pipeline": {"qkernels", "qserve", "fastapi"},
-    "qserve": {"torch", "transformers", "fastapi"},
-    "qserve.cli": {"torch", "transformers", "fastapi"},
-    "qserve.llm": {"fastapi", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
-    "qserve.engine.engine": {"fastapi", "transformers"},  # which takes seconds (filled_config.py)
+    "formats.checkpoint": {"triton", "transformers", "starlette"},
+    "qkernels": {"triton", "transformers", "starlette"},
+    "qkernels.quant_linear": {"triton", "transformers", "starlette", "qserve"},
+    "calibrate.pipeline": {"qkernels", "qserve", "starlette"},
+    "qserve": {"torch", "transformers", "starlette"},
+    "qserve.cli": {"torch", "transformers", "starlette"},
+    "qserve.llm": {"starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
+    "qserve.engine.engine": {"starlette", "transformers"},  # which takes seconds (filled_config.py)
     # neither side of the pipe to the engine needs torch before the engine does
-    "qserve.engine.client": {"torch", "fastapi"},
-    "qserve.engine.process": {"torch", "fastapi", "uvicorn", "prometheus_client"},
+    "qserve.engine.client": {"torch", "starlette"},
+    "qserve.engine.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
 }
 
 

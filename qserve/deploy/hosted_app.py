@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from qserve import logs
 from qserve.config import EngineConfig, ServerConfig
@@ -37,7 +37,7 @@ class HostedApp:
     """One engine and its app. Made by `start`, ended by `close`."""
 
     def __init__(
-        self, app: FastAPI, client: EngineSupervisor, worker: WorkerClient, watch: asyncio.Task
+        self, app: Starlette, client: EngineSupervisor, worker: WorkerClient, watch: asyncio.Task
     ) -> None:
         self.app, self._client, self._worker, self._watch = app, client, worker, watch
         self.num_open = 0  # requests

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from formats.errors import InputError
-from qserve import __version__, logs
+from qserve import logs
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.client import Limits
 from qserve.engine.process import ENGINE
@@ -51,7 +51,7 @@ from qserve.server.http_protocol import (
 from qserve.server.listener import address, address_error, bind, check_tls, remove
 from qserve.server.metrics import Metrics
 from qserve.server.preparation import Preparation
-from qserve.server.profile_routes import profile_router
+from qserve.server.profile_routes import profile_routes
 from qserve.server.rate_limit import LimitRate
 from qserve.server.request_id import NameRequests
 from qserve.server.response_count import CountResponses
@@ -83,19 +83,19 @@ def build_app(
     is_stopping: Callable[[], bool] = lambda: False,
     priority_counts: bool = True,
     loras: Sequence[LoRARequest] = (),
-) -> FastAPI:
+) -> Starlette:
     """The ASGI app for an engine that runs `max_num_seqs` outputs at once.
 
     `metrics` are those that the engine's reports go to, if any do; `preparation` has a worker
     process, if there is one; `loras` are the adapters of the start. Raises InputError for a broken
     generation_config.json, and for keys that cannot be read.
     """
-    app = FastAPI(
-        title="qserve",
-        version=__version__,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
+    topics = [routes, status_routes, page_routes, token_routes, pooling_routes, lora_routes]
+    found = [route for topic in topics for route in topic.routes]  # looked through in this order
+    if config.profiler is not None:
+        found += profile_routes(config.profiler)
+    app = Starlette(routes=found)
+    app.router.redirect_slashes = False
     admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
     model_names = config.model_names(tokenizer.folder)
     metrics = metrics or Metrics(model_names[0], config.metrics_prefix)
@@ -122,11 +122,6 @@ def build_app(
         resets_cache=config.enable_cache_reset,
         adapters=ServedAdapters.of(loras, model_names, config.lora_folder),
     )
-    # Looked through in this order: those that generate come first.
-    for topic in (routes, status_routes, page_routes, token_routes, pooling_routes, lora_routes):
-        app.include_router(topic.router)
-    if config.profiler is not None:
-        app.include_router(profile_router(config.profiler))
     add_error_handlers(app)
     keys = load_keys(config)
     if config.lora_folder is not None and not keys:
@@ -373,7 +368,7 @@ class _Server(uvicorn.Server):
             asyncio.get_running_loop().call_later(self._shutdown_timeout, self.stop)
 
 
-def uvicorn_config(app: FastAPI, connections: Connections, **options: object) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, connections: Connections, **options: object) -> uvicorn.Config:
     """How uvicorn runs the app: within the limits of connections, its log as all else's."""
     return uvicorn.Config(
         app,

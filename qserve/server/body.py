@@ -5,8 +5,7 @@ Knows no fields and no models.
 
 import asyncio
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from qserve.server.body_scan import SLICE_BYTES, BodyScan
 from qserve.server.budget import Hold

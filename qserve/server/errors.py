@@ -3,8 +3,10 @@
 import logging
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from formats.errors import InputError
 from qserve.sampling_params import ParameterError
@@ -110,7 +112,7 @@ def json_response(
     return Response(body, status, headers, media_type="application/json")
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: Starlette) -> None:
     """Give every failure of the app the envelope, those of the framework too."""
 
     async def from_exception(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with --lora-folder alone."""
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from formats.errors import InputError
 from qserve.server.adapters import MAX_LOADED
@@ -9,12 +10,13 @@ from qserve.server.client_key import client_key
 from qserve.server.errors import ApiError, engine_dead
 from qserve.server.lora_protocol import LoadAdapterRequest, UnloadAdapterRequest
 from qserve.server.protocol import AnyBody, read
+from qserve.server.route_list import RouteList
 from qserve.server.service import Service, service_of
 
-router = APIRouter()
+routes = RouteList()
 
 
-@router.post("/v1/load_lora_adapter")
+@routes.post("/v1/load_lora_adapter")
 async def load_lora_adapter(request: Request) -> Response:
     """Answers when the adapter has been read and checked; steps go on meanwhile."""
     service = service_of(request)
@@ -37,7 +39,7 @@ async def load_lora_adapter(request: Request) -> Response:
     return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter")
+@routes.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(request: Request) -> Response:
     """Requests that have the adapter keep it to their end."""
     service = service_of(request)

@@ -6,33 +6,34 @@ import hashlib
 import re
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from qserve.server.errors import json_response
 from qserve.server.openapi import document
+from qserve.server.route_list import RouteList
 from qserve.server.service import service_of
-from qserve.server.status_routes import READ
 
 FOLDER = Path(__file__).with_name("page")
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
-router = APIRouter()
+routes = RouteList()
 
 
-@router.api_route("/openapi.json", methods=READ)
+@routes.read("/openapi.json")
 async def openapi(request: Request) -> Response:
     root, client = request.scope.get("root_path", ""), service_of(request).client
     found = document(client.max_model_len, client.vocab_size)
     return json_response(found | ({"servers": [{"url": root}]} if root else {}))
 
 
-@router.api_route("/", methods=READ)
-async def chat() -> Response:
+@routes.read("/")
+async def chat(request: Request) -> Response:
     return _page("index.html")
 
 
-@router.api_route("/docs", methods=READ)
-async def docs() -> Response:
+@routes.read("/docs")
+async def docs(request: Request) -> Response:
     return _page("docs.html")
 
 

@@ -3,37 +3,39 @@
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from qserve.server import generation, pooling_replies
 from qserve.server.errors import json_response
 from qserve.server.event_stream import while_connected
 from qserve.server.generation import Output
 from qserve.server.job import Job
+from qserve.server.route_list import RouteList
 from qserve.server.routes import job_of
 
-router = APIRouter()
+routes = RouteList()
 
 
-@router.post("/v1/embeddings")
+@routes.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
     return await _answer(request, "embeddings", "embd", pooling_replies.embeddings)
 
 
-@router.post("/pooling")
+@routes.post("/pooling")
 async def pooling(request: Request) -> Response:
     return await _answer(request, "pooling", "pool", pooling_replies.pooling)
 
 
-@router.post("/score")
-@router.post("/v1/score")
+@routes.post("/score")
+@routes.post("/v1/score")
 async def score(request: Request) -> Response:
     return await _answer(request, "score", "score", pooling_replies.scores)
 
 
-@router.post("/rerank")
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
+@routes.post("/rerank")
+@routes.post("/v1/rerank")
+@routes.post("/v2/rerank")
 async def rerank(request: Request) -> Response:
     return await _answer(request, "rerank", "rerank", pooling_replies.ranking)
 

@@ -2,7 +2,7 @@
 
 import time
 
-from fastapi import Request
+from starlette.requests import Request
 
 from qserve.server.body import Body
 from qserve.server.errors import engine_dead

@@ -2,21 +2,23 @@
 
 import json
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from formats.errors import InputError
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.server.errors import ApiError, engine_dead
+from qserve.server.route_list import RouteList
 from qserve.server.service import service_of
 
 MOST_BYTES = 4096
 
 
-def profile_router(config: ProfilerConfig) -> APIRouter:
+def profile_routes(config: ProfilerConfig) -> RouteList:
     """Routes that record as `config` says. Both answer when it is done."""
-    router = APIRouter()
+    routes = RouteList()
 
-    @router.post("/start_profile")
+    @routes.post("/start_profile")
     async def start_profile(request: Request) -> Response:
         data = b""
         async for piece in request.stream():
@@ -32,11 +34,11 @@ def profile_router(config: ProfilerConfig) -> APIRouter:
             raise ApiError(400, str(error)) from None
         return await _tell(request, wanted)
 
-    @router.post("/stop_profile")
+    @routes.post("/stop_profile")
     async def stop_profile(request: Request) -> Response:
         return await _tell(request, None)
 
-    return router
+    return routes
 
 
 async def _tell(request: Request, config: ProfilerConfig | None) -> Response:

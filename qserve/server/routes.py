@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from qserve.server import deadline, generation, ignored_fields, request_id
 from qserve.server.cache_salt import salted_by_key
@@ -15,23 +16,24 @@ from qserve.server.job import Job
 from qserve.server.prepared import prepared_job
 from qserve.server.replies import ChatReply, CompletionReply, Counts, Reply
 from qserve.server.response_reply import ResponseReply
+from qserve.server.route_list import RouteList
 from qserve.server.service import Service, service_of
 from qserve.server.tracing import trace_headers
 
-router = APIRouter()
+routes = RouteList()
 
 
-@router.post("/v1/completions")
+@routes.post("/v1/completions")
 async def completions(request: Request) -> Response:
     return await _answer(request, "completions", CompletionReply)
 
 
-@router.post("/v1/chat/completions")
+@routes.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     return await _answer(request, "chat", ChatReply)
 
 
-@router.post("/v1/responses")
+@routes.post("/v1/responses")
 async def responses(request: Request) -> Response:
     service, client, job, headers = await job_of(request, "responses", ResponseReply.prefix)
     reply = ResponseReply(job=job, model=service.name_for(job), tokenizer=service.tokenizer)
@@ -41,7 +43,7 @@ async def responses(request: Request) -> Response:
     return await _whole(request, service, client, job, reply, headers)
 
 
-@router.post("/reset_prefix_cache")
+@routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
     """Let requests that come from now on find no KV pages of earlier ones."""
     service = service_of(request)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastapi import Request
+from starlette.requests import Request
 
 from qserve.engine.request import RequestEvent
 from qserve.handling import Handling

@@ -1,17 +1,19 @@
 """The routes /tokenize and /detokenize: text to tokens and back, as the other routes do it."""
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from qserve.server.client_key import client_key
 from qserve.server.errors import json_response
 from qserve.server.job import Job
 from qserve.server.prepared import prepared_job
+from qserve.server.route_list import RouteList
 from qserve.server.service import Service, service_of
 
-router = APIRouter()
+routes = RouteList()
 
 
-@router.post("/tokenize")
+@routes.post("/tokenize")
 async def tokenize(request: Request) -> Response:
     service, job = await _job(request, "tokenize")
     (tokens,) = job.prompts
@@ -24,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     return json_response(reply)
 
 
-@router.post("/detokenize")
+@routes.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     _, job = await _job(request, "detokenize")
     return json_response({"prompt": job.echoed[0]})

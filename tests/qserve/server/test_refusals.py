@@ -432,4 +432,5 @@ def test_message_that_utf8_cannot_hold_is_still_sent():
 
 
 def test_app_is_built_without_running_anything(tokenizer):
-    assert build_app(None, tokenizer, ServerConfig(), max_num_seqs=1).title == "qserve"
+    app = build_app(None, tokenizer, ServerConfig(), max_num_seqs=1)
+    assert app.state.service.tokenizer is tokenizer

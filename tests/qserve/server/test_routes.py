@@ -239,7 +239,7 @@ def test_description_names_every_route_and_nothing_else(server):
             *(routes, status_routes, token_routes, pooling_routes, page_routes),
             lora_routes,
         )
-        for route in topic.router.routes
+        for route in topic.routes
         for method in route.methods - {"HEAD"}
     }
     pages = {("/openapi.json", "get"), ("/docs", "get"), ("/", "get")}
