@@ -15,20 +15,16 @@ Legend: M tokens, k experts of a token, P = M k pairs, D entries: experts that a
 BM pairs each; N outputs and K inputs of an expert; BM columns of a tile.
 """
 
-from dataclasses import dataclass
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    tma,
     warpgroup_mma_wait,
 )
 
-from qkernels.gpu.config import CompileTimeConfig, power_of_two
 from qkernels.gpu.device import sm_count
-from qkernels.gpu.gluon_compat import aggregate, descriptor, integer, tma_load
+from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.pipeline import make_pipeline
@@ -36,29 +32,19 @@ from qkernels.gpu.tma import aligned
 from qkernels.moe.experts import ExpertStack
 from qkernels.moe.routing import Glu
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig
+from qkernels.moe.sm90_few_tokens_structs import Experts, TokensTile
 from qkernels.moe.triton_wanted import Wanted
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import stack_numerics
-from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, step_scales
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensTile(CompileTimeConfig):
-    """Constants of a launch, compiled in."""
-
-    top_k: int
-    glu: bool  # gate_up: outputs are gate and up; else down
-    sorted: bool  # columns are sorted pairs; else tokens
-    counted: bool  # entries follow their number; else they are one token's experts, k of them
-    # down's outputs, times the shares: parts float32 [split, k, M, N], or rows [P, N]
-    parts: bool = False
-    alpha: float = 1.0
-    offset: float = 0.0
-    limit: float = 0.0  # 0: none
-
-    @property
-    def slots(self) -> int:
-        return power_of_two(self.top_k)
+from qkernels.wna16.sm90_k_step import (
+    WEIGHT_BOX,
+    X_BOX_K,
+    allocate_stages,
+    load_weight,
+    load_x,
+    multiply,
+    step_scales,
+)
 
 
 def gate_up(
@@ -154,99 +140,6 @@ def _launch(
         maxnreg=config.registers,
         launch_pdl=True,
     )
-
-
-@aggregate
-class _WorkTile:
-    """One split of one tile of an entry."""
-
-    entry: gl.tensor  # its number d
-    expert: gl.tensor
-    first: gl.tensor  # of its sorted pairs
-    pairs: gl.tensor
-    tile: gl.tensor  # among the expert's
-    split: gl.tensor
-    k_begin: gl.tensor  # in K steps
-    k_end: gl.tensor
-
-
-@aggregate
-class _Experts:
-    """The kernel's arguments."""
-
-    weight: tma.tensor_descriptor  # packed [E N/64 K/128 32, 32]
-    x: tma.tensor_descriptor  # [M, K], [D M, K] or [P, K], boxes [BM, 64]
-    scales: tma.tensor_descriptor  # [E N/64 G 64]
-    offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets
-    bias_ptr: gl.tensor  # [E, N], valid if has_bias
-    ids_ptr: gl.tensor  # [M, k]; sorted: the pairs [P]
-    shares_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
-    wanted_ptr: gl.tensor  # as in Wanted
-    y_ptr: gl.tensor  # gate_up: [D M, N / 2] or [P, N / 2]; down: as in TokensTile
-    M: integer
-    N: integer
-    k_steps: integer
-    tiles: integer  # of an expert
-    most: integer  # entries that there can be
-    CONFIG: gl.constexpr  # FewTokensConfig
-    NUMERICS: gl.constexpr  # WeightNumerics
-    TILE: gl.constexpr  # TokensTile
-
-    @gluon.jit
-    def num_entries(self):
-        # .cg, here and below: a block may start before the kernel that wrote these has ended, and
-        # an SM's L1 may hold what was there before
-        if self.TILE.counted:
-            return gl.load(self.wanted_ptr, cache_modifier=".cg")
-        else:
-            return gl.to_tensor(self.TILE.top_k)
-
-    @gluon.jit
-    def work_tile(self, work, num_entries):
-        """After the last one that there is, the last entry again."""
-        SPLIT: gl.constexpr = self.CONFIG.split
-        split = work % SPLIT
-        entry = gl.minimum(work // SPLIT // self.tiles, num_entries - 1)
-        ptr = self.wanted_ptr + entry
-        if self.TILE.counted:
-            ptr += 1
-        expert = gl.load(ptr, cache_modifier=".cg")
-        if self.TILE.sorted:
-            first = gl.load(ptr + self.most, cache_modifier=".cg")
-            pairs = gl.load(ptr + 2 * self.most, cache_modifier=".cg")
-        else:
-            first = entry
-            pairs = entry
-        return _WorkTile(
-            entry=entry,
-            expert=expert,
-            first=first,
-            pairs=pairs,
-            tile=work // SPLIT % self.tiles,
-            split=split,
-            k_begin=split * self.k_steps // SPLIT,
-            k_end=(split + 1) * self.k_steps // SPLIT,
-        )
-
-    @gluon.jit
-    def first_row(self, work_tile):
-        """Of x, in a tile."""
-        if self.TILE.sorted:
-            return work_tile.first
-        elif self.TILE.glu:
-            return gl.to_tensor(0)
-        else:
-            return work_tile.entry * self.M
-
-    @gluon.jit
-    def stored_tile(self, work_tile, CONSUMER: gl.constexpr):
-        tile = work_tile.expert * self.tiles + work_tile.tile
-        return tile * self.CONFIG.num_consumers + CONSUMER
-
-    @gluon.jit
-    def first_output(self, work_tile, CONSUMER: gl.constexpr):
-        """Of a consumer's 64, among those of the expert."""
-        return (work_tile.tile * self.CONFIG.num_consumers + CONSUMER) * 64
 
 
 @gluon.jit
@@ -387,31 +280,6 @@ def _store(gemm, values, rows, first_n, N):
 
 
 @gluon.jit
-def _load_weight(gemm, pipeline, state, work_tile, k_step, pred):
-    """A K step's packed weights and scales; the stage then expects x, too."""
-    NUMERICS: gl.constexpr = gemm.NUMERICS
-    CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
-    OFFSET_BYTES: gl.constexpr = gemm.offsets.block_type.nbytes if NUMERICS.has_offsets else 0
-    CONSUMER_BYTES: gl.constexpr = (
-        gemm.weight.block_type.nbytes + gemm.scales.block_type.nbytes + OFFSET_BYTES
-    )
-    BYTES: gl.constexpr = CONSUMERS * CONSUMER_BYTES + 2 * gemm.x.block_type.nbytes
-    stages = pipeline.mem
-    barrier = pipeline.full_barrier(state)
-    pipeline.producer_expect(state, BYTES, pred)
-    groups = gemm.k_steps // NUMERICS.steps_per_group
-    for i in gl.static_range(CONSUMERS):
-        stored_tile = gemm.stored_tile(work_tile, i)
-        own = state.stage * CONSUMERS + i
-        row = (stored_tile * gemm.k_steps + k_step) * 32
-        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
-        group = stored_tile * groups + k_step // NUMERICS.steps_per_group
-        tma_load(gemm.scales, [group * 64], barrier, stages.scales.index(own), pred=pred)
-        if NUMERICS.has_offsets:
-            tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
-
-
-@gluon.jit
 def _load(gemm, pipeline):
     """The producer warp: all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
@@ -426,7 +294,7 @@ def _load(gemm, pipeline):
         prefetched = 0
     for stage in range(prefetched):
         state = pipeline.producer_start(stage)
-        _load_weight(gemm, pipeline, state, work_tile, work_tile.k_begin + stage, True)
+        load_weight(gemm, pipeline, state, work_tile, work_tile.k_begin + stage, True)
     if not gemm.TILE.glu:
         griddepcontrol_wait()
     # After the wait: blocks of the next kernel may read what was written before this one.
@@ -438,11 +306,8 @@ def _load(gemm, pipeline):
         x_row = gemm.first_row(work_tile)
         for k_step in range(work_tile.k_begin, work_tile.k_end):
             pipeline.producer_acquire(state)
-            _load_weight(gemm, pipeline, state, work_tile, k_step, loaded >= prefetched)
-            for i in gl.static_range(2):
-                k = k_step * 128 + i * 64
-                box = pipeline.mem.x.index(2 * state.stage + i)
-                tma_load(gemm.x, [x_row, k], pipeline.full_barrier(state), box)
+            load_weight(gemm, pipeline, state, work_tile, k_step, loaded >= prefetched)
+            load_x(gemm, pipeline, state, x_row, k_step)
             loaded += 1
             state = state.advance()
         work_tile = next_tile
@@ -450,7 +315,7 @@ def _load(gemm, pipeline):
 
 @gluon.jit(do_not_specialize=["M", "k_steps", "tiles", "most"])
 def _experts_few_tokens(
-    weight,  # as in _Experts
+    weight,  # as in Experts
     x,
     scales,
     offsets,
@@ -468,19 +333,10 @@ def _experts_few_tokens(
     NUMERICS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    STAGES: gl.constexpr = CONFIG.stages
-    SLOTS: gl.constexpr = STAGES * CONFIG.num_consumers
-    packed_stages = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
-    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES * 2, CONFIG.block_m, 64], x.layout)
-    scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, 64], scales.layout)
-    if NUMERICS.has_offsets:
-        offset_stages = gl.allocate_shared_memory(offsets.dtype, [SLOTS, 64], offsets.layout)
-    else:
-        offset_stages = scale_stages
-    stages = Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
-    pipeline = make_pipeline(stages, STAGES, CONFIG.num_consumers)
+    stages = allocate_stages(weight, x, scales, offsets, CONFIG, NUMERICS)
+    pipeline = make_pipeline(stages, CONFIG.stages, CONFIG.num_consumers)
     fence_async_shared()
-    gemm = _Experts(
+    gemm = Experts(
         weight=weight,
         x=x,
         scales=scales,

@@ -1,8 +1,9 @@
-"""A K step of up to 64 rows on sm_90, in Gluon: what a consumer warpgroup does with one stage.
+"""A K step of up to 64 rows on sm_90, in Gluon: one stage, who fills it, who multiplies it.
 
-Knows neither who fills the stages nor what becomes of the sums. A consumer multiplies one stored
+Knows neither which K steps these are nor what becomes of the sums. A consumer multiplies one stored
 tile: operand A is codes minus zero points, exact in 16 bits and in registers; operand B is x, in
-shared memory. `gemm` has the constexprs CONFIG and NUMERICS.
+shared memory. `gemm` has the constexprs CONFIG and NUMERICS, and for the producer the descriptors
+of weight, x, scales and offsets, k_steps, and `loaded_tile(work_tile, CONSUMER)`, the stored tile.
 
 Legend: BM rows of x; a K step is 128 inputs.
 """
@@ -11,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from qkernels.gpu.gluon_compat import aggregate
+from qkernels.gpu.gluon_compat import aggregate, tma_load
 from qkernels.wna16.dequant import (
     codes_minus_zeros,
     load_k_subtiles,
@@ -32,6 +33,54 @@ class Stages:
     x: gl.shared_memory_descriptor  # [stages * 2, BM, 64]
     scales: gl.shared_memory_descriptor  # [slots, 64]
     offsets: gl.shared_memory_descriptor  # [slots, 64], valid if has_offsets
+
+
+@gluon.jit
+def allocate_stages(weight, x, scales, offsets, CONFIG: gl.constexpr, NUMERICS: gl.constexpr):
+    """Of boxes that the TMA descriptors load."""
+    SLOTS: gl.constexpr = CONFIG.stages * CONFIG.num_consumers
+    packed_stages = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
+    x_stages = gl.allocate_shared_memory(x.dtype, [CONFIG.stages * 2, CONFIG.block_m, 64], x.layout)
+    scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, 64], scales.layout)
+    if NUMERICS.has_offsets:
+        offset_stages = gl.allocate_shared_memory(offsets.dtype, [SLOTS, 64], offsets.layout)
+    else:
+        offset_stages = scale_stages
+    return Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
+
+
+@gluon.jit
+def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
+    """A K step's packed weights and scales; the stage then expects x, too."""
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
+    OFFSET_BYTES: gl.constexpr = gemm.offsets.block_type.nbytes if NUMERICS.has_offsets else 0
+    CONSUMER_BYTES: gl.constexpr = (
+        gemm.weight.block_type.nbytes + gemm.scales.block_type.nbytes + OFFSET_BYTES
+    )
+    BYTES: gl.constexpr = CONSUMERS * CONSUMER_BYTES + 2 * gemm.x.block_type.nbytes
+    stages = pipeline.mem
+    barrier = pipeline.full_barrier(state)
+    pipeline.producer_expect(state, BYTES, pred)
+    for i in gl.static_range(CONSUMERS):
+        stored_tile = gemm.loaded_tile(work_tile, i)
+        own = state.stage * CONSUMERS + i
+        row = (stored_tile * gemm.k_steps + k_step) * 32
+        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
+        groups = gemm.k_steps // NUMERICS.steps_per_group
+        group = stored_tile * groups + k_step // NUMERICS.steps_per_group
+        tma_load(gemm.scales, [group * 64], barrier, stages.scales.index(own), pred=pred)
+        if NUMERICS.has_offsets:
+            tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
+
+
+@gluon.jit
+def load_x(gemm, pipeline, state, row, k_step):
+    """A K step of BM rows of x."""
+    for i in gl.static_range(2):
+        k = k_step * 128 + i * 64
+        box = pipeline.mem.x.index(2 * state.stage + i)
+        tma_load(gemm.x, [row, k], pipeline.full_barrier(state), box)
 
 
 @gluon.jit

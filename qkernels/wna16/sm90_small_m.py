@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qkernels.gpu.device import sm_count
-from qkernels.gpu.gluon_compat import aggregate, descriptor, integer, tma_load
+from qkernels.gpu.gluon_compat import aggregate, descriptor, integer
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.pipeline import make_pipeline
@@ -33,7 +33,15 @@ from qkernels.lora.sm90_term import LoraTermArguments, prefetch_term, term_of_ti
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
-from qkernels.wna16.sm90_k_step import WEIGHT_BOX, X_BOX_K, Stages, multiply, step_scales
+from qkernels.wna16.sm90_k_step import (
+    WEIGHT_BOX,
+    X_BOX_K,
+    allocate_stages,
+    load_weight,
+    load_x,
+    multiply,
+    step_scales,
+)
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
 
 NUM_CONSUMERS = gl.constexpr(2)
@@ -164,6 +172,11 @@ class _Gemm:
             k_end=(split + 1) * self.k_steps // SPLIT,
         )
 
+    @gluon.jit
+    def loaded_tile(self, work_tile, CONSUMER: gl.constexpr):
+        """After the last stored tile the last one again: its results are not stored."""
+        return gl.minimum(work_tile.stored_tile(CONSUMER), (self.N + 63) // 64 - 1)
+
 
 @gluon.jit
 def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
@@ -263,31 +276,6 @@ def _store(gemm, values, stored_tile):
 
 
 @gluon.jit
-def _load_weight(gemm, pipeline, state, tile, k_step, pred):
-    """A K step's packed weights and scales; the stage then expects x, too."""
-    NUMERICS: gl.constexpr = gemm.NUMERICS
-    OFFSET_BYTES: gl.constexpr = gemm.offsets.block_type.nbytes if NUMERICS.has_offsets else 0
-    CONSUMER_BYTES: gl.constexpr = (
-        gemm.weight.block_type.nbytes + gemm.scales.block_type.nbytes + OFFSET_BYTES
-    )
-    BYTES: gl.constexpr = NUM_CONSUMERS * CONSUMER_BYTES + 2 * gemm.x.block_type.nbytes
-    stages = pipeline.mem
-    barrier = pipeline.full_barrier(state)
-    pipeline.producer_expect(state, BYTES, pred)
-    for i in gl.static_range(NUM_CONSUMERS):
-        # after the last stored tile the last one again: its results are not stored
-        stored_tile = gl.minimum(tile * NUM_CONSUMERS + i, (gemm.N + 63) // 64 - 1)
-        own = state.stage * NUM_CONSUMERS + i
-        row = (stored_tile * gemm.k_steps + k_step) * 32
-        tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
-        groups = gemm.k_steps // NUMERICS.steps_per_group
-        group = stored_tile * groups + k_step // NUMERICS.steps_per_group
-        tma_load(gemm.scales, [group * 64], barrier, stages.scales.index(own), pred=pred)
-        if NUMERICS.has_offsets:
-            tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
-
-
-@gluon.jit
 def _load(gemm, pipeline):
     """The producer warp: all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
@@ -296,7 +284,7 @@ def _load(gemm, pipeline):
     prefetched = gl.minimum(work_tile.k_end - work_tile.k_begin, CONFIG.stages)
     for stage in range(prefetched):
         state = pipeline.producer_start(stage)
-        _load_weight(gemm, pipeline, state, work_tile.tile, work_tile.k_begin + stage, True)
+        load_weight(gemm, pipeline, state, work_tile, work_tile.k_begin + stage, True)
     if CONFIG.launch_dependents_first:
         launch_dependents()
     griddepcontrol_wait()
@@ -306,11 +294,8 @@ def _load(gemm, pipeline):
         work_tile = gemm.work_tile(work)
         for k_step in range(work_tile.k_begin, work_tile.k_end):
             pipeline.producer_acquire(state)
-            _load_weight(gemm, pipeline, state, work_tile.tile, k_step, loaded >= prefetched)
-            for i in gl.static_range(2):
-                k = k_step * 128 + i * 64
-                box = pipeline.mem.x.index(2 * state.stage + i)
-                tma_load(gemm.x, [0, k], pipeline.full_barrier(state), box)
+            load_weight(gemm, pipeline, state, work_tile, k_step, loaded >= prefetched)
+            load_x(gemm, pipeline, state, 0, k_step)
             loaded += 1
             state = state.advance()
     if not CONFIG.launch_dependents_first:
@@ -349,17 +334,8 @@ def _wna16_small_m(
     NUMERICS: gl.constexpr,
     UNREDUCED: gl.constexpr,
 ):
-    STAGES: gl.constexpr = CONFIG.stages
-    OWN: gl.constexpr = STAGES * NUM_CONSUMERS
-    packed_stages = gl.allocate_shared_memory(gl.int32, [OWN, 32, 32], weight.layout)
-    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES * 2, CONFIG.block_m, 64], x.layout)
-    scale_stages = gl.allocate_shared_memory(scales.dtype, [OWN, 64], scales.layout)
-    if NUMERICS.has_offsets:
-        offset_stages = gl.allocate_shared_memory(offsets.dtype, [OWN, 64], offsets.layout)
-    else:
-        offset_stages = scale_stages
-    stages = Stages(weight=packed_stages, x=x_stages, scales=scale_stages, offsets=offset_stages)
-    pipeline = make_pipeline(stages, STAGES, NUM_CONSUMERS)
+    stages = allocate_stages(weight, x, scales, offsets, CONFIG, NUMERICS)
+    pipeline = make_pipeline(stages, CONFIG.stages, NUM_CONSUMERS)
     fence_async_shared()
     term = LoraTermArguments(
         h_ptr=lora_h_ptr,
