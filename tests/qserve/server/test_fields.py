@@ -5,6 +5,9 @@ import logging
 
 import pytest
 
+from qserve.sampling_params import SamplingParams
+from qserve.server.job import completion_job
+
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
 def test_usage_grows_with_each_chunk(server, chunks, route):
@@ -187,6 +190,25 @@ def test_priority_is_named_where_the_policy_does_not_look_at_it(server):
     object.__setattr__(server.app.state.service, "priority_counts", False)
     assert server.complete(priority=3).headers["x-ignored-fields"] == "priority"
     assert "x-ignored-fields" not in server.complete(priority=0).headers
+
+
+def test_parameters_are_checked_once_for_all_prompts_that_leave_room(server, monkeypatch):
+    """1,000 prompts took 40 ms for that."""
+    made, original = [], SamplingParams.__post_init__
+
+    def counted(params):
+        made.append(params)
+        original(params)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", counted)
+    model = server.app.state.service.model
+    length = model.max_model_len
+    prompts = [[5], [5, 6], [7] * (length - 4), [8] * (length - 2), [9] * (length - 4)]
+    job = completion_job(model, json.dumps({"prompt": prompts, "max_tokens": 9}).encode(), 0.0)
+    assert [params.max_tokens for params in job.params] == [9, 9, 4, 2, 4]
+    assert len(made) == 3, "one for each length of an answer"
+    choice = job.choice(0)[1]
+    assert choice is job.params[0] and len(made) == 3
 
 
 @pytest.mark.parametrize("number", ["6.0", "6.00", "60e-1", "0.6E1"])
